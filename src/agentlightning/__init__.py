@@ -1,0 +1,1 @@
+"""Agent Lightning: train any AI agent."""

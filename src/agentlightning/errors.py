@@ -1,0 +1,117 @@
+"""Every error Agent Lightning raises on purpose, and the one place where a failure becomes a record.
+
+    AgentLightningError
+    ├── ConfigError            a setting, flag or argument that cannot work
+    │   └── MissingExtraError  an optional dependency that is not installed
+    ├── DatasetError           a task file that cannot be read (names the file and the line)
+    ├── AgentError             an agent that cannot be loaded or run
+    │   └── AgentTimeoutError  an agent that did not end within its time
+    ├── RewardError            a reward that is missing, not a finite number, or of a kind nobody can use
+    ├── StoreError
+    │   ├── NotFoundError      an id the store does not know
+    │   ├── ConflictError      an illegal status change, or an id that is already taken by something else
+    │   ├── StoreFullError     the disk refused a write
+    │   └── StoreClosedError   the store was closed, or its database is not usable
+    ├── PolicyError            a model that cannot be loaded, sampled from or trained
+    │   ├── ContextLengthError a prompt that leaves no room for an answer
+    │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
+    ├── ServerError            a server that cannot start (a port in use, say)
+    ├── TrainingStopped        training that ended itself for the user's sake (too many failures)
+    └── ResumeError            a run directory that cannot be continued
+
+Each message names the value and the way out.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+
+class AgentLightningError(Exception):
+    """The root of all errors raised on purpose."""
+
+
+class ConfigError(AgentLightningError, ValueError):
+    """A setting that cannot work."""
+
+
+class MissingExtraError(ConfigError, ImportError):
+    """An optional dependency is missing."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'agentlightning[{extra}]'")
+
+
+class DatasetError(AgentLightningError, ValueError):
+    """A task file that cannot be read."""
+
+
+class AgentError(AgentLightningError):
+    """An agent that cannot be loaded or run."""
+
+
+class AgentTimeoutError(AgentError):
+    """An agent that did not end within its time."""
+
+
+class RewardError(AgentLightningError, ValueError):
+    """A reward that is missing, not finite, or of a kind that cannot be used."""
+
+
+class StoreError(AgentLightningError):
+    """The store cannot do what was asked."""
+
+
+class NotFoundError(StoreError, LookupError):
+    """An id the store does not know."""
+
+
+class ConflictError(StoreError):
+    """An illegal status change, or an id that is taken."""
+
+
+class StoreFullError(StoreError):
+    """The disk refused a write."""
+
+
+class StoreClosedError(StoreError):
+    """The store was closed, or its database is not usable."""
+
+
+class PolicyError(AgentLightningError):
+    """A model that cannot be loaded, sampled from or trained."""
+
+
+class ContextLengthError(PolicyError, ValueError):
+    """A prompt that leaves no room for an answer."""
+
+
+class UnfaithfulSampleError(PolicyError, ValueError):
+    """Samples whose probabilities a loss cannot correct for."""
+
+
+class ServerError(AgentLightningError):
+    """A server that cannot start."""
+
+
+class TrainingStopped(AgentLightningError):
+    """Training ended itself."""
+
+
+class ResumeError(AgentLightningError):
+    """A run directory that cannot be continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is kept of an exception once it has become a record."""
+
+    type: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(type=type(error).__qualname__, message=str(error), traceback=text)

@@ -1,0 +1,132 @@
+"""What a policy promises: it samples, it learns, and both use the same weights.
+
+The gateway needs only `Engine`; an algorithm needs `Policy`. Tokens go in and tokens come out; text, templates and
+tool calls are the business of `ChatFormat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from agentlightning.trajectory import TrainingSample
+
+FinishReason = Literal["stop", "length"]
+"""stop: an end-of-turn token or a stop string; length: max_tokens or the end of the context."""
+
+Message = dict[str, Any]
+"""A chat message as the OpenAI chat-completions wire has it: role, content, tool_calls, tool_call_id, name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw the next tokens."""
+
+    temperature: float = 1.0
+    """0 is greedy: the recorded log-probabilities are then those of temperature 1, and no loss accepts them."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    max_tokens: int | None = None
+    """None: up to the end of the context."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; the tokens that complete one are kept, the text from it on is not shown."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the engine drew."""
+
+    token_ids: tuple[int, ...]
+    """Every token drawn, the end-of-turn token included."""
+    logprobs: tuple[float, ...]
+    """One for each token: under the temperature, top_p and top_k it was drawn with."""
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """A model's answer, understood."""
+
+    content: str | None
+    tool_calls: tuple[ParsedToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    name: str
+    arguments: str
+    """The raw text: JSON where the model wrote JSON."""
+
+
+class ChatFormat(Protocol):
+    """A model's way to write conversations: its chat template, its tokenizer, its tool-call format."""
+
+    eos_token_ids: frozenset[int]
+    """Tokens that end a turn."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as text, by the model's chat template. Raises ConfigError on messages it cannot hold."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of rendered text: special tokens are recognised, none is added."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def parse(self, text: str) -> ParsedMessage:
+        """Content and tool calls of an answer (without its end-of-turn token). Never fails: what is not a
+        well-formed tool call stays in the content."""
+        ...
+
+
+class Engine(Protocol):
+    """What samples from a policy."""
+
+    model: str
+    """The name agents ask for."""
+    context_length: int
+    chat: ChatFormat
+
+    @property
+    def policy_version(self) -> int:
+        """0 for the weights as loaded; one more after each update."""
+        ...
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+    ) -> Sample:
+        """Draw one answer. `on_tokens` is called in the caller's event loop with each new token or run of tokens.
+        Cancelling the call frees the engine. Raises ContextLengthError when the prompt leaves no room."""
+        ...
+
+
+class Policy(Engine, Protocol):
+    """An engine that learns. While it trains or loads nothing may be sampled: the caller pauses the gateway."""
+
+    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...)."""
+        ...
+
+    async def save(self, directory: Path, *, training_state: bool = False) -> None:
+        """Write a checkpoint `transformers` loads; with `training_state`, also all that a resume needs."""
+        ...
+
+    async def load(self, directory: Path) -> None:
+        """Continue from a checkpoint saved with `training_state`: weights, optimiser, version, random state."""
+        ...
+
+    async def close(self) -> None: ...

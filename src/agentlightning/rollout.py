@@ -1,0 +1,160 @@
+"""Rollouts and attempts: what they are, which states they pass through, and the addresses of an attempt.
+
+A *rollout* is one execution of an agent on one task; an *attempt* is one try of it. The store alone changes their
+status; this module states the rules it follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing"]
+AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]
+RolloutMode = Literal["train", "val", "test"]
+
+WAITING: frozenset[str] = frozenset({"queuing", "requeuing"})
+"""A runner may claim these."""
+FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+ATTEMPT_FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "timeout", "unresponsive"})
+
+ROLLOUT_TRANSITIONS: dict[str, frozenset[str]] = {
+    "queuing": frozenset({"preparing", "cancelled", "failed"}),
+    "requeuing": frozenset({"preparing", "cancelled", "failed"}),
+    "preparing": frozenset({"running", "succeeded", "failed", "cancelled", "requeuing"}),
+    "running": frozenset({"succeeded", "failed", "cancelled", "requeuing"}),
+    "succeeded": frozenset(),
+    "failed": frozenset({"requeuing"}),
+    "cancelled": frozenset({"requeuing"}),
+}
+"""Legal next states. A finished rollout moves only when someone explicitly queues it again."""
+
+ATTEMPT_TRANSITIONS: dict[str, frozenset[str]] = {
+    "preparing": frozenset({"running", "succeeded", "failed", "timeout", "unresponsive"}),
+    "running": frozenset({"succeeded", "failed", "timeout", "unresponsive"}),
+    "unresponsive": frozenset({"running", "succeeded", "failed", "timeout"}),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "timeout": frozenset(),
+}
+"""Legal next states. An unresponsive attempt may come back while it is still the latest one."""
+
+
+class RolloutConfig(BaseModel):
+    """Time limits and retry policy of one rollout; the store enforces them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """An attempt older than this becomes `timeout`."""
+    unresponsive_seconds: float | None = Field(default=None, gt=0)
+    """An attempt with no heartbeat or span for this long becomes `unresponsive`."""
+    max_attempts: int = Field(default=1, ge=1)
+    """How many attempts a rollout may have in all."""
+    retry_condition: tuple[AttemptStatus, ...] = ("failed", "timeout", "unresponsive")
+    """Attempt states after which the rollout is queued again, while attempts are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of a rollout."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: int
+    """1 for the first attempt of the rollout."""
+    start_time: float
+    status: AttemptStatus = "preparing"
+    end_time: float | None = None
+    worker_id: str | None = None
+    last_heartbeat_time: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`error` holds type, message and traceback of a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One execution of an agent on one task."""
+
+    rollout_id: str
+    input: Any
+    """The task: any JSON value."""
+    start_time: float
+    status: RolloutStatus = "queuing"
+    mode: RolloutMode | None = None
+    resources_id: str | None = None
+    """The version of the resources to use; None means the latest when it is claimed."""
+    end_time: float | None = None
+    config: RolloutConfig = field(default_factory=RolloutConfig)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptedRollout(Rollout):
+    """A rollout together with the attempt that was just started for it."""
+
+    attempt: Attempt = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueRolloutRequest:
+    """What `enqueue_many_rollouts` takes for each rollout."""
+
+    input: Any
+    mode: RolloutMode | None = None
+    resources_id: str | None = None
+    config: RolloutConfig | None = None
+    metadata: dict[str, Any] | None = None
+    rollout_id: str | None = None
+    """Made by the caller to make a repeated request harmless; the store makes one otherwise."""
+
+
+# -- the addresses of an attempt -------------------------------------------------------------------------------------
+
+
+def attempt_path(rollout_id: str, attempt_id: str) -> str:
+    """The URL path under which everything of one attempt is served."""
+    return f"/rollout/{rollout_id}/attempt/{attempt_id}"
+
+
+def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
+    """An API key that names one attempt and is signed with `secret`, so that no agent can speak for another."""
+    body = f"{rollout_id}.{attempt_id}"
+    signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
+    return f"agl-{body}.{signature}"
+
+
+def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
+    """(rollout_id, attempt_id) of a key made by `attempt_key` with the same secret, else None."""
+    parts = key.removeprefix("agl-").split(".")
+    if not key.startswith("agl-") or len(parts) != 3:
+        return None
+    rollout_id, attempt_id, _ = parts
+    expected = attempt_key(secret, rollout_id, attempt_id)
+    return (rollout_id, attempt_id) if hmac.compare_digest(expected, key) else None
+
+
+def attempt_environment(server_url: str, secret: str, rollout_id: str, attempt_id: str) -> dict[str, str]:
+    """The environment variables that lead an agent to its own attempt: every name an SDK is known to read."""
+    root = server_url.rstrip("/") + attempt_path(rollout_id, attempt_id)
+    key = attempt_key(secret, rollout_id, attempt_id)
+    return {
+        "AGL_OPENAI_BASE_URL": f"{root}/v1",
+        "AGL_EVENT_URL": f"{root}/events",
+        "AGL_KEY": key,
+        "AGL_ROLLOUT_ID": rollout_id,
+        "AGL_ATTEMPT_ID": attempt_id,
+        "OPENAI_BASE_URL": f"{root}/v1",
+        "OPENAI_API_BASE": f"{root}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": root,
+        "ANTHROPIC_API_KEY": key,
+    }

@@ -1,0 +1,114 @@
+"""Spans, and the one vocabulary of their attributes.
+
+A span is one recorded operation, OpenTelemetry shaped. Names follow OTel GenAI where it has one; `agentlightning.*`
+names what it lacks. Order within an attempt is `sequence_id`, given by the store; times are for people.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+# -- names of spans --------------------------------------------------------------------------------------------------
+
+REWARD: Final = "gen_ai.evaluation.result"
+"""A reward. One span for each named dimension set; see `REWARD_VALUES`."""
+MESSAGE: Final = "agentlightning.message"
+OBJECT: Final = "agentlightning.object"
+EXCEPTION: Final = "agentlightning.exception"
+OPERATION: Final = "agentlightning.operation"
+
+# -- attributes from OTel GenAI --------------------------------------------------------------------------------------
+
+OPERATION_NAME: Final = "gen_ai.operation.name"
+PROVIDER_NAME: Final = "gen_ai.provider.name"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_SEED: Final = "gen_ai.request.seed"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+INPUT_MESSAGES: Final = "gen_ai.input.messages"
+OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
+AGENT_NAME: Final = "gen_ai.agent.name"
+EVALUATION_NAME: Final = "gen_ai.evaluation.name"
+SCORE_VALUE: Final = "gen_ai.evaluation.score.value"
+ERROR_TYPE: Final = "error.type"
+
+# -- attributes of our own -------------------------------------------------------------------------------------------
+
+PROMPT_TOKEN_IDS: Final = "agentlightning.prompt_token_ids"
+"""list[int]: every token the engine was given."""
+RESPONSE_TOKEN_IDS: Final = "agentlightning.response_token_ids"
+"""list[int]: every token the policy chose, the end-of-turn token included."""
+LOGPROBS: Final = "agentlightning.logprobs"
+"""list[float], one for each response token, under the distribution it was drawn from (natural logarithm)."""
+POLICY_VERSION: Final = "agentlightning.policy_version"
+CONTINUES: Final = "agentlightning.continues"
+"""span_id of the call whose tokens the prompt begins with; absent where a path starts."""
+DRIFT: Final = "agentlightning.drift"
+"""True where a call looked like a continuation that could not be proven, so that a new path was started."""
+REWARD_VALUES: Final = "agentlightning.reward.values"
+"""dict[str, float]: a reward of several named dimensions; `gen_ai.evaluation.score.value` holds a plain one."""
+MESSAGE_BODY: Final = "agentlightning.message.body"
+OBJECT_TYPE: Final = "agentlightning.object.type"
+OBJECT_JSON: Final = "agentlightning.object.json"
+EXCEPTION_TYPE: Final = "exception.type"
+EXCEPTION_MESSAGE: Final = "exception.message"
+EXCEPTION_STACKTRACE: Final = "exception.stacktrace"
+OPERATION_INPUT: Final = "agentlightning.operation.input"
+OPERATION_OUTPUT: Final = "agentlightning.operation.output"
+SUPERSEDED: Final = "agentlightning.superseded"
+"""True where the span was written by an attempt that was no longer the latest one; set by the store."""
+
+TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
+"""Stored in binary (int32 and float32, little endian), read back as lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """Something that happened within a span."""
+
+    name: str
+    timestamp: float
+    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One recorded operation of one attempt."""
+
+    rollout_id: str
+    attempt_id: str
+    name: str
+    start_time: float
+    """Seconds since the epoch."""
+    end_time: float | None = None
+    sequence_id: int = 0
+    """Position within the attempt, from 1; 0 asks the store to give the next."""
+    trace_id: str = ""
+    span_id: str = ""
+    parent_id: str | None = None
+    status_code: str = "UNSET"
+    """UNSET, OK or ERROR."""
+    status_message: str | None = None
+    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+    events: tuple[SpanEvent, ...] = ()
+    resource: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def new_span_id() -> str:
+    """16 hexadecimal digits, as OpenTelemetry has them."""
+    return secrets.token_hex(8)
+
+
+def new_trace_id() -> str:
+    """32 hexadecimal digits, as OpenTelemetry has them."""
+    return secrets.token_hex(16)

@@ -1,0 +1,118 @@
+"""What an algorithm learns from: transitions, trajectories, token trees and training samples.
+
+A worked example in tokens. One rollout makes two calls; letters are tokens, capitals were sampled by the policy:
+
+    call 1   prompt  a b c          sampled  X Y
+    call 2   prompt  a b c X Y d e  sampled  Z
+
+Two `Transition`s, one `Trajectory`, and one `TokenTree` in which every token is stored once:
+
+    node 0   parent -1   a b c   sampled=False
+    node 1   parent  0   X Y     sampled=True    call of call 1
+    node 2   parent  1   d e     sampled=False
+    node 3   parent  2   Z       sampled=True    call of call 2
+
+Had the rollout asked twice from `a b c`, node 0 would have two children. Rollouts of one group share the nodes of
+their common prompt, never a sampled node: each was chosen by one rollout and is trained once, for that rollout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One model call, seen as state (the prompt), action (the sampled tokens) and reward."""
+
+    rollout_id: str
+    attempt_id: str
+    span_id: str
+    sequence_id: int
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One for each response token, under the distribution it was drawn from."""
+    policy_version: int | None = None
+    agent: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    finish_reason: str = "stop"
+    reward: float | dict[str, float] | None = None
+    """An intermediate reward given after this call and before the next; None where there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The transitions of one rollout, in the store's order, and its final reward."""
+
+    rollout_id: str
+    attempt_id: str
+    transitions: tuple[Transition, ...]
+    reward: float | dict[str, float] | None = None
+    """The final reward. None is *missing*: never to be read as 0.0."""
+    group: str = ""
+    """Rollouts of the same task carry the same group."""
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A run of tokens of one kind."""
+
+    parent: int
+    """Index of the node before this one; -1 for a root. Parents come before their children."""
+    token_ids: tuple[int, ...]
+    sampled: bool = False
+    logprobs: tuple[float, ...] = ()
+    """One for each token where `sampled`, else empty."""
+    rollout_id: str | None = None
+    """Whose sample it is; None where not sampled."""
+    call: str | None = None
+    """span_id of the call that sampled it; None where not sampled."""
+    agent: str | None = None
+    policy_version: int | None = None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Every token of a rollout or of a group, each stored once."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of unique tokens."""
+        return sum(len(node.token_ids) for node in self.nodes)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(node.token_ids) for node in self.nodes if node.sampled)
+
+    def path(self, index: int) -> list[int]:
+        """Indices of the nodes from the root to `index`, both included."""
+        path: list[int] = []
+        while index >= 0:
+            path.append(index)
+            index = self.nodes[index].parent
+        return path[::-1]
+
+    def leaves(self) -> list[int]:
+        """Indices of the nodes without children."""
+        parents = {node.parent for node in self.nodes}
+        return [index for index in range(len(self.nodes)) if index not in parents]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """A token tree with what the loss needs for each sampled token."""
+
+    tree: TokenTree
+    advantages: tuple[tuple[float, ...], ...]
+    """For each node: one number for each token where it is sampled, else empty."""
+    weights: tuple[tuple[float, ...], ...]
+    """For each node, likewise: the token's share of the loss. Over a batch they sum to 1; 0.0 trains nothing."""
