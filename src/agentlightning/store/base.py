@@ -109,7 +109,8 @@ class LightningStoreBase(ABC):
     async def dequeue_rollout(
         self, worker_id: str | None = None, timeout: float | None = None
     ) -> AttemptedRollout | None:
-        """Claim the oldest waiting rollout and start an attempt. Waits up to `timeout` seconds; None if there is none."""
+        """Claim the oldest waiting rollout and start an attempt. Waits up to `timeout` seconds; None if there
+        is none."""
 
     @abstractmethod
     async def dequeue_many_rollouts(
@@ -152,8 +153,8 @@ class LightningStoreBase(ABC):
         rollout_id: str,
         *,
         input: Any | Unset = UNSET,
-        mode: RolloutMode | None | Unset = UNSET,
-        resources_id: str | None | Unset = UNSET,
+        mode: RolloutMode | Unset | None = UNSET,
+        resources_id: str | Unset | None = UNSET,
         status: RolloutStatus | Unset = UNSET,
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
