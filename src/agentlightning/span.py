@@ -18,6 +18,7 @@ MESSAGE: Final = "agentlightning.message"
 OBJECT: Final = "agentlightning.object"
 EXCEPTION: Final = "agentlightning.exception"
 OPERATION: Final = "agentlightning.operation"
+ANNOTATION: Final = "agentlightning.annotation"
 
 # -- attributes from OTel GenAI --------------------------------------------------------------------------------------
 
@@ -63,6 +64,8 @@ OBJECT_JSON: Final = "agentlightning.object.json"
 EXCEPTION_TYPE: Final = "exception.type"
 EXCEPTION_MESSAGE: Final = "exception.message"
 EXCEPTION_STACKTRACE: Final = "exception.stacktrace"
+OPERATION_LABEL: Final = "agentlightning.operation.name"
+"""What the agent calls the step; `gen_ai.operation.name` is for the kinds OTel knows."""
 OPERATION_INPUT: Final = "agentlightning.operation.input"
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"
 SUPERSEDED: Final = "agentlightning.superseded"

@@ -1,0 +1,61 @@
+"""OpenTelemetry spans become ours. Pure: knows the shapes of both, and nothing of where they come from or go to."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from agentlightning.span import REWARD_VALUES, Span, SpanEvent
+
+NANOSECONDS = 1e9
+JSON_TYPES = frozenset({str, bool, int, float, type(None)})
+
+
+def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict[str, Any] | None = None) -> Span:
+    """The same span in our own form: seconds, hexadecimal ids, plain JSON-shaped attributes. Its `sequence_id` is 0:
+    the store gives the number. `resource`: the span's resource in plain form, where the caller has it already."""
+    context, parent, status = span.get_span_context(), span.parent, span.status
+    attributes = plain_attributes(span.attributes)
+    if isinstance(values := attributes.get(REWARD_VALUES), str):
+        attributes[REWARD_VALUES] = json.loads(values)
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        name=span.name,
+        start_time=(span.start_time or 0) / NANOSECONDS,
+        end_time=None if span.end_time is None else span.end_time / NANOSECONDS,
+        trace_id="" if context is None else format_trace_id(context.trace_id),
+        span_id="" if context is None else format_span_id(context.span_id),
+        parent_id=None if parent is None else format_span_id(parent.span_id),
+        status_code=status.status_code.name,
+        status_message=status.description,
+        attributes=attributes,
+        events=tuple(map(_event, span.events)),
+        resource=plain_attributes(span.resource.attributes) if resource is None else resource,
+    )
+
+
+def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Attributes as JSON has them: sequences become lists, bytes become base64 text (as in OTLP's JSON)."""
+    return {key: _plain(value) for key, value in attributes.items()} if attributes else {}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in JSON_TYPES:
+        return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _event(event: Event) -> SpanEvent:
+    return SpanEvent(event.name, event.timestamp / NANOSECONDS, plain_attributes(event.attributes))

@@ -1,0 +1,89 @@
+"""Which rollout am I in, who is speaking, and where do spans go.
+
+Whoever runs an agent enters `scope(...)` around it; everything the agent emits inside, in the same thread, in tasks it
+starts and in `asyncio.to_thread`, then belongs to that attempt. Bare threads do not inherit a context: a process that
+runs one attempt at a time passes `everywhere=True`, and its threads are found too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentlightning.errors import ConfigError
+from agentlightning.span import Span
+
+
+class SpanSink(Protocol):
+    """What takes finished spans on their way to the store."""
+
+    def put(self, spans: Sequence[Span]) -> None:
+        """Take the spans over, in order. Called in whatever thread ended them, often inside an event loop: it never
+        blocks and never raises. A span emitted before another one is put before it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Scope:
+    """One attempt, as seen by the code that runs inside it."""
+
+    rollout_id: str
+    attempt_id: str
+    sink: SpanSink
+    agent: str | None = None
+    """Who speaks where `track_agent` names nobody."""
+
+
+_scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
+_agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
+_everywhere: list[Scope] = []
+
+
+def current_scope() -> Scope | None:
+    """The attempt this code runs in; None outside of any."""
+    inside = _scope.get()
+    if inside is not None or not _everywhere:
+        return inside
+    return _everywhere[-1]
+
+
+def current_agent() -> str | None:
+    """Who is speaking: the innermost `track_agent`, else the scope's own agent."""
+    tracked = _agent.get()
+    if tracked is not None:
+        return tracked
+    inside = current_scope()
+    return None if inside is None else inside.agent
+
+
+@contextmanager
+def scope(
+    rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = None, *, everywhere: bool = False
+) -> Generator[Scope]:
+    """What is emitted inside belongs to this attempt and goes to `sink`. `everywhere`: also what is emitted in threads
+    that know of no attempt; for a process that runs one attempt at a time."""
+    inside = Scope(rollout_id, attempt_id, sink, agent)
+    token = _scope.set(inside)
+    if everywhere:
+        _everywhere.append(inside)
+    try:
+        yield inside
+    finally:
+        if everywhere:
+            _everywhere.remove(inside)
+        _scope.reset(token)
+
+
+@contextmanager
+def track_agent(name: str) -> Generator[None]:
+    """Spans inside carry `gen_ai.agent.name`: who is speaking, and the unit of selective optimisation."""
+    if not name:
+        raise ConfigError("track_agent('') names nobody; give the agent a name")
+    token = _agent.set(name)
+    try:
+        yield
+    finally:
+        _agent.reset(token)

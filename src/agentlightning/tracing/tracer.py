@@ -1,0 +1,146 @@
+"""The tracer provider: a real OpenTelemetry one, made when first used, installed globally only when asked.
+
+Its one processor hands each span, the moment it ends and in the thread that ended it, to the sink of the scope it was
+started in. Nothing waits in a queue of ours: an intermediate reward is with its sink before the agent can make its next
+call, there is no thread to lose in a fork, and nothing is lost when the process dies. Gathering spans into batches is
+the sink's business. Spans of no scope are dropped, with one warning.
+
+Ids come from the operating system, never from `random`: agents seed it and hosts fork, and two spans of one id would
+be one span to the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Span as RecordingSpan
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from agentlightning.span import AGENT_NAME
+from agentlightning.tracing.otel import plain_attributes, to_span
+from agentlightning.tracing.scope import Scope, current_agent, current_scope
+
+logger = logging.getLogger(__name__)
+
+INSTRUMENTATION = "agentlightning"
+
+UNLIMITED = SpanLimits(
+    max_attributes=SpanLimits.UNSET,
+    max_events=SpanLimits.UNSET,
+    max_links=SpanLimits.UNSET,
+    max_span_attributes=SpanLimits.UNSET,
+    max_event_attributes=SpanLimits.UNSET,
+    max_link_attributes=SpanLimits.UNSET,
+    max_attribute_length=SpanLimits.UNSET,
+    max_span_attribute_length=SpanLimits.UNSET,
+)
+"""Said explicitly, since the environment's limits are meant for telemetry: they would cut a message short."""
+
+
+class SystemIdGenerator(IdGenerator):
+    """Ids that neither a seed nor a fork can repeat."""
+
+    def generate_span_id(self) -> int:
+        return int.from_bytes(os.urandom(8), "big") or 1
+
+    def generate_trace_id(self) -> int:
+        return int.from_bytes(os.urandom(16), "big") or 1
+
+
+class ScopeProcessor(SpanProcessor):
+    """Remembers the scope a span starts in, and hands the span to that scope's sink when it ends."""
+
+    def __init__(self) -> None:
+        self._open: WeakValueDictionary[tuple[int, int], Scope] = WeakValueDictionary()
+        # Weak: a span that is never ended costs nothing once its attempt is over.
+        self._resource: tuple[Resource, dict[str, Any]] = (Resource.get_empty(), {})
+        self._warned = False
+
+    def on_start(self, span: RecordingSpan, parent_context: Context | None = None) -> None:
+        scope = current_scope()
+        if scope is None:
+            return
+        context = span.get_span_context()
+        self._open[context.trace_id, context.span_id] = scope
+        agent = current_agent()
+        if agent is not None and AGENT_NAME not in (span.attributes or {}):
+            span.set_attribute(AGENT_NAME, agent)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        context = span.get_span_context()
+        scope = None if context is None else self._open.pop((context.trace_id, context.span_id), None)
+        if scope is None:
+            self._warn(span.name)
+        else:
+            resource = self._plain_resource(span.resource)
+            scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, resource),))
+
+    def _plain_resource(self, resource: Resource) -> dict[str, Any]:
+        if resource is not self._resource[0]:
+            self._resource = (resource, plain_attributes(resource.attributes))
+        return self._resource[1]
+
+    def _warn(self, name: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "Span %r belongs to no rollout and is dropped, as will be all others like it. What an agent emits is "
+                "kept while a runner runs it; threads it starts need contextvars.copy_context().run(...).",
+                name,
+            )
+
+
+@cache
+def tracer_provider() -> TracerProvider:
+    """The process-wide provider. It samples everything, whatever the environment says: rewards are no telemetry."""
+    provider = TracerProvider(
+        sampler=ALWAYS_ON,
+        resource=Resource({SERVICE_NAME: INSTRUMENTATION}),
+        id_generator=SystemIdGenerator(),
+        span_limits=UNLIMITED,
+        shutdown_on_exit=False,
+    )
+    # OTEL_SDK_DISABLED is how people silence other libraries' telemetry; it would silently lose every reward.
+    provider._disabled = False  # pyright: ignore[reportPrivateUsage]
+    provider.add_span_processor(ScopeProcessor())
+    return provider
+
+
+@cache
+def tracer() -> trace.Tracer:
+    """The tracer of everything that `emit_*` and `operation` record."""
+    return tracer_provider().get_tracer(INSTRUMENTATION)
+
+
+_installing = threading.Lock()
+_installed_on: list[trace.TracerProvider] = []
+
+
+def install_globally() -> None:
+    """Record what any library traces with OpenTelemetry too. Where the application has installed a provider of its
+    own, that one stays and ours listens to it. Harmless when repeated."""
+    with _installing:
+        current = trace.get_tracer_provider()
+        if current in _installed_on or current is tracer_provider():
+            return
+        if isinstance(current, TracerProvider):
+            current.add_span_processor(ScopeProcessor())
+            _installed_on.append(current)
+        else:
+            trace.set_tracer_provider(tracer_provider())
+
+
+def flush(timeout: float = 5.0) -> bool:
+    """Wait, up to `timeout` seconds, for processors that were added to the provider and do queue. Spans are with
+    their own sink as soon as they have ended. False where time ran out."""
+    return tracer_provider().force_flush(int(timeout * 1000))

@@ -1,0 +1,273 @@
+"""Promises about what an agent can say, and how rewards are read back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from agentlightning import span as names
+from agentlightning.errors import ConfigError, RewardError
+from agentlightning.span import Span
+from agentlightning.tracing.emit import (
+    emit_annotation,
+    emit_exception,
+    emit_message,
+    emit_object,
+    emit_reward,
+    find_final_reward,
+    find_reward_spans,
+    get_reward_value,
+    operation,
+)
+from agentlightning.tracing.scope import scope
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [(0.25, 0.25), (1, 1.0), (True, 1.0), (-3, -3.0), (np.float32(0.5), 0.5), (Fraction(1, 4), 0.25)],
+)
+def test_any_number_is_a_reward(recorded: Any, value: Any, read: float) -> None:
+    emit_reward(value)
+    assert get_reward_value(recorded[0]) == read
+    assert recorded[0].name == names.REWARD
+    assert recorded[0].attributes == {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: read}
+
+
+def test_a_reward_may_have_named_dimensions(recorded: Any) -> None:
+    emit_reward({"correctness": 1, "format": 0.5}, name="judge")
+    assert recorded[0].attributes == {
+        names.EVALUATION_NAME: "judge",
+        names.REWARD_VALUES: {"correctness": 1.0, "format": 0.5},
+    }
+    assert get_reward_value(recorded[0]) == {"correctness": 1.0, "format": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, r"emit_reward\(nan\): a reward must be finite"),
+        (-math.inf, r"emit_reward\(-inf\): a reward must be finite"),
+        ("0.5", r"emit_reward\('0.5'\): a reward is a finite number"),
+        (None, r"emit_reward\(None\): a reward is a finite number or a dict of them; emit none"),
+        ([1.0], r"emit_reward\(\[1.0\]\)"),
+        (np.zeros(2), "emit_reward"),
+        (10**400, "a reward is a finite number"),
+        ({}, "no dimension"),
+        ({"format": math.nan}, r"emit_reward\(\{'format': nan\}\): a reward must be finite"),
+        ({"format": "good"}, r"emit_reward\(\{'format': 'good'\}\)"),
+        ({1: 0.5}, "the dimension 1 is not named by a string"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused_by_name(recorded: Any, value: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        emit_reward(value)
+    assert recorded == []
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_reward_reads_back_exactly(value: float) -> None:
+    kept: list[Span] = []
+
+    class Sink:
+        def put(self, spans: Any) -> None:
+            kept.extend(spans)
+
+    with scope("ro", "at", Sink()):
+        emit_reward(value)
+        emit_reward({"part": value})
+    assert [get_reward_value(span) for span in kept] == [value, {"part": value}]
+
+
+def test_the_last_reward_is_the_final_one_and_a_missing_one_is_none(recorded: Any) -> None:
+    assert find_final_reward(recorded) is None
+    emit_reward(0.5)
+    emit_message("more work")
+    emit_reward(0.0)
+    emit_message("done")
+    assert find_final_reward(recorded) == 0.0
+    assert [get_reward_value(span) for span in find_reward_spans(recorded)] == [0.5, 0.0]
+
+
+def test_what_a_superseded_attempt_writes_is_no_reward(recorded: Any) -> None:
+    emit_reward(0.5)
+    late = replace(recorded[0], attributes={**recorded[0].attributes, names.SCORE_VALUE: 9.0, names.SUPERSEDED: True})
+    assert find_final_reward([*recorded, late]) == 0.5
+
+
+def test_an_evaluation_without_a_score_is_no_reward() -> None:
+    span = Span("ro", "at", names.REWARD, 0.0, attributes={names.EVALUATION_NAME: "judge"})
+    assert find_reward_spans([span]) == []
+
+
+# -- messages, objects, exceptions, annotations ----------------------------------------------------------------------
+
+
+class Point(BaseModel):
+    x: int
+
+
+@dataclass
+class Pair:
+    left: int
+    right: Point
+
+
+def test_a_message_is_text(recorded: Any) -> None:
+    emit_message("grüß dich")
+    assert recorded[0].name == names.MESSAGE
+    assert recorded[0].attributes == {names.MESSAGE_BODY: "grüß dich"}
+    with pytest.raises(ConfigError, match="takes text, not dict; use emit_object"):
+        emit_message({"a": 1})  # type: ignore[arg-type]
+
+
+def test_an_object_is_kept_as_json(recorded: Any) -> None:
+    for value in ({"a": [1, None]}, Point(x=1), Pair(1, Point(x=2))):
+        emit_object(value)
+    assert [json.loads(span.attributes[names.OBJECT_JSON]) for span in recorded] == [
+        {"a": [1, None]},
+        {"x": 1},
+        {"left": 1, "right": {"x": 2}},
+    ]
+    assert recorded[0].attributes[names.OBJECT_TYPE] == "builtins.dict"
+    assert recorded[1].attributes[names.OBJECT_TYPE].endswith("test_emit.Point")
+
+
+@pytest.mark.parametrize("value", [object(), {"a": {1, 2}}, math.nan, [float("inf")], Point])
+def test_an_object_with_no_json_form_is_refused(recorded: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"emit_object\(.*cannot be written as JSON"):
+        emit_object(value)
+    assert recorded == []
+
+
+def test_an_exception_is_kept_with_its_traceback(recorded: Any) -> None:
+    try:
+        raise KeyError("tool")
+    except KeyError as error:
+        emit_exception(error)
+    span = recorded[0]
+    assert (span.name, span.status_code) == (names.EXCEPTION, "ERROR")
+    assert span.attributes[names.EXCEPTION_TYPE] == "KeyError"
+    assert span.attributes[names.EXCEPTION_MESSAGE] == "'tool'"
+    assert "test_an_exception_is_kept" in span.attributes[names.EXCEPTION_STACKTRACE]
+
+
+def test_an_annotation_is_flattened(recorded: Any) -> None:
+    emit_annotation({"user": {"plan": "free", "age": 3}, "tags": ["a", 1]})
+    assert recorded[0].name == names.ANNOTATION
+    assert recorded[0].attributes == {"user.plan": "free", "user.age": 3, "tags": '["a", 1]'}
+    with pytest.raises(ConfigError, match="says nothing"):
+        emit_annotation({})
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+def test_a_decorated_function_works_as_before_and_is_recorded(recorded: Any) -> None:
+    @operation
+    def search(query: str, *, limit: int = 3) -> list[str]:
+        """Find it."""
+        return [query] * limit
+
+    assert search("a", limit=2) == ["a", "a"]
+    assert (search.__name__, search.__doc__) == ("search", "Find it.")
+    span = recorded[0]
+    assert span.name == names.OPERATION
+    assert span.attributes[names.OPERATION_LABEL].endswith("search")
+    assert json.loads(span.attributes[names.OPERATION_INPUT]) == {"query": "a", "limit": 2}
+    assert json.loads(span.attributes[names.OPERATION_OUTPUT]) == ["a", "a"]
+
+
+async def test_async_functions_are_recorded_for_as_long_as_they_run(recorded: Any) -> None:
+    @operation(name="look up")
+    async def search(query: str) -> str:
+        await asyncio.sleep(0.01)
+        emit_message(query)
+        return query.upper()
+
+    assert await asyncio.gather(search("a"), search("b")) == ["A", "B"]
+    operations = {span.span_id: span for span in recorded if span.name == names.OPERATION}
+    assert [json.loads(span.attributes[names.OPERATION_OUTPUT]) for span in operations.values()] == ["A", "B"]
+    for message in (span for span in recorded if span.name == names.MESSAGE):
+        parent = operations[message.parent_id]
+        assert json.loads(parent.attributes[names.OPERATION_INPUT]) == {"query": message.attributes[names.MESSAGE_BODY]}
+
+
+async def test_a_block_is_recorded_with_what_it_was_given(recorded: Any) -> None:
+    with operation("plan") as step:
+        step.set_input("question")
+        step.set_output({"plan": 1})
+    async with operation(name="act") as step:
+        step.set_input(1, 2, self="me")
+    plan, act = recorded
+    assert json.loads(plan.attributes[names.OPERATION_INPUT]) == "question"
+    assert json.loads(plan.attributes[names.OPERATION_OUTPUT]) == {"plan": 1}
+    assert json.loads(act.attributes[names.OPERATION_INPUT]) == [1, 2, {"self": "me"}]
+
+
+def test_a_failing_operation_is_recorded_and_still_fails(recorded: Any) -> None:
+    @operation
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    with pytest.raises(ZeroDivisionError):
+        divide(1, 0)
+    span = recorded[0]
+    assert (span.status_code, span.attributes[names.ERROR_TYPE]) == ("ERROR", "ZeroDivisionError")
+    assert json.loads(span.attributes[names.OPERATION_INPUT]) == {"a": 1, "b": 0}
+    assert [event.name for event in span.events] == ["exception"]
+
+
+def test_values_without_json_never_break_the_operation(recorded: Any) -> None:
+    class Rude:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    loop: list[Any] = []
+    loop.append(loop)
+
+    @operation
+    def touch(*values: Any) -> Any:
+        return values[0]
+
+    for value in (Rude(), object(), math.nan, loop, {(1, 2): 3}, "x" * 10_000):
+        assert touch(value) is value
+    for span in recorded:
+        json.loads(span.attributes[names.OPERATION_INPUT])
+        json.loads(span.attributes[names.OPERATION_OUTPUT])
+    assert len(recorded) == 6
+
+
+def test_a_wrong_call_fails_as_it_would_have(recorded: Any) -> None:
+    @operation
+    def one(a: int) -> int:
+        return a
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        one()  # type: ignore[call-arg]
+
+
+def test_a_step_that_is_not_open_says_so() -> None:
+    step = operation("plan")
+    with pytest.raises(ConfigError, match="'plan' is not open"):
+        step.set_output(1)
+
+
+def test_recursive_operations_nest(recorded: Any) -> None:
+    @operation
+    def count(n: int) -> int:
+        return 0 if n == 0 else 1 + count(n - 1)
+
+    assert count(3) == 3
+    assert [span.parent_id for span in recorded][:-1] == [span.span_id for span in recorded][1:]
