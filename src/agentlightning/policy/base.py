@@ -68,6 +68,8 @@ class ChatFormat(Protocol):
 
     eos_token_ids: frozenset[int]
     """Tokens that end a turn."""
+    tool_call_markers: tuple[str, str]
+    """What opens and what closes a tool call: while an answer streams, text between them is held back."""
 
     def render(
         self,
