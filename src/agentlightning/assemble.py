@@ -1,0 +1,328 @@
+"""From spans to what an algorithm learns from: transitions, trajectories, token trees.
+
+Pure functions over spans that were already read; they do no I/O and know no store. Algorithms call `trajectory` for
+every rollout and hand groups of them to `agentlightning.credit`, which calls `token_tree`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentlightning import span as names
+from agentlightning.errors import RewardError
+from agentlightning.span import Span
+from agentlightning.trajectory import Node, TokenTree, Trajectory, Transition
+
+Reward = float | dict[str, float]
+
+CALL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
+"""Values of `gen_ai.operation.name` that mean a model call."""
+
+UNTRAINABLE_CALLS = "untrainable_calls"
+"""Key of `Trajectory.metadata`: how many calls were left out because their tokens or log-probabilities are unknown."""
+UNLINKED_REWARDS = "unlinked_rewards"
+"""Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def calls(spans: Iterable[Span]) -> list[Span]:
+    """The model calls that count, by sequence number: superseded and failed ones are left out."""
+    counted = (span for span in spans if _is_call(span) and not _is_void(span))
+    return sorted(counted, key=lambda span: span.sequence_id)
+
+
+def transitions(spans: Iterable[Span]) -> tuple[Transition, ...]:
+    """The model calls whose tokens are known, by sequence number.
+
+    Calls without prompt ids, sampled ids and one log-probability for each sampled id are skipped;
+    `untrainable_calls` names them.
+    """
+    return tuple(_transition(span) for span in calls(spans) if _has_tokens(span))
+
+
+def untrainable_calls(spans: Iterable[Span]) -> tuple[str, ...]:
+    """span_ids of the calls `transitions` skips (answers of a third party, say)."""
+    return tuple(span.span_id for span in calls(spans) if not _has_tokens(span))
+
+
+def _is_call(span: Span) -> bool:
+    return span.attributes.get(names.OPERATION_NAME) in CALL_OPERATIONS
+
+
+def _is_void(span: Span) -> bool:
+    attributes = span.attributes
+    return bool(attributes.get(names.SUPERSEDED)) or span.status_code == "ERROR" or names.ERROR_TYPE in attributes
+
+
+def _has_tokens(span: Span) -> bool:
+    attributes = span.attributes
+    sampled = attributes.get(names.RESPONSE_TOKEN_IDS) or ()
+    logprobs = attributes.get(names.LOGPROBS) or ()
+    return bool(attributes.get(names.PROMPT_TOKEN_IDS)) and 0 < len(sampled) == len(logprobs)
+
+
+def _transition(span: Span) -> Transition:
+    attributes = span.attributes
+    reasons = attributes.get(names.FINISH_REASONS) or ("stop",)
+    return Transition(
+        rollout_id=span.rollout_id,
+        attempt_id=span.attempt_id,
+        span_id=span.span_id,
+        sequence_id=span.sequence_id,
+        prompt_token_ids=tuple(attributes[names.PROMPT_TOKEN_IDS]),
+        response_token_ids=tuple(attributes[names.RESPONSE_TOKEN_IDS]),
+        logprobs=tuple(attributes[names.LOGPROBS]),
+        policy_version=attributes.get(names.POLICY_VERSION),
+        agent=attributes.get(names.AGENT_NAME),
+        temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
+        top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
+        top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
+        finish_reason=str(reasons[0]),
+    )
+
+
+def _number(attributes: Mapping[str, Any], name: str, default: float) -> float:
+    value = attributes.get(name)
+    return float(default if value is None else value)
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLinks:
+    """Where the rewards of one attempt belong."""
+
+    final: Reward | None
+    """None: missing."""
+    intermediate: dict[str, Reward]
+    """By span_id of the call each follows."""
+    unlinked: int = 0
+    """Earlier rewards that came before the first call."""
+
+
+def link_rewards(spans: Iterable[Span]) -> RewardLinks:
+    """Say which reward belongs to what.
+
+    The last reward span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is
+    the intermediate reward of the last model call before it; where several follow the same call they add up, named
+    dimensions name by name. An earlier reward before the first call belongs to nothing and is counted. Superseded
+    spans do not count. Where there is no reward span the final reward is missing (None), which is never 0.0.
+
+    Raises RewardError for a reward that is not a finite number, and where a plain reward and named dimensions follow
+    the same call.
+    """
+    valid = sorted((s for s in spans if not s.attributes.get(names.SUPERSEDED)), key=lambda s: s.sequence_id)
+    rewards = [span for span in valid if span.name == names.REWARD]
+    if not rewards:
+        return RewardLinks(final=None, intermediate={})
+    links: dict[str, Reward] = {}
+    call, unlinked = None, 0
+    for span in valid:
+        if _is_call(span) and not _is_void(span):
+            call = span.span_id
+        elif span.name == names.REWARD and span is not rewards[-1]:
+            if call is None:
+                unlinked += 1
+            else:
+                links[call] = _sum(links.get(call), read_reward(span), call)
+    return RewardLinks(final=read_reward(rewards[-1]), intermediate=links, unlinked=unlinked)
+
+
+def read_reward(span: Span) -> Reward:
+    """The value of a reward span. Raises RewardError unless it is a finite number or finite named numbers."""
+    values = span.attributes.get(names.REWARD_VALUES)
+    if values is None:
+        return _finite(span.attributes.get(names.SCORE_VALUE), span)
+    if not values:
+        raise RewardError(
+            f"reward span {span.span_id} of rollout {span.rollout_id} names no dimension; give one number"
+        )
+    return {str(name): _finite(value, span) for name, value in values.items()}
+
+
+def _finite(value: Any, span: Span) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise RewardError(
+        f"reward {value!r} of rollout {span.rollout_id} (span {span.span_id}) is not a finite number; "
+        "emit a number, or emit none to mark it missing"
+    )
+
+
+def _sum(left: Reward | None, right: Reward, call: str) -> Reward:
+    if left is None:
+        return right
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in left | right}
+    if isinstance(left, dict) or isinstance(right, dict):
+        raise RewardError(f"call {call} has a plain reward and one of named dimensions; give all rewards the same form")
+    return left + right
+
+
+def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = None) -> float | None:
+    """One number: a plain reward as it is, named dimensions as `sum(weights[name] * reward[name])`.
+
+    None where the reward, or a dimension that has a weight, is missing. Raises RewardError for dimensions without a
+    weight.
+    """
+    if reward is None or not isinstance(reward, dict):
+        return reward
+    weights = weights or {}
+    unknown = sorted(set(reward) - set(weights))
+    if unknown:
+        example = ", ".join(f'"{name}": 1.0' for name in sorted(reward))
+        raise RewardError(
+            f"no weight for reward dimensions {unknown}; set reward_weights={{{example}}} (0.0 leaves one out)"
+        )
+    if set(weights) - set(reward):
+        return None
+    return sum(weights[name] * value for name, value in reward.items())
+
+
+# -- trajectories ----------------------------------------------------------------------------------------------------
+
+
+def trajectory(
+    rollout_id: str,
+    attempt_id: str,
+    spans: Iterable[Span],
+    group: str = "",
+    metadata: Mapping[str, Any] | None = None,
+) -> Trajectory:
+    """The trajectory of one attempt; spans of other attempts are left out.
+
+    `metadata` gains the counts `untrainable_calls` and `unlinked_rewards` where they are not zero. Raises RewardError
+    as `link_rewards` does.
+    """
+    own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
+    links = link_rewards(own)
+    counts = {UNTRAINABLE_CALLS: len(untrainable_calls(own)), UNLINKED_REWARDS: links.unlinked}
+    return Trajectory(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        transitions=tuple(replace(t, reward=links.intermediate.get(t.span_id)) for t in transitions(own)),
+        reward=links.final,
+        group=group,
+        metadata={**(metadata or {}), **{name: count for name, count in counts.items() if count}},
+    )
+
+
+# -- token trees -----------------------------------------------------------------------------------------------------
+
+
+def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
+    """Every token of the trajectories, each stored once; see `agentlightning.trajectory` for a worked example.
+
+    Calls are inserted in order of prompt length (ties: by sequence number), each below the longest prefix of its prompt
+    that is already there. A prompt runs through prompt nodes of anyone and sampled nodes of its own rollout; where it
+    leaves a node in the middle, the node is split, a sampled one with its log-probabilities. Sampled tokens always
+    make a new node: two equal answers stay two samples.
+    """
+    everything = [call for each in trajectories for call in each.transitions]
+    everything.sort(key=lambda call: (len(call.prompt_token_ids), call.sequence_id))
+    root = _Draft(Node(parent=-1, token_ids=()))
+    for call in everything:
+        _insert(root, call)
+    return TokenTree(_flatten(root))
+
+
+class _Draft:
+    """A node of a tree under construction; `children` by their first token."""
+
+    __slots__ = ("children", "node")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.children: dict[int, list[_Draft]] = {}
+
+    def add(self, child: _Draft) -> _Draft:
+        self.children.setdefault(child.node.token_ids[0], []).append(child)
+        return child
+
+    def split(self, at: int) -> None:
+        """Keep the first `at` tokens; the rest, and the children, move to a new child."""
+        node = self.node
+        lower = _Draft(replace(node, token_ids=node.token_ids[at:], logprobs=node.logprobs[at:]))
+        lower.children = self.children
+        self.node = replace(node, token_ids=node.token_ids[:at], logprobs=node.logprobs[:at])
+        self.children = {}
+        self.add(lower)
+
+
+def _insert(root: _Draft, call: Transition) -> None:
+    place, inside, matched = _longest_match(root, call)
+    if inside < len(place.node.token_ids):
+        place.split(inside)
+    rest = call.prompt_token_ids[matched:]
+    if rest:
+        place = place.add(_Draft(Node(parent=-1, token_ids=rest)))
+    if call.response_token_ids:
+        place.add(_Draft(_sampled_node(call)))
+
+
+def _sampled_node(call: Transition) -> Node:
+    return Node(
+        parent=-1,
+        token_ids=call.response_token_ids,
+        sampled=True,
+        logprobs=call.logprobs,
+        rollout_id=call.rollout_id,
+        call=call.span_id,
+        agent=call.agent,
+        policy_version=call.policy_version,
+        temperature=call.temperature,
+    )
+
+
+def _longest_match(root: _Draft, call: Transition) -> tuple[_Draft, int, int]:
+    """The node in which the longest known prefix of the prompt ends, how far inside it, and the prefix's length.
+
+    All branches that match are followed: equal answers of one rollout begin with the same tokens.
+    """
+    prompt = call.prompt_token_ids
+    best = (root, 0, 0)
+    open_ends = [(root, 0)]
+    while open_ends and best[2] < len(prompt):
+        parent, start = open_ends.pop()
+        for child in parent.children.get(prompt[start], ()):
+            if child.node.sampled and child.node.rollout_id != call.rollout_id:
+                continue
+            length = _common(child.node.token_ids, prompt, start)
+            if start + length > best[2]:
+                best = (child, length, start + length)
+            if length == len(child.node.token_ids) and start + length < len(prompt):
+                open_ends.append((child, start + length))
+    return best
+
+
+def _common(run: Sequence[int], prompt: Sequence[int], start: int) -> int:
+    """How many tokens of `run` equal those of `prompt` from `start` on: slices are compared, halved at a difference."""
+    high = min(len(run), len(prompt) - start)
+    if run[:high] == prompt[start : start + high]:
+        return high
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if run[low:middle] == prompt[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _flatten(root: _Draft) -> tuple[Node, ...]:
+    nodes: list[Node] = []
+    waiting = [(child, -1) for children in root.children.values() for child in children][::-1]
+    while waiting:
+        draft, parent = waiting.pop()
+        index = len(nodes)
+        nodes.append(replace(draft.node, parent=parent))
+        below = [child for children in draft.children.values() for child in children]
+        waiting.extend((child, index) for child in reversed(below))
+    return tuple(nodes)

@@ -1,0 +1,31 @@
+"""REINFORCE: the reward itself is the advantage, less a constant baseline (Williams 1992).
+
+The only rule that learns from groups of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from agentlightning.credit.base import Advantages, CreditRule, final_rewards, refuse_intermediate, register
+from agentlightning.trajectory import Trajectory
+
+
+@register
+class ReinforceCredit(CreditRule):
+    """Every call of a rollout gets `reward - baseline`."""
+
+    type: Literal["reinforce"] = "reinforce"  # pyright: ignore[reportIncompatibleVariableOverride]
+    min_group: ClassVar[int] = 1
+    baseline: float = 0.0
+    """A reward that is neither good nor bad."""
+    intermediate: Literal["refuse", "ignore"] = "refuse"
+
+    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
+        if self.intermediate == "refuse":
+            refuse_intermediate(group, self.type)
+        gains = [reward - self.baseline for reward in final_rewards(group)]
+        if not any(gains):
+            return None
+        return [(gain,) * len(t.transitions) for gain, t in zip(gains, group, strict=True)]
