@@ -1,0 +1,255 @@
+"""Promises about tasks: where they come from, how they are split and drawn."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
+from agentlightning.task import Dataset, TaskSampler, load_dataset, split, task_key
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_jsonl_file_is_one_task_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes('\ufeff{"q": "wie groß?"}\r\n\n   \n[1, 2]\n"text"\n3'.encode())
+    assert load_dataset(path) == [{"q": "wie groß?"}, [1, 2], "text", 3]
+    assert load_dataset(str(path)) == load_dataset(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n\n{"a": 1\n', r"tasks.jsonl, line 3 is not JSON \(.*\): '\{\"a\": 1'; each line holds one JSON"),
+        (b'{"a": 1}\nquestion,answer\n', r"line 2 is not JSON .*: 'question,answer'"),
+        (b"x" * 500, r"line 1 is not JSON .*: 'x{60}\.\.\.'"),
+        (b'{"a": 1}\n{"a": NaN}\n', r"line 2 is not JSON"),
+        (b'{"a": 1}\n{"name": "M\xfcller"}\n', r"line 2 is not UTF-8: byte 0xfc in .*; save it as UTF-8"),
+        (b"", r"tasks.jsonl holds no task"),
+        (b"\n \n\n", r"tasks.jsonl holds no task"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(path)
+
+
+def test_a_json_file_is_an_array_of_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text('[{"a": 1}, {"a": 2}]')
+    assert load_dataset(path) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": 1}', r"holds a JSON dict, not an array of tasks"),
+        ('{"a": 1}\n{"a": 2}', r"is not JSON .* end its name in \.jsonl"),
+        ("[]", "holds no task"),
+        ("", "holds no task"),
+    ],
+)
+def test_a_json_file_of_another_shape_says_what_to_do(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(content)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(path)
+
+
+def test_a_parquet_file_is_one_task_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    rows = [{"q": "a", "n": 1, "tags": ["x"], "day": datetime.date(2026, 1, 2)}, {"q": "b", "n": None, "tags": []}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert load_dataset(path) == [
+        {"q": "a", "n": 1, "tags": ["x"], "day": "2026-01-02"},
+        {"q": "b", "n": None, "tags": [], "day": None},
+    ]
+
+
+def test_a_parquet_file_that_is_none_or_holds_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    path.write_text("not parquet")
+    with pytest.raises(DatasetError, match="is not a Parquet file"):
+        load_dataset(path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"image": b"\x00"}]), path)
+    with pytest.raises(DatasetError, match=r"tasks\.parquet, task 1 cannot be written as JSON: .*bytes"):
+        load_dataset(path)
+
+
+def test_a_missing_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tasks.parquet"
+    path.touch()
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentlightning\[parquet\]'"):
+        load_dataset(path)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentlightning\[datasets\]'"):
+        load_dataset(f"datasets:{tmp_path}")
+
+
+def test_a_saved_huggingface_dataset_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"q": "a", "n": 1}, {"q": "b", "n": 2}]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(str(tmp_path / "two"))
+    assert load_dataset(saved) == rows
+    assert load_dataset(tmp_path / "one") == rows
+    assert load_dataset(f"datasets:{tmp_path / 'two' / 'train'}") == rows
+    with pytest.raises(DatasetError, match=r"several splits \(train, test\); name one, as in .*two/train"):
+        load_dataset(tmp_path / "two")
+    with pytest.raises(DatasetError, match="not one written by"):
+        load_dataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere.jsonl", "there is no dataset '.*nowhere.jsonl'"), ("t.csv", r"not from '\.csv'")]
+)
+def test_a_path_that_cannot_be_read_says_why(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text("a,b")
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(tmp_path / name)
+
+
+class Numbered:
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        return {"n": index, "pair": (1, 2)}
+
+
+def test_anything_with_a_length_and_numbered_items_is_a_dataset() -> None:
+    assert isinstance(Numbered(), Dataset)
+    assert load_dataset(Numbered()) == [{"n": n, "pair": [1, 2]} for n in range(3)]
+    assert load_dataset([{"a": 1}, "b"]) == [{"a": 1}, "b"]
+
+
+def test_tasks_given_are_copied() -> None:
+    task = {"a": [1]}
+    loaded = load_dataset([task])
+    loaded[0]["a"].append(2)
+    assert task == {"a": [1]}
+
+
+class DataFrame:
+    def __iter__(self) -> Any:
+        return iter(["column"])
+
+
+DataFrame.__module__ = "pandas.core.frame"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ([], "the list given holds no task"),
+        ({"q": "a"}, "a dict is one task; put it into a list"),
+        ([{"q": object()}], "the list given, task 1 cannot be written as JSON: .*object"),
+        ([1, {2: 3}], "task 2 cannot be written as JSON"),
+        (DataFrame(), r'frame\.to_dict\("records"\)'),
+        (7, "int is no dataset"),
+    ],
+)
+def test_what_holds_no_tasks_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(spec)
+
+
+# -- identity and splits ---------------------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-1000, 1000) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(values)
+def test_a_key_is_the_same_after_a_trip_through_json(task: Any) -> None:
+    turned = json.loads(json.dumps(task))
+    if isinstance(turned, dict):
+        turned = dict(reversed(turned.items()))
+    assert task_key(turned) == task_key(task)
+
+
+def test_different_tasks_have_different_keys() -> None:
+    assert len({task_key(task) for task in (1, "1", [1], {"1": 1}, None, True, {"a": 1}, {"a": 2})}) == 8
+    assert task_key({"a": 1, "b": "ü"}) == task_key({"b": "ü", "a": 1}) == "1a59e522e02ce50ad2c27c11a6d30f86"
+
+
+@given(st.lists(values, max_size=60), st.integers(0, 5))
+def test_a_split_loses_nothing_and_never_tears_equal_tasks_apart(tasks: list[Any], seed: int) -> None:
+    parts = split(tasks, [0.6, 0.2, 0.2], seed)
+    keys = [[task_key(task) for task in part] for part in parts]
+    assert Counter(key for part in keys for key in part) == Counter(map(task_key, tasks))
+    assert sum(len(set(part)) for part in keys) == len({key for part in keys for key in part})
+
+
+@given(st.permutations(range(30)), st.integers(0, 3))
+def test_a_split_depends_on_content_and_seed_alone(order: list[int], seed: int) -> None:
+    straight = split(range(30), [0.5, 0.5], seed)
+    shuffled = split(order, [0.5, 0.5], seed)
+    assert [sorted(part) for part in shuffled] == straight
+
+
+def test_parts_have_the_size_asked_for_and_keep_the_order() -> None:
+    tasks = list(range(1000))
+    parts = split(tasks, [0.7, 0.0, 0.3], seed=1)
+    assert [len(part) for part in parts] == [700, 0, 300]
+    assert all(part == sorted(part) for part in parts)
+    assert split(tasks, [0.7, 0.0, 0.3], seed=2) != parts
+
+
+@pytest.mark.parametrize("fractions", [[0.5, 0.4], [1.2, -0.2], []])
+def test_shares_that_do_not_add_up_are_refused(fractions: list[float]) -> None:
+    with pytest.raises(ConfigError, match="do not add up to 1"):
+        split([1, 2], fractions)
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 3))
+def test_every_task_is_drawn_once_an_epoch(count: int, batch: int, seed: int) -> None:
+    sampler = TaskSampler(range(count), batch, seed)
+    drawn = [task for step in range(count) for task in sampler.draw(step)]
+    assert len(drawn) == count * batch
+    for epoch in range(batch):
+        assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn() -> None:
+    whole = TaskSampler(range(50), 16, seed=3)
+    draws = [whole.draw(step) for step in range(12)]
+    for step in (7, 11, 2):
+        assert TaskSampler(range(50), 16, seed=3).draw(step) == draws[step]
+    assert whole.draw(0) == draws[0]
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    sampler = TaskSampler(range(100), 100, seed=0)
+    assert sampler.draw(0) != sampler.draw(1)
+    assert sampler.draw(0) != TaskSampler(range(100), 100, seed=1).draw(0)
+    assert TaskSampler(range(10), 5, seed=0).draw(0) == [5, 0, 3, 2, 7]  # in every version: runs are resumed
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(DatasetError, match="no task to draw"):
+        TaskSampler([], 4)
+    with pytest.raises(ConfigError, match="batch=0"):
+        TaskSampler([1], 0)
+    with pytest.raises(ConfigError, match="step=-1"):
+        TaskSampler([1], 1).draw(-1)
