@@ -1,0 +1,218 @@
+"""One answer while it is drawn: tokens in, text and tool calls out, nothing shown that may have to be taken back.
+
+Held back until it is known what it is: UTF-8 cut over tokens, text that may begin a stop string, whitespace and text
+that may begin a tool call. What has been shown piece by piece is in the end exactly `message`, however the tokens
+were cut into pieces.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an answer, with the id we gave it."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def wire(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+Piece = str | ToolCall
+"""Something to show: more content, or one whole tool call."""
+
+
+class Detokenizer:
+    """Text of tokens that arrive one by one.
+
+    Each step decodes a window that starts at a place where the text was whole, so that tokenizers which treat the
+    first token of a text differently do no harm.
+    """
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._tokens: list[int] = []
+        self._before = 0
+        self._shown = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that has become certain."""
+        self._tokens.extend(token_ids)
+        text = self._new_text()
+        if text.endswith("�"):
+            return ""
+        self._before, self._shown = self._shown, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """What is left: bytes that never became a character are shown as U+FFFD."""
+        text = self._new_text()
+        self._before = self._shown = len(self._tokens)
+        return text
+
+    def _new_text(self) -> str:
+        whole = self._chat.decode(self._tokens[self._before :])
+        return whole[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
+
+
+class StopFilter:
+    """Ends a text before the first stop string in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        self._held += text
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        return self._release(len(self._held) - max(held_back(self._held, stop) for stop in self._stops))
+
+    def finish(self) -> str:
+        return "" if self.stopped else self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        shown, self._held = self._held[:length], self._held[length:]
+        return shown
+
+
+class CallReader:
+    """Content and tool calls of a text that arrives in pieces."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._start, self._end = chat.tool_call_markers
+        self._held = ""
+        self._after_call = False
+
+    def feed(self, text: str) -> list[str | ParsedToolCall]:
+        self._held += text
+        pieces: list[str | ParsedToolCall] = []
+        while (segment := self._next_segment()) is not None:
+            pieces += self._read(segment)
+        if self._start not in self._held:
+            certain = self._held[: len(self._held) - held_back(self._held, self._start)].rstrip()
+            pieces += self._content(certain)
+            self._held = self._held[len(certain) :]
+        return pieces
+
+    def finish(self) -> list[str | ParsedToolCall]:
+        rest, self._held = self._held, ""
+        return self._content(rest)
+
+    def _next_segment(self) -> str | None:
+        """Everything up to the end of the first tool call, once it is there."""
+        start = self._held.find(self._start)
+        end = self._held.find(self._end, start) if start >= 0 else -1
+        if end < 0:
+            return None
+        end += len(self._end)
+        segment, self._held = self._held[:end], self._held[end:]
+        return segment
+
+    def _read(self, segment: str) -> list[str | ParsedToolCall]:
+        parsed = self._chat.parse(segment)
+        pieces = self._content(parsed.content or "")
+        if parsed.tool_calls:
+            self._after_call = True
+        return [*pieces, *parsed.tool_calls]
+
+    def _content(self, text: str) -> list[str | ParsedToolCall]:
+        if self._after_call:
+            text = text.lstrip()
+        if text:
+            self._after_call = False
+        return [text] if text else []
+
+
+def held_back(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `marker`."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice of a reply while it grows."""
+
+    index: int
+    chat: ChatFormat
+    stops: tuple[str, ...] = ()
+    reads_calls: bool = True
+    """False where the request offered no tools: a tool call is then content like any other."""
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    sample: Sample | None = None
+    received: int = 0
+    """Tokens fed so far."""
+    _text: Detokenizer = field(init=False)
+    _stop: StopFilter = field(init=False)
+    _calls: CallReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._text = Detokenizer(self.chat)
+        self._stop = StopFilter(self.stops)
+        self._calls = CallReader(self.chat)
+
+    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+        """What can be shown after some more tokens."""
+        self.received += len(token_ids)
+        shown = [token for token in token_ids if token not in self.chat.eos_token_ids]
+        return self._show(self._stop.feed(self._text.feed(shown)))
+
+    def finish(self, sample: Sample) -> list[Piece]:
+        """What is left to show once the sample is whole."""
+        pieces = self.feed(sample.token_ids[self.received :]) if self.received < len(sample.token_ids) else []
+        self.sample = sample
+        rest = self._stop.feed(self._text.finish()) + self._stop.finish()
+        pieces += self._show(rest)
+        return pieces + (self._keep(self._calls.finish()) if self.reads_calls else [])
+
+    @property
+    def finish_reason(self) -> str:
+        """stop, length, or tool_calls where the answer ended by itself and calls tools."""
+        reason = self.sample.finish_reason if self.sample else "stop"
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
+
+    @property
+    def message(self) -> Message:
+        """The answer as an assistant message on the wire."""
+        message: Message = {"role": "assistant", "content": self.content or None if self.tool_calls else self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.wire() for call in self.tool_calls]
+        return message
+
+    def _show(self, text: str) -> list[Piece]:
+        if not self.reads_calls:
+            return self._keep([text] if text else [])
+        return self._keep(self._calls.feed(text))
+
+    def _keep(self, pieces: Sequence[str | ParsedToolCall]) -> list[Piece]:
+        return [self._keep_text(piece) if isinstance(piece, str) else self._keep_call(piece) for piece in pieces]
+
+    def _keep_text(self, text: str) -> str:
+        self.content += text
+        return text
+
+    def _keep_call(self, call: ParsedToolCall) -> ToolCall:
+        kept = ToolCall(len(self.tool_calls), f"call_{secrets.token_hex(12)}", call.name, call.arguments)
+        self.tool_calls.append(kept)
+        return kept

@@ -1,0 +1,90 @@
+"""One call, from its prompt to its spans: draw the answers, record them, and only then let them be finished.
+
+An answer is recorded before its last piece is shown, so that nothing an agent has heard is lost. A failure is
+recorded too, and raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.record import Record
+from agentlightning.policy.base import Engine, SamplingParams
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+
+Show = Callable[[int, Piece], None]
+"""Takes the index of an answer and the next piece of it."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One call whose prompt is known."""
+
+    engine: Engine
+    params: SamplingParams
+    record: Record
+    answers: list[Answer]
+    attributed: bool = True
+    """False: nothing is recorded."""
+    drawn: bool = field(default=False, init=False)
+    """All answers are whole; from here on the exchange is not to be cancelled."""
+
+    async def run(self, store: LightningStoreBase, show: Show | None = None) -> list[Span]:
+        """Draw and record; returns the spans as kept. Raises what the engine or the store raised."""
+        try:
+            await self._draw(show)
+        except BaseException as error:
+            await self._keep(store, self._failures(error))
+            raise
+        self.drawn = True
+        return await self._keep(store, self._spans())
+
+    async def _draw(self, show: Show | None) -> None:
+        if len(self.answers) == 1:
+            return await self._draw_one(self.answers[0], show)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for answer in self.answers:
+                    group.create_task(self._draw_one(answer, show))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _draw_one(self, answer: Answer, show: Show | None) -> None:
+        def receive(token_ids: Sequence[int]) -> None:
+            pieces = answer.feed(token_ids)
+            if show is not None:
+                for piece in pieces:
+                    show(answer.index, piece)
+
+        sample = await self.engine.sample(self.record.prompt.token_ids, self._params(answer), receive)
+        pieces = answer.finish(sample)
+        if show is not None:
+            for piece in pieces:
+                show(answer.index, piece)
+
+    def _params(self, answer: Answer) -> SamplingParams:
+        """Several answers to a seeded request must differ, and be the same again next time."""
+        if self.params.seed is None or answer.index == 0:
+            return self.params
+        return replace(self.params, seed=self.params.seed + answer.index)
+
+    def _spans(self) -> list[Span]:
+        now = time.time()
+        return [self.record.answered(answer, self._params(answer), now) for answer in self.answers]
+
+    def _failures(self, error: BaseException) -> list[Span]:
+        cancelled = isinstance(error, asyncio.CancelledError)
+        kind = "client_disconnected" if cancelled else type(error).__qualname__
+        message = "the caller hung up before the answer was whole" if cancelled else str(error)
+        now = time.time()
+        return [self.record.failed(answer, self._params(answer), now, kind, message) for answer in self.answers]
+
+    async def _keep(self, store: LightningStoreBase, spans: list[Span]) -> list[Span]:
+        if not self.attributed:
+            return []
+        return [await store.add_span(spans[0])] if len(spans) == 1 else await store.add_many_spans(spans)

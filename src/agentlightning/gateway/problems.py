@@ -1,0 +1,67 @@
+"""What goes wrong in a call, as the caller's SDK understands it: an HTTP status and OpenAI's error object.
+
+Every failure of the gateway leaves through `problem_of`. No message ever quotes a key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ContextLengthError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+)
+
+
+class Problem(AgentLightningError):
+    """A refusal: the status, and what OpenAI's `error` object says."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry = retry
+        """What `x-should-retry` says; None leaves it to the SDK, which repeats 408, 409, 429 and 5xx."""
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> bytes:
+        return orjson.dumps({"error": self.error()})
+
+    def error(self) -> dict[str, Any]:
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The problem an exception is to the caller."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, ContextLengthError):
+        return Problem(400, str(error), code="context_length_exceeded", param="messages")
+    if isinstance(error, ConfigError):
+        return Problem(400, str(error), param="messages")
+    if isinstance(error, StoreFullError | StoreClosedError):
+        return Problem(503, f"the answer could not be recorded: {error}", code="store_unavailable")
+    if isinstance(error, StoreError):
+        return Problem(500, f"the answer could not be recorded: {error}", code="store_error")
+    return Problem(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error")
+
+
+def bad(param: str, message: str) -> Problem:
+    """A request that names a parameter we cannot serve as it stands."""
+    return Problem(400, message, param=param)

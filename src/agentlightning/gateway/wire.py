@@ -1,0 +1,85 @@
+"""The bare ASGI connection: a body in, a whole reply or a stream of events out.
+
+Written against ASGI itself because every model call of every agent passes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from agentlightning.gateway.problems import Problem
+
+_JSON: Final = (b"content-type", b"application/json")
+_STREAM: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The caller hung up."""
+
+
+def read_headers(scope: Scope) -> dict[str, str]:
+    """Headers by lower-case name."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
+    """The whole body. Raises Problem 413 above `limit` bytes, ClientGone where the caller hung up."""
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > limit:
+            raise _too_large(limit)
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> Problem:
+    return Problem(413, f"the body is larger than {limit} bytes; shorten the conversation", code="body_too_large")
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the caller hangs up."""
+    message: MutableMapping[str, Any] = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+class Outlet:
+    """Where a reply goes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def whole(self, status: int, body: bytes, retry: bool | None = None) -> None:
+        """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request."""
+        headers = [_JSON, (b"content-length", str(len(body)).encode())]
+        if retry is not None:
+            headers.append((b"x-should-retry", b"true" if retry else b"false"))
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def write(self, events: bytes) -> None:
+        """Some more of a stream of events."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def close(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
