@@ -1,0 +1,303 @@
+"""Settings from a TOML file and from `section.key=value` on the command line, and back to TOML. Knows no schema.
+
+A schema is a pydantic model of models. Every mistake is one line: the setting's full name, where it came from, and what
+would work. TOML has no null: the text "none" stands for it wherever a setting may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from difflib import SequenceMatcher
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from agentlightning.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+Table = dict[str, Any]
+
+NONE = "none"
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequence[str] = ()) -> M:
+    """The settings of a file, changed by overrides such as `algorithm.optimizer.lr=1e-4`.
+
+    The value of an override is read as TOML, and as plain text where it is none. Raises ConfigError, with a line for
+    each setting that is unknown (and the nearest known one) or has a value that cannot work.
+    """
+    sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
+    sources += [_Source(f"from the override {text}", _read_override(text)) for text in overrides]
+    table: Table = {}
+    for source in sources:
+        _merge(table, source.table)
+    known = dict(_known(model))
+    _read_none(table, known)
+    _fill(table, {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()})
+    try:
+        return model.model_validate(table, extra="forbid")
+    except ValidationError as error:
+        lines = _explain(error.errors(), table, sources, list(known))
+    head = f"{len(lines)} settings cannot work:\n  " if len(lines) > 1 else ""
+    raise ConfigError(head + "\n  ".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    table: Table
+
+
+def _read_file(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text("utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no settings file {str(path)!r}; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _read_override(text: str) -> Table:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{text!r} sets nothing; write section.key=value, as in algorithm.steps=50")
+    try:
+        table = tomllib.loads(f"{key}={value}")
+    except tomllib.TOMLDecodeError:
+        return _text_override(key, value)
+    return _text_override(key, value) if isinstance(_leaf(table), date | time) else table
+
+
+def _text_override(key: str, value: str) -> Table:
+    try:
+        table = tomllib.loads(f"{key}=0")
+    except tomllib.TOMLDecodeError:
+        raise ConfigError(f"{key!r} is no name of a setting; write section.key=value") from None
+    inner = table
+    while isinstance(next(iter(inner.values())), dict):
+        inner = next(iter(inner.values()))
+    inner[next(iter(inner))] = value
+    return table
+
+
+def _leaf(value: Any) -> Any:
+    while isinstance(value, dict) and value:
+        value = next(iter(cast(Table, value).values()))
+    return value
+
+
+def _merge(into: Table, table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = into.get(key)
+            if not isinstance(inner, dict):
+                inner = into[key] = {}
+            _merge(cast(Table, inner), cast(Table, value))
+        else:
+            into[key] = value
+
+
+def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _read_none(cast(Table, value), known, f"{prefix}{key}.")
+        elif value == NONE and (field := known.get(prefix + key)) is not None and _optional(field.annotation):
+            table[key] = None
+
+
+def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
+    """Complete sections that are given in part: pydantic would start from the class, not from the section's default."""
+    for name, default in defaults.items():
+        given = table.get(name)
+        if isinstance(given, dict) and isinstance(default, BaseModel):
+            section, inner = cast(Table, given), dict(default)
+            if section.get("type", inner.get("type")) == inner.get("type"):
+                _fill(section, inner)
+                table[name] = {**inner, **section}
+
+
+# -- the schema ------------------------------------------------------------------------------------------------------
+
+
+def _known(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting by its dotted name, sections and all members of unions included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        for member in _members(field.annotation):
+            if isinstance(member, type) and issubclass(member, BaseModel):
+                yield from _known(member, f"{prefix}{name}.")
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for argument in get_args(annotation):
+            yield from _members(argument)
+    else:
+        yield annotation
+
+
+def _optional(annotation: Any) -> bool:
+    return any(member in (None, NoneType, Any) for member in _members(annotation))
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def _explain(
+    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[_Source], known: Sequence[str]
+) -> list[str]:
+    """One line for each setting. The members of a union complain one by one; they are heard together."""
+    lines: dict[str, str] = {}
+    for error in errors:
+        path = _path(error, table)
+        if error["type"] == "extra_forbidden":
+            for full in _leaves(path, error["input"]):
+                lines[".".join(full)] = _unknown(full, sources, known)
+            continue
+        name, complaint = ".".join(path), _complaint(error)
+        if name in lines:
+            lines[name] += f", or {complaint.removeprefix('should be ')}"
+        else:
+            lines[name] = _subject(path, error, sources) + complaint
+    return list(lines.values())
+
+
+def _path(error: ErrorDetails, table: Table) -> list[str]:
+    """Where the error is, without the names of union members that pydantic puts into its location."""
+    path: list[str] = []
+    value: Any = table
+    for number, part in enumerate(error["loc"], 1):
+        if isinstance(value, dict) and part in value:
+            value = cast(Table, value)[str(part)]
+        elif isinstance(value, list) and isinstance(part, int):
+            value = cast(list[Any], value)[part]
+        elif not (error["type"] == "missing" and number == len(error["loc"])):
+            continue
+        path.append(str(part))
+    return path
+
+
+def _leaves(path: list[str], value: Any) -> Iterator[list[str]]:
+    if not isinstance(value, dict) or not value:
+        yield path
+        return
+    for key, inner in cast(Table, value).items():
+        yield from _leaves([*path, key], inner)
+
+
+def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[str]) -> str:
+    name = ".".join(path)
+    if name in known:
+        return f"{name} ({_origin(path, sources)}) belongs to another type than the one chosen; leave it out"
+    line = f"unknown setting {name} ({_origin(path, sources)})"
+    return f"{line}; the nearest known one is {nearest(name, known)}" if known else line
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The known dotted name most like `name`; one that ends alike comes first."""
+    last = name.rpartition(".")[2]
+
+    def likeness(other: str) -> tuple[float, float]:
+        ending = SequenceMatcher(None, last, other.rpartition(".")[2]).ratio()
+        return max(ending, 0.6), SequenceMatcher(None, name, other).ratio()
+
+    return max(known, key=likeness)
+
+
+def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source]) -> str:
+    if not path:
+        return ""
+    if error["type"] == "missing":
+        return f"{'.'.join(path)} "
+    shown = "" if isinstance(error["input"], dict | BaseModel) else f" = {_shown(error['input'])}"
+    return f"{'.'.join(path)}{shown} ({_origin(path, sources)}) "
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _complaint(error: ErrorDetails) -> str:
+    context: Mapping[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return "is required; set it"
+        case "union_tag_invalid":
+            return f"has no type {context['tag']!r}; it should be {context['expected_tags']}"
+        case "union_tag_not_found":
+            return f"does not say which one it is; set its {context['discriminator']}"
+        case "value_error" | "assertion_error":
+            return f"cannot work: {context['error']}"
+        case _:
+            return error["msg"].replace("Input should", "should", 1)
+
+
+def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
+    """The last source that says anything of the setting."""
+    for source in reversed(sources):
+        if _says(source.table, path):
+            return source.name
+    return "the default"
+
+
+def _says(value: Any, path: Sequence[str]) -> bool:
+    for part in path:
+        if not isinstance(value, dict):
+            return True
+        if part not in value:
+            return False
+        value = cast(Table, value)[part]
+    return True
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def dump_toml(settings: BaseModel) -> str:
+    """All settings, defaults included, as TOML that `load_settings` reads back to the same, each under its meaning."""
+    return "\n".join(_lines(settings, settings.model_dump(mode="json"), "")).strip("\n") + "\n"
+
+
+def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    fields = type(settings).model_fields
+    sections = {name: getattr(settings, name) for name in fields if isinstance(getattr(settings, name), BaseModel)}
+    for name, field in fields.items():
+        if name not in sections:
+            yield from _comment(field)
+            yield f"{name} = {_value(values[name], prefix + name)}"
+    for name, section in sections.items():
+        yield ""
+        yield from _comment(fields[name])
+        yield f"[{prefix}{name}]"
+        yield from _lines(section, values[name], f"{prefix}{name}.")
+
+
+def _comment(field: FieldInfo) -> Iterator[str]:
+    for line in (field.description or "").strip().splitlines():
+        yield f"# {line.strip()}".rstrip()
+
+
+def _value(value: Any, name: str) -> str:
+    import tomlkit
+
+    if isinstance(value, dict):
+        items = cast(Table, value).items()
+        inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)
+        return f"{{{inner}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_value(item, name) for item in cast(list[Any], value))}]"
+    return tomlkit.item(NONE if value is None else value).as_string()
