@@ -1,0 +1,154 @@
+"""One process, many attempts, and each sees its own environment variables.
+
+`install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
+inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
+Threads started inside inherit the overlay, executors carry it with each submitted call, and `subprocess` passes it on.
+
+Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from typing import Any, cast
+
+import orjson
+
+from agentlightning.errors import AgentError
+
+_current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
+"""The overlay of the current attempt; None marks a variable that was deleted in it."""
+
+
+@contextmanager
+def overlay(variables: Mapping[str, str]) -> Generator[None]:
+    """Inside, `os.environ` of this context has `variables` over those of the process."""
+    token = _current.set(dict(variables))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def task_variables(task: Any, fields: Mapping[str, str] | None) -> dict[str, str]:
+    """A dict task as environment variables; text as it is, other values as JSON.
+
+    `fields` maps each variable to the field it holds. Without it, every field is there under its name in upper case,
+    unless the process has a variable of that name already (a field `path` is no `PATH`), or its name or value is
+    nothing a program could be given. Raises AgentError for a field the task does not have.
+    """
+    values = cast(Mapping[str, Any], task) if isinstance(task, Mapping) else {}
+    if fields is not None:
+        return {name: _text(_field(values, name, key)) for name, key in fields.items()}
+    named = {str(key).upper(): _text(value) for key, value in values.items()}
+    return {k: v for k, v in named.items() if k.isidentifier() and k.isascii() and k not in os.environ and _fits(v)}
+
+
+def _field(values: Mapping[str, Any], name: str, key: str) -> Any:
+    if key not in values:
+        has = ", ".join(map(str, values)) or "no fields"
+        raise AgentError(f"the variable {name} is to hold the task's field {key!r}, but the task has: {has}")
+    return values[key]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
+
+
+def _fits(value: str) -> bool:
+    return len(value) <= LONGEST and "\0" not in value
+
+
+LONGEST = 100_000
+"""Linux takes 128 KiB for one variable."""
+
+
+class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
+    """`os.environ` with the overlay of the current context on top."""
+
+    def __getitem__(self, key: str) -> str:
+        layer = _current.get()
+        if layer is None or key not in layer:
+            return super().__getitem__(key)
+        value = layer[key]
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: str, value: str) -> None:
+        layer = _current.get()
+        if layer is None:
+            super().__setitem__(key, value)
+        else:
+            self.encodekey(key)  # the same TypeError as ever for what is not a string
+            self.encodevalue(value)
+            layer[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        layer = _current.get()
+        if layer is None:
+            super().__delitem__(key)
+        else:
+            self[key]
+            layer[key] = None
+
+    def __iter__(self) -> Iterator[str]:
+        layer = _current.get()
+        if layer is None:
+            yield from super().__iter__()
+            return
+        yield from [key for key in super().__iter__() if key not in layer]
+        yield from [key for key, value in layer.items() if value is not None]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def install() -> None:
+    """Switch this process over. Safe to call twice."""
+    if isinstance(os.environ, _Environ):
+        return
+    os.environ.__class__ = _Environ
+    _wrap(threading.Thread, "start", _start)
+    _wrap(ThreadPoolExecutor, "submit", _submit)
+    _wrap(subprocess.Popen, "__init__", _popen)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, original, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def _start(thread: threading.Thread, original: Callable[..., None]) -> None:
+    run = thread.run
+    context = copy_context()
+    thread.run = lambda: context.run(run)
+    original(thread)
+
+
+def _submit(
+    pool: ThreadPoolExecutor, original: Callable[..., Future[Any]], function: Callable[..., Any], /, *a: Any, **k: Any
+) -> Future[Any]:
+    return original(pool, copy_context().run, function, *a, **k)
+
+
+_ENV_POSITION = 10
+"""Where `env` stands among the positional parameters of Popen, `args` being the first."""
+
+
+def _popen(process: subprocess.Popen[Any], original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if _current.get() is not None and len(args) <= _ENV_POSITION and kwargs.get("env") is None:
+        kwargs["env"] = cast(Mapping[str, str], os.environ.copy())
+    original(process, *args, **kwargs)

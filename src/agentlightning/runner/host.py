@@ -1,0 +1,231 @@
+"""An agent host: the process in which a Python agent, or the supervisor of a command, runs its attempts.
+
+A host is forked by the zygote, runs many attempts at once (async agents as tasks, sync ones and commands in threads),
+sends what they emit to the runner at once, and each attempt's end after all of its spans. Whatever an agent raises
+becomes a record here, and nowhere else. The host lives as long as the runner holds the other end of its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from opentelemetry.sdk.trace import ReadableSpan
+
+from agentlightning.errors import Failure
+from agentlightning.runner import environ
+from agentlightning.runner.agent import Agent, users_traceback
+from agentlightning.runner.command import CommandError
+from agentlightning.runner.inject import Call, bind_resources
+from agentlightning.runner.reward import RewardFunction, check_reward, looks_like_reward
+from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, encode
+from agentlightning.span import Span
+from agentlightning.tracing.emit import emit_exception, emit_reward
+from agentlightning.tracing.otel import to_span
+from agentlightning.tracing.scope import current_scope, scope
+from agentlightning.tracing.tracer import flush
+
+OUTPUT_CHARACTERS = 16_384
+"""How much of an output is kept with the attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every host of a zygote shares."""
+
+    agent: Agent
+    reward: RewardFunction | None
+    slots: int
+    environment: Mapping[str, str] | None
+
+
+def serve(sock: socket.socket, setup: Setup) -> None:
+    """Run attempts until the runner goes away."""
+    environ.install()
+    asyncio.run(Host(sock, setup).serve())
+
+
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """Where the spans of one attempt go."""
+
+    job_id: int
+    send: Callable[[Spans], None]
+
+    def put(self, spans: Sequence[Span]) -> None:
+        self.send(Spans(self.job_id, tuple(spans)))
+
+
+class Host:
+    """The process' one host."""
+
+    def __init__(self, sock: socket.socket, setup: Setup) -> None:
+        self._sock = sock
+        self._setup = setup
+        self._frames = Frames()
+        self._running: dict[int, tuple[asyncio.Task[None], Call]] = {}
+        self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
+        self._sending = threading.Lock()
+        self._end = asyncio.Event()
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._sock, self._receive)
+        self._send(Ready(os.getpid()))
+        await self._end.wait()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody waits for anything here any more: stop the commands, then go without waiting for threads."""
+        for _, call in self._running.values():
+            call.cancelled = True
+            if call.program is not None:
+                call.program.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Ready | Spans | Done) -> None:
+        # From whatever thread, at once: a reward is on its way before the agent can make its next call.
+        try:
+            with self._sending:
+                self._sock.sendall(encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the runner is gone; the loop sees it too and ends
+
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(1 << 18, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._end.set()
+        for message in self._frames.feed(data):
+            self._handle(message)
+
+    def _handle(self, message: Job | Cancel) -> None:
+        if isinstance(message, Job):
+            call = _call(message)
+            self._running[message.job_id] = (asyncio.create_task(self._attempt(message.job_id, call)), call)
+        elif message.job_id in self._running:
+            task, call = self._running[message.job_id]
+            call.cancelled = True
+            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step: a task that never ran has no end
+            if call.program is not None:
+                call.program.terminate()
+
+    # -- one attempt -------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, job_id: int, call: Call) -> None:
+        """The boundary: whatever happens inside is a record afterwards."""
+        failure: Failure | None = None
+        output: Any = None
+        attempt = call.rollout.attempt
+        with scope(attempt.rollout_id, attempt.attempt_id, _Sink(job_id, self._send)):
+            try:
+                variables = environ.task_variables(call.task, self._setup.environment)
+                with environ.overlay({**variables, **call.environment}):
+                    output = recordable(await self._run(call))
+            except BaseException as error:  # noqa: BLE001  the one place where an agent's failure becomes a record
+                error = error.with_traceback(None) if isinstance(error, CommandError) else users_traceback(error)
+                failure = Failure.of(error)
+                if not call.cancelled:
+                    emit_exception(error)
+            flush()
+        del self._running[job_id]
+        self._send(Done(job_id, failure, output))
+
+    async def _run(self, call: Call) -> Any:
+        """Run the agent and judge it. Returns its output; None where what it returned was its reward or its spans."""
+        agent, reward = self._setup.agent, self._setup.reward
+        output = await (self._in_thread(agent.start, call) if agent.blocks(call) else _settled(agent.start(call)))
+        if reward is not None:
+            emit_reward(check_reward(await self._in_thread(reward.start, call, output), reward.source))
+        elif _are_spans(output):
+            _put_returned(output)
+        elif looks_like_reward(output):
+            emit_reward(check_reward(output, "the agent"))
+        else:
+            return output
+        return None if reward is None else output
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The function's result, awaited if need be. Does not end before the thread does, cancelled or not."""
+        future = asyncio.wrap_future(self._threads.submit(copy_context().run, _caught, function, *args))
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        value, error = future.result()
+        if error is not None:
+            raise error
+        return await _settled(value)
+
+
+def _call(job: Job) -> Call:
+    resources = bind_resources(job.resources, job.server_url, job.environment)
+    return Call(job.rollout, resources, job.environment, job.rollout.input)
+
+
+def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    # A future cannot carry every exception: StopIteration and KeyboardInterrupt would not arrive.
+    try:
+        return function(*args), None
+    except BaseException as error:  # noqa: BLE001  raised again by `_in_thread`
+        return None, error
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+# -- what an agent returned ------------------------------------------------------------------------------------------
+
+
+def _are_spans(output: Any) -> bool:
+    return isinstance(output, list) and bool(output) and all(isinstance(s, Span | ReadableSpan) for s in output)
+
+
+def _put_returned(spans: list[Span | ReadableSpan]) -> None:
+    """Keep spans that an agent made itself, as spans of its attempt."""
+    inside = current_scope()
+    if inside is None:
+        raise RuntimeError("an attempt runs inside a scope")
+    rollout, attempt = inside.rollout_id, inside.attempt_id
+    inside.sink.put(
+        [
+            replace(span, rollout_id=rollout, attempt_id=attempt)
+            if isinstance(span, Span)
+            else to_span(span, rollout, attempt)
+            for span in spans
+        ]
+    )
+
+
+def recordable(output: Any) -> Any:
+    """The output as a short JSON value: as it is where it is short, else the beginning of its text."""
+    try:
+        text = orjson.dumps(output, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return repr(output)[:OUTPUT_CHARACTERS]
+    if len(text) <= OUTPUT_CHARACTERS:
+        return orjson.loads(text)
+    return (output if isinstance(output, str) else text.decode())[:OUTPUT_CHARACTERS]

@@ -1,0 +1,134 @@
+"""The runner's end of one agent host: which attempts run there, and what is said about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from agentlightning.errors import AgentError
+from agentlightning.runner.command import describe_exit
+from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, encode
+from agentlightning.span import Span
+
+OnSpans = Callable[[Sequence[Span]], None]
+
+
+class AgentCrashedError(AgentError):
+    """The process an attempt ran in has ended."""
+
+    def __init__(self, exited: Exited) -> None:
+        memory = " (out of memory?)" if exited.status == -9 else ""
+        super().__init__(f"the process the agent ran in {describe_exit(exited.status)}{memory}")
+        if exited.traceback:
+            self.add_note(exited.traceback)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """An attempt that runs on a host."""
+
+    done: asyncio.Future[Done]
+    on_spans: OnSpans
+
+
+class HostLink(asyncio.Protocol):
+    """One host, from the request to fork it to its end."""
+
+    def __init__(self, host_id: int, on_change: Callable[[], None]) -> None:
+        self.host_id = host_id
+        self.running: dict[int, Open] = {}
+        self.stopping: set[int] = set()
+        """Jobs nobody waits for any more, which have not ended yet."""
+        self.ready = False
+        self.retired = False
+        self.exited: Exited | None = None
+        self._on_change = on_change
+        self._transport: asyncio.Transport | None = None
+        self._frames = Frames()
+        self._outbox: list[bytes] = []
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.stopping)
+
+    @property
+    def takes_work(self) -> bool:
+        return self.ready and not self.retired and self.exited is None
+
+    # -- saying ------------------------------------------------------------------------------------------------------
+
+    def start(self, job: Job, on_spans: OnSpans) -> asyncio.Future[Done]:
+        """Run a job; the future is its end."""
+        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self.running[job.job_id] = Open(done, on_spans)
+        self._send(job)
+        return done
+
+    def stop(self, job_id: int) -> None:
+        """Stop a job; it keeps its place until it has ended."""
+        self.stopping.add(job_id)
+        self._send(Cancel(job_id))
+
+    def _send(self, message: Job | Cancel) -> None:
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._outbox.append(encode(message))
+
+    def _write(self) -> None:
+        data = b"".join(self._outbox)
+        self._outbox.clear()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Hang up; the host ends."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._hear(message)
+
+    def _hear(self, message: Ready | Spans | Done) -> None:
+        if isinstance(message, Ready):
+            self.ready = True
+            self._on_change()
+            return
+        job = self.running.get(message.job_id)
+        if isinstance(message, Spans):
+            if job is not None:
+                job.on_spans(message.spans)
+            return
+        if job is not None and not job.done.done():
+            job.done.set_result(message)
+        if message.job_id in self.stopping:
+            self.stopping.discard(message.job_id)
+            self._on_change()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self.exited is not None:
+            self.fail_running(self.exited)
+
+    def has_exited(self, exited: Exited) -> None:
+        """The process has ended; what it said before is heard first."""
+        self.exited = exited
+        self.stopping.clear()
+        if self._transport is None:
+            self.fail_running(exited)
+        else:  # a child the agent forked may hold the socket open for ever
+            asyncio.get_running_loop().call_later(0.5, self.fail_running, exited)
+
+    def fail_running(self, exited: Exited) -> None:
+        """Everything that ran here has failed with the process."""
+        self.close()
+        for job in list(self.running.values()):
+            if not job.done.done():
+                job.done.set_exception(AgentCrashedError(exited))

@@ -1,0 +1,83 @@
+"""Spans on their way from agents to the store: gathered while a write is under way, then written together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.span import SUPERSEDED, Span
+from agentlightning.store.base import LightningStoreBase
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BATCH = 1000
+"""Spans in one write."""
+
+
+class Patience(Protocol):
+    """Carries an operation out, trying again where that helps."""
+
+    async def __call__(self, operation: Callable[[], Awaitable[T]], /) -> T: ...
+
+
+class SpanWriter:
+    """Writes spans in the order they were put. `on_fenced` is told the attempt of each span the store marked."""
+
+    def __init__(self, store: LightningStoreBase, patiently: Patience, on_fenced: Callable[[str], None]) -> None:
+        self._store = store
+        self._patiently = patiently
+        self._on_fenced = on_fenced
+        self._waiting: deque[Span] = deque()
+        self._arrived = asyncio.Event()
+        self._put = 0
+        self._done = 0
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def put(self, spans: Sequence[Span]) -> None:
+        """Take spans over."""
+        self._waiting.extend(spans)
+        self._put += len(spans)
+        self._arrived.set()
+
+    async def written(self) -> None:
+        """Wait until everything put so far is in the store."""
+        if self._done < self._put:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((self._put, future))
+            await future
+
+    async def run(self) -> None:
+        """Write until cancelled. Raises what the store raises, but for spans it does not want."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                await self._write(batch)
+                self._done += len(batch)
+                self._tell()
+
+    def _tell(self) -> None:
+        while self._waiters and self._waiters[0][0] <= self._done:
+            _, future = self._waiters.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    async def _write(self, batch: Sequence[Span]) -> None:
+        try:
+            kept = await self._patiently(lambda: self._store.add_many_spans(batch))
+        except (ConflictError, NotFoundError):
+            if len(batch) == 1:
+                logger.warning("the store refuses span %s of attempt %s", batch[0].name, batch[0].attempt_id)
+                return
+            for span in batch:  # one refused span must not take those of other attempts with it
+                await self._write([span])
+            return
+        for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
+            self._on_fenced(attempt_id)
