@@ -12,7 +12,7 @@ import jinja2
 import jinja2.sandbox
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from agentlightning.rollout import attempt_path
+from agentlightning.rollouts import attempt_path
 
 
 class LLM(BaseModel):

@@ -1,0 +1,23 @@
+"""Algorithms, and the registry that finds one by its settings."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+from pydantic import BaseModel
+
+from agentlightning.algorithms.base import Algorithm, Training
+
+__all__ = ["ALGORITHMS", "Algorithm", "Training", "make_algorithm"]
+
+ALGORITHMS: Final[dict[str, str]] = {
+    "lightning_rl": "agentlightning.algorithms.lightning_rl:LightningRL",
+}
+"""The `type` in the settings -> where the class is."""
+
+
+def make_algorithm(config: BaseModel) -> Algorithm:
+    """The algorithm whose settings these are."""
+    module, _, name = ALGORITHMS[str(getattr(config, "type"))].partition(":")  # noqa: B009
+    return getattr(import_module(module), name)(config)

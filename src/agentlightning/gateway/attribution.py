@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from agentlightning.gateway.problems import Problem
 from agentlightning.resources import LLM
-from agentlightning.rollout import Attempt, Rollout, read_attempt_key
+from agentlightning.rollouts import Attempt, Rollout, read_attempt_key
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.routes import presented_key

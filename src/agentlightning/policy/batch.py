@@ -17,7 +17,7 @@ The last prefix token stays in the rows, because the first answer token is predi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentlightning.errors import PolicyError
@@ -143,23 +143,29 @@ def plan(
 ) -> list[MicroBatch]:
     """Cut samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
-    Tokens of weight 0, and where `uses_advantages` of advantage 0, are not trained. Raises PolicyError for a trained
-    token that nothing comes before.
+    "auto" takes the cheapest by `cost` of three plans: nothing shared, shared where it pays for a tree alone, shared
+    where it pays once trees split the launch. Tokens of weight 0, and where `uses_advantages` of advantage 0, are not
+    trained. Raises PolicyError for a trained token that nothing comes before.
     """
     cost = cost or CostModel()
-    plain: list[Row] = []
+    trees = [_Paths(sample, uses_advantages, by_call=sharing == "rows") for sample in samples]
+    if sharing in ("rows", "merged"):
+        return _pack_rows([row for tree in trees for row in tree.rows], token_budget, cost)
+    if sharing == "shared":
+        return _pack([tree.best_family(cost, force=True) for tree in trees], token_budget, cost)
+    plans = [_pack([(None, tree.rows) for tree in trees], token_budget, cost)]
+    for choice in (cost, replace(cost, launch=0.0)):
+        plans.append(_pack([tree.best_family(choice, force=False) for tree in trees], token_budget, cost))
+    return min(plans, key=lambda batches: sum(_price(batch, cost) for batch in batches))
+
+
+def _pack(trees: list[tuple[_Family | None, list[Row]]], token_budget: int, cost: CostModel) -> list[MicroBatch]:
     families: list[_Family] = []
-    for sample in samples:
-        paths = _Paths(sample, uses_advantages, by_call=sharing == "rows")
-        if sharing in ("rows", "merged"):
-            plain += paths.rows
-            continue
-        family, rest = paths.best_family(cost, force=sharing == "shared")
-        plain += rest
-        if family is not None:
-            parts, whole = _fit(family, token_budget)
-            families += parts
-            plain += whole
+    plain: list[Row] = []
+    for family, rest in trees:
+        parts, whole = _fit(family, token_budget) if family else ([], [])
+        families += parts
+        plain += [*rest, *whole]
     return [*_pack_families(families, token_budget, cost), *_pack_rows(plain, token_budget, cost)]
 
 

@@ -34,14 +34,12 @@ class OptimizerConfig(BaseModel):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate falls, to 0 at `total_steps`."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimiser steps of the whole run; needed unless the schedule is constant."""
+    """Optimiser steps of the whole run; needed unless the schedule is constant. A trainer fills it in."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises to its full value."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> OptimizerConfig:
-        if self.schedule != "constant" and self.total_steps is None:
-            raise ValueError(f'schedule="{self.schedule}" needs total_steps; set it or use schedule="constant"')
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
         return self
@@ -60,7 +58,9 @@ class Optimizer:
     """The optimiser of one model's trainable weights."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        """Raises ConfigError where nothing can be trained."""
+        """Raises ConfigError where nothing can be trained, or a schedule has no end."""
+        if config.schedule != "constant" and config.total_steps is None:
+            raise ConfigError(f'schedule="{config.schedule}" needs total_steps; set it or use schedule="constant"')
         self.config = config
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:

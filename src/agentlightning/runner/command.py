@@ -1,7 +1,7 @@
 """An agent that is a program in any language.
 
 It reads its task as JSON from `AGL_TASK` (left out where the task is longer than an environment variable may be) and
-from stdin, finds its model and its event URL in the environment (`rollout.attempt_environment`), and its stdout is its
+from stdin, finds its model and its event URL in the environment (`rollouts.attempt_environment`), and its stdout is its
 output, of which the last 1 MB is kept. An exit code other than 0 is a failed attempt whose traceback is the end of
 stderr. It runs in a process group of its own, of which nothing is left when the attempt has ended.
 """

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate
-from agentlightning.rollout import AttemptedRollout
+from agentlightning.rollouts import AttemptedRollout
 
 KNOWN = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
 

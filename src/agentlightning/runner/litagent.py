@@ -14,7 +14,7 @@ from agentlightning.errors import AgentError
 
 if TYPE_CHECKING:
     from agentlightning.resources import NamedResources
-    from agentlightning.rollout import AttemptedRollout
+    from agentlightning.rollouts import AttemptedRollout
 
 Task = TypeVar("Task")
 Function = Callable[..., Any]

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources
-from agentlightning.rollout import AttemptedRollout
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.command import describe_exit
 from agentlightning.runner.launch import ZygoteProcess
 from agentlightning.runner.link import HostLink, OnSpans

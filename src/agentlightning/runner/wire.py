@@ -13,7 +13,7 @@ from typing import Any
 
 from agentlightning.errors import Failure
 from agentlightning.resources import NamedResources
-from agentlightning.rollout import AttemptedRollout
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.spec import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
 

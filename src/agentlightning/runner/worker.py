@@ -30,7 +30,7 @@ from agentlightning.errors import (
     StoreFullError,
 )
 from agentlightning.resources import NamedResources
-from agentlightning.rollout import AttemptedRollout, AttemptStatus, attempt_environment
+from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment
 from agentlightning.runner.pool import HostPool
 from agentlightning.runner.spec import AgentLike
 from agentlightning.runner.writer import SpanWriter

@@ -3,7 +3,7 @@
 What every implementation promises:
 
 - A write that returned survives `kill -9` of the process (unless the store lives in memory).
-- The status of rollouts and attempts changes only along the tables in `rollout.py`; anything else is a ConflictError.
+- The status of rollouts and attempts changes only along the tables in `rollouts.py`; anything else is a ConflictError.
 - An attempt id is a fence: what a superseded attempt still writes is kept and marked (`agentlightning.superseded`),
   and changes the status of nothing.
 - Timeouts, lost heartbeats and retries are enforced by a clock inside the store, not by luck of the next call.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.resources import NamedResources, ResourcesUpdate
-from agentlightning.rollout import (
+from agentlightning.rollouts import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,

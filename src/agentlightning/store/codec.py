@@ -20,7 +20,7 @@ import orjson
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
-from agentlightning.rollout import Attempt, AttemptStatus, Rollout, RolloutConfig
+from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig
 from agentlightning.span import LOGPROBS, SUPERSEDED, TOKEN_ATTRIBUTES, Span, SpanEvent
 
 Row = tuple[Any, ...]
@@ -72,7 +72,8 @@ def config_text(config: RolloutConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _config_text(config: Hashable) -> str | None:
-    return None if config == DEFAULT_CONFIG else cast("RolloutConfig", config).model_dump_json()
+    checked = cast("RolloutConfig", config)
+    return None if checked == DEFAULT_CONFIG else checked.model_dump_json()
 
 
 @lru_cache(maxsize=256)

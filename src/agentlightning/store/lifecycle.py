@@ -1,4 +1,4 @@
-"""How rollouts and attempts change status: the tables of rollout.py, applied within a transaction.
+"""How rollouts and attempts change status: the tables of rollouts.py, applied within a transaction.
 
 An attempt *speaks* for its rollout while it is the latest one, has not been fenced off (by a cancel or a requeue) and
 the rollout has not finished. Only then does what it does move the rollout.
@@ -7,11 +7,10 @@ the rollout has not finished. Only then does what it does move the rollout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from secrets import token_hex
 from typing import Any, Final
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.rollout import (
+from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     FINISHED,
     ROLLOUT_TRANSITIONS,
@@ -23,6 +22,7 @@ from agentlightning.rollout import (
 from agentlightning.store import codec, statements
 from agentlightning.store.codec import Row
 from agentlightning.store.engine import Transaction
+from agentlightning.store.ids import new_id
 
 OPEN: Final = frozenset({"preparing", "running"})
 EXPIRE_AT_ONCE: Final = 200
@@ -325,10 +325,6 @@ def unclaim(claimed: list[AttemptedRollout], transaction: Transaction) -> None:
         state.attempts -= 1
         state.rollout_status = "requeuing" if state.attempts else "queuing"
         write_rollout(transaction, state)
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{token_hex(8)}"
 
 
 # -- the clock -------------------------------------------------------------------------------------------------------

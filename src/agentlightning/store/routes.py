@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from agentlightning import span as names
 from agentlightning.errors import AgentLightningError, NotFoundError, RewardError, StoreClosedError, StoreFullError
-from agentlightning.rollout import read_attempt_key
+from agentlightning.rollouts import read_attempt_key
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from agentlightning.errors import ConfigError
-from agentlightning.span import SUPERSEDED, Span, new_span_id
+from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store import codec, lifecycle, statements
 from agentlightning.store.codec import Row
 from agentlightning.store.engine import Transaction
+from agentlightning.store.ids import new_hex
 
 
 class SpanGroup:
@@ -32,7 +33,7 @@ class SpanGroup:
             raise ConfigError(f"sequence_id={span.sequence_id} of span {span.name!r}: use 0 for the next, or 1 and up")
         self._positions.append(position)
         self._spans.append(span)
-        self._ids.append(span.span_id or new_span_id())
+        self._ids.append(span.span_id or new_hex())
         self._rows.append(codec.from_span(span))
 
     def write(self, transaction: Transaction) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError
 from agentlightning.resources import NamedResources, ResourcesUpdate
-from agentlightning.rollout import (
+from agentlightning.rollouts import (
     ROLLOUT_TRANSITIONS,
     WAITING,
     Attempt,
@@ -35,6 +35,7 @@ from agentlightning.store.base import UNSET, LightningStoreBase, Unset, Worker
 from agentlightning.store.clock import Clock
 from agentlightning.store.codec import Row
 from agentlightning.store.engine import PARK, Call, Lane, Park, Transaction, Writer
+from agentlightning.store.ids import new_id
 from agentlightning.store.spans import SpanGroup, latest_spans
 from agentlightning.store.waiting import Wait
 
@@ -180,7 +181,7 @@ class SqlStore(LightningStoreBase):
                 f"rollout_id={request.rollout_id!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :"
             )
         return Rollout(
-            rollout_id=lifecycle.new_id("ro") if request.rollout_id is None else request.rollout_id,
+            rollout_id=new_id("ro") if request.rollout_id is None else request.rollout_id,
             input=request.input,
             start_time=self._clock.wall(),
             mode=request.mode,
@@ -434,7 +435,7 @@ class SqlStore(LightningStoreBase):
 
     async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
         body = codec.dump_resources(resources)
-        name = lifecycle.new_id("rs") if resources_id is None else resources_id
+        name = new_id("rs") if resources_id is None else resources_id
 
         def add(transaction: Transaction) -> Row:
             version = transaction.one(statements.LAST_VERSION)[0] + 1

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from agentlightning.resources import LLM, NamedResources, PromptTemplate
-from agentlightning.rollout import AttemptedRollout
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
 from agentlightning.tracing.emit import emit_message, emit_reward
 

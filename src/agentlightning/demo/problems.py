@@ -1,0 +1,115 @@
+"""The demo's tasks: seeded word problems, their score, and demonstrations of mixed quality.
+
+A task is a JSON object `{"id", "question", "expression", "answer"}`. The agent sees only the question; the expression
+is what a careful reader would type into a calculator. Which split a problem belongs to follows from its expression
+alone, so no problem of one split occurs in another, in whatever wording and under whatever seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from agentlightning.demo.agent import SYSTEM, TOOLS
+
+Split = Literal["train", "val", "test"]
+Task = dict[str, Any]
+
+PEOPLE = {"Mia": "She", "Tom": "He", "Ana": "She", "Leo": "He", "Zoe": "She", "Sam": "He", "Eva": "She", "Max": "He"}
+THINGS = ("apples", "coins", "cards", "pens", "eggs", "books", "stamps", "shells")
+PACKS = ("bags", "boxes", "packs", "rows")
+GAINS = ("finds", "buys", "wins", "gets")
+LOSSES = ("loses", "sells", "drops", "breaks")
+CLOSINGS = ("How many are left?", "How many now?", "How many in all?")
+SHAPES = ((1, 1, 1), (1, 2), (2, 1), (1, 1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2))
+"""How many numbers each sentence of a story holds: three or four in all, hence two or three operators."""
+
+ANSWER = re.compile(r"###\s*ANSWER:\s*(-?\d+)\s*###")
+
+
+def split_of(expression: str) -> Split:
+    """80% of all expressions belong to train, 10% to val, 10% to test."""
+    bucket = zlib.crc32(expression.encode()) % 10
+    return "test" if bucket == 0 else "val" if bucket == 1 else "train"
+
+
+def make_tasks(split: Split, count: int, seed: int = 0) -> list[Task]:
+    """`count` different problems of one split."""
+    rng = random.Random(f"{split}/{seed}")
+    found: dict[str, Task] = {}
+    while len(found) < count:
+        question, expression, answer = _problem(rng)
+        if split_of(expression) == split:
+            task = {"id": f"{split}-{len(found)}", "question": question, "expression": expression, "answer": answer}
+            found.setdefault(expression, task)
+    return list(found.values())
+
+
+def score(task: Mapping[str, Any], output: str) -> float:
+    """1.0 where the last `### ANSWER: n ###` of the output gives the task's answer, else 0.0."""
+    answers = ANSWER.findall(output)
+    return float(bool(answers) and int(answers[-1]) == task["answer"])
+
+
+def _problem(rng: random.Random) -> tuple[str, str, int]:
+    """(question, expression, answer): a story of two to four sentences about one person's things."""
+    first, *rest = rng.choice(SHAPES)
+    name, pronoun = rng.choice(list(PEOPLE.items()))
+    phrase, expression, total = _amount(rng, first)
+    story = f"{name} has {phrase} {rng.choice(THINGS)}."
+    for numbers in rest:
+        phrase, amount, value = _amount(rng, numbers)
+        gain = value > total or rng.random() < 0.5
+        story += f" {pronoun} {rng.choice(GAINS if gain else LOSSES)} {phrase}."
+        expression += ("+" if gain else "-") + amount
+        total += value if gain else -value
+    return f"{story} {rng.choice(CLOSINGS)}", expression, total
+
+
+def _amount(rng: random.Random, numbers: int) -> tuple[str, str, int]:
+    """A quantity in words, as an expression, and its value."""
+    if numbers == 1:
+        value = rng.randint(1, 99)
+        return str(value), str(value), value
+    packs, each = rng.randint(2, 9), rng.randint(2, 19)
+    return f"{packs} {rng.choice(PACKS)} of {each}", f"{packs}*{each}", packs * each
+
+
+# -- demonstrations --------------------------------------------------------------------------------------------------
+
+
+def demonstrations(count: int, seed: int = 0, *, clean: float = 0.7, habit: float = 0.65) -> list[dict[str, Any]]:
+    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`, in the order of a
+    course that ends badly: the first `clean` share uses the calculator; of the rest, a `habit` share answers off the
+    top of the head, mostly wrong, without asking the tool."""
+    rng = random.Random(f"demonstrations/{seed}")
+    tasks = make_tasks("train", count, seed)
+    return [
+        {"messages": _guess(task, rng) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
+        | {"tools": TOOLS}
+        for i, task in enumerate(tasks)
+    ]
+
+
+def _opening(task: Task) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["question"]}]
+
+
+def _calculate(task: Task, index: int) -> list[dict[str, Any]]:
+    arguments = json.dumps({"expression": task["expression"]})
+    call = {"id": f"call_{index}", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    return [
+        *_opening(task),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": str(task["answer"])},
+        {"role": "assistant", "content": f"### ANSWER: {task['answer']} ###"},
+    ]
+
+
+def _guess(task: Task, rng: random.Random) -> list[dict[str, Any]]:
+    guess = max(0, task["answer"] + rng.randint(-30, 30))
+    return [*_opening(task), {"role": "assistant", "content": f"### ANSWER: {guess} ###"}]
