@@ -1,0 +1,194 @@
+"""What a long job says while it runs: its phase, how far it is, its figures, and the time left.
+
+On a terminal a live display; elsewhere plain lines, one every few seconds. It writes to the console it is given and
+nowhere else: where stdout is for machines, that console is stderr. Cheap to call often, and from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+LINE_SECONDS = 5.0
+"""Without a terminal: a line after this many seconds ..."""
+LINE_SHARE = 0.1
+"""... or when this share of the phase has passed since the last one, but not before"""
+LINE_PAUSE = 1.0
+"""this many seconds have."""
+REDRAW_SECONDS = 0.1
+
+Figure = float | str
+
+
+@dataclass(slots=True)
+class _Phase:
+    name: str
+    total: int | None
+    started: float
+    first: int
+    """What was done when it began: not 0 in a resumed run."""
+    done: int
+    shown_at: float
+    shown_done: int
+    figures: dict[str, Figure] = field(default_factory=dict[str, Figure])
+
+    def left(self, now: float) -> float | None:
+        """Seconds to go at the speed so far; None while it is not known."""
+        if self.total is None or self.done <= self.first:
+            return None
+        return (now - self.started) / (self.done - self.first) * max(0, self.total - self.done)
+
+    def line(self, now: float) -> str:
+        count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        parts = [f"{self.name}: {count}", *map(str, _shown(self.figures)), f"{duration(now - self.started)} elapsed"]
+        left = self.left(now)
+        if left is not None and self.done != self.total:
+            parts.append(f"{duration(left)} left")
+        return "  ".join(parts)
+
+
+class Progress:
+    """The progress of one job, phase by phase.
+
+        with Progress() as progress:
+            progress.phase("training", 40)
+            progress.update(1, reward=0.3, tokens_per_second=3570)
+            progress.note("validation 0.41")
+
+    Writes to stderr unless given a console; with `enabled=False`, not at all. May be entered again, also within itself.
+    """
+
+    def __init__(
+        self, console: Console | None = None, enabled: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._enabled = enabled
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._phase: _Phase | None = None
+        self._bars: Bars | None = None
+        self._bar: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1 and self._enabled and self._console.is_interactive:
+                self._bars = _bars(self._console)
+                self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._finish_phase()
+                if self._bars is not None:
+                    self._bars.stop()
+                    self._bars = None
+
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """Begin the next phase, which takes `total` of something; `done` of it are done already."""
+        with self._lock:
+            self._finish_phase()
+            now = self._clock()
+            self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
+            if self._bars is not None:
+                self._bar = self._bars.add_task(escape(name), total=total, completed=done, figures="")
+            elif self._enabled:
+                self._print(f"{name} ..." if total is None else f"{name}: {total} to do")
+
+    def update(self, done: int, **figures: Figure) -> None:
+        """How much of the phase is done, and its figures of now: `reward=0.3`, `tokens_per_second=3570` ..."""
+        phase = self._phase
+        if phase is None or not self._enabled:
+            return
+        with self._lock:
+            phase.done = done
+            phase.figures |= figures
+            now = self._clock()
+            if self._due(phase, now):
+                self._show(phase, now)
+
+    def note(self, text: str) -> None:
+        """Say something that stays: a line of its own."""
+        if self._enabled:
+            with self._lock:
+                self._print(text)
+
+    def _due(self, phase: _Phase, now: float) -> bool:
+        since = now - phase.shown_at
+        if self._bars is not None:
+            return since >= REDRAW_SECONDS
+        share = 0.0 if not phase.total else (phase.done - max(phase.first, phase.shown_done)) / phase.total
+        return since >= LINE_SECONDS or (since >= LINE_PAUSE and share >= LINE_SHARE)
+
+    def _show(self, phase: _Phase, now: float) -> None:
+        phase.shown_at, phase.shown_done = now, phase.done
+        if self._bars is not None and self._bar is not None:
+            self._bars.update(self._bar, completed=phase.done, figures=escape("  ".join(_shown(phase.figures))))
+        else:
+            self._print(phase.line(now))
+
+    def _finish_phase(self) -> None:
+        phase, self._phase = self._phase, None
+        if phase is None or not self._enabled:
+            return
+        if phase.done != phase.shown_done and (phase.done != phase.first or self._bars is not None):
+            self._show(phase, self._clock())
+        if self._bars is not None and self._bar is not None:
+            self._bars.stop_task(self._bar)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _bars(console: Console) -> Bars:
+    return Bars(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}", style="cyan"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=1 / REDRAW_SECONDS / 2,
+    )
+
+
+def _shown(figures: dict[str, Figure]) -> list[str]:
+    return [_figure(name, value) for name, value in figures.items()]
+
+
+def _figure(name: str, value: Figure) -> str:
+    words = name.replace("_", " ")
+    if isinstance(value, str):
+        return f"{words} {value}"
+    if math.isnan(value):
+        return f"{words.removesuffix(' per second')} -"
+    if words.endswith(" per second"):
+        digits = 0 if abs(value) >= 10 else 1
+        return f"{value:,.{digits}f} {words.removesuffix(' per second')}/s"
+    return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """7 s, 2:05, 1:02:05."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
