@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, RewardError
@@ -111,6 +111,7 @@ def test_known_bounds_are_used() -> None:
         mean_interval([0.0, 2.0], bounds=(0, 1))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(0.5, 0.99))
 def test_the_interval_holds_possible_gains_only_and_turns_around_with_the_question(
     pairs: list[tuple[float, float]], confidence: float
@@ -125,6 +126,7 @@ def test_the_interval_holds_possible_gains_only_and_turns_around_with_the_questi
     assert wide[1] >= high - 1e-9
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60))
 def test_the_interval_holds_the_mean_that_was_seen(values: list[float]) -> None:
     low, high = mean_interval(values)

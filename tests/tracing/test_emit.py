@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -76,6 +76,7 @@ def test_what_is_no_finite_number_is_refused_by_name(recorded: Any, value: Any, 
     assert recorded == []
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_reward_reads_back_exactly(value: float) -> None:
     kept: list[Span] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Sequence
 
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.span import AGENT_NAME, Span
+from agentlightning.span import AGENT_NAME, MESSAGE_BODY, Span
 from agentlightning.tracing.emit import emit_message
 from agentlightning.tracing.scope import current_agent, current_scope, scope, track_agent
 
@@ -55,15 +56,15 @@ async def test_concurrent_agents_in_one_loop_never_see_one_another() -> None:
         assert [span.rollout_id for span in sink.spans] == [f"ro-{number}"] * 3
 
 
-def test_a_bare_thread_belongs_to_the_attempt_only_when_it_owns_the_process() -> None:
-    alone, shared = ListSink(), ListSink()
-    for sink, everywhere in ((alone, True), (shared, False)):
-        with scope("ro", "at", sink, everywhere=everywhere):
-            thread = threading.Thread(target=emit_message, args=("hello",))
+def test_a_bare_thread_belongs_to_an_attempt_only_when_it_is_given_the_context() -> None:
+    sink = ListSink()
+    with scope("ro", "at", sink):
+        context = contextvars.copy_context()
+        for target in (lambda: emit_message("lost"), lambda: context.run(emit_message, "kept")):
+            thread = threading.Thread(target=target)
             thread.start()
             thread.join()
-    assert len(alone.spans) == 1
-    assert shared.spans == []
+    assert [span.attributes[MESSAGE_BODY] for span in sink.spans] == ["kept"]
 
 
 def test_spans_carry_the_innermost_tracked_agent() -> None:

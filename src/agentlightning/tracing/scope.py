@@ -1,8 +1,8 @@
 """Which rollout am I in, who is speaking, and where do spans go.
 
 Whoever runs an agent enters `scope(...)` around it; everything the agent emits inside, in the same thread, in tasks it
-starts and in `asyncio.to_thread`, then belongs to that attempt. Bare threads do not inherit a context: a process that
-runs one attempt at a time passes `everywhere=True`, and its threads are found too.
+starts and in `asyncio.to_thread`, then belongs to that attempt. Bare threads inherit no context, and nothing is guessed
+for them: a reward given to the wrong attempt is worse than one dropped with a warning.
 """
 
 from __future__ import annotations
@@ -39,15 +39,11 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
 _agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
-_everywhere: list[Scope] = []
 
 
 def current_scope() -> Scope | None:
     """The attempt this code runs in; None outside of any."""
-    inside = _scope.get()
-    if inside is not None or not _everywhere:
-        return inside
-    return _everywhere[-1]
+    return _scope.get()
 
 
 def current_agent() -> str | None:
@@ -60,20 +56,13 @@ def current_agent() -> str | None:
 
 
 @contextmanager
-def scope(
-    rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = None, *, everywhere: bool = False
-) -> Generator[Scope]:
-    """What is emitted inside belongs to this attempt and goes to `sink`. `everywhere`: also what is emitted in threads
-    that know of no attempt; for a process that runs one attempt at a time."""
+def scope(rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = None) -> Generator[Scope]:
+    """What is emitted inside belongs to this attempt and goes to `sink`."""
     inside = Scope(rollout_id, attempt_id, sink, agent)
     token = _scope.set(inside)
-    if everywhere:
-        _everywhere.append(inside)
     try:
         yield inside
     finally:
-        if everywhere:
-            _everywhere.remove(inside)
         _scope.reset(token)
 
 
