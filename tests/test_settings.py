@@ -52,7 +52,7 @@ class Algorithm(Section):
 
 class Run(Section):
     seed: int = 0
-    modes: tuple[Literal["greedy", "sampled"], ...] = ("greedy",)
+    modes: tuple[Literal["greedy", "sampled"], ...] = Field(default=("greedy",), min_length=1)
     folder: Path | None = None
     env: dict[str, str] = Field(default_factory=dict)
     shuffle: bool = True

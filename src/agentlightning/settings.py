@@ -173,7 +173,8 @@ def _explain(
             lines[name] += f", or {complaint.removeprefix('should be ')}"
         else:
             lines[name] = _subject(path, error, sources) + complaint
-    return list(lines.values())
+    # A list complains of being too short once an item of it was refused: that is no second mistake.
+    return [line for name, line in lines.items() if not any(other.startswith(f"{name}.") for other in lines)]
 
 
 def _path(error: ErrorDetails, table: Table) -> list[str]:
