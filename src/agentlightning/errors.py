@@ -114,4 +114,11 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type=type(error).__qualname__, message=str(error), traceback=text)
+        return cls(type=type(error).__qualname__, message=_message(error), traceback=text)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failed:  # noqa: BLE001  an error whose text cannot be had must still become a record
+        return f"<its str() raised {type(failed).__name__}>"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ class Call:
 
     def known(self) -> dict[str, Any]:
         """The value of each known parameter; those without one are absent."""
-        llm = next((r for r in self.resources.values() if isinstance(r, LLM)), None)
+        llm = first_llm(self.resources)
         template = next((r for r in self.resources.values() if isinstance(r, PromptTemplate)), None)
         values: dict[str, Any] = {
             "task": self.task,
@@ -72,15 +73,26 @@ class Call:
             "prompt_template": template,
             "resources": self.resources,
             "rollout": self.rollout,
-            "base_url": llm.base_url if llm else self.environment.get("OPENAI_BASE_URL"),
-            "api_key": (llm and llm.api_key) or self.environment.get("OPENAI_API_KEY"),
+            "base_url": llm.base_url if llm else self._variable("OPENAI_BASE_URL"),
+            "api_key": (llm and llm.api_key) or self._variable("OPENAI_API_KEY"),
             "model": llm.model if llm else None,
         }
         return {name: value for name, value in values.items() if value is not None or name == "task"}
 
+    def _variable(self, name: str) -> str | None:
+        return self.environment.get(name) or os.environ.get(name)
+
+
+def first_llm(resources: NamedResources) -> LLM | None:
+    """The LLM an agent is given where it asks for one."""
+    return next((resource for resource in resources.values() if isinstance(resource, LLM)), None)
+
 
 def bind_resources(resources: NamedResources, server_url: str, environment: Mapping[str, str]) -> NamedResources:
-    """The resources of one attempt: an LLM served by our own server leads to this attempt, others stay as they are."""
+    """The resources of one attempt: an LLM served by our own server leads to this attempt, others stay as they are.
+    So do all where the attempt's model calls are not redirected."""
+    if "OPENAI_BASE_URL" not in environment:
+        return resources
     return {name: _bind(resource, server_url, environment) for name, resource in resources.items()}
 
 

@@ -31,6 +31,7 @@ from agentlightning.errors import (
 )
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment
+from agentlightning.runner.inject import first_llm
 from agentlightning.runner.pool import HostPool
 from agentlightning.runner.spec import AgentLike
 from agentlightning.runner.writer import SpanWriter
@@ -83,7 +84,8 @@ class Runner:
     `agent` and `reward` are what `runner/agent.py` and `runner/reward.py` say. `concurrency` attempts run at once,
     spread over `hosts` processes. `env` maps environment variables to the fields of a dict task they hold; `cwd` is
     where the agent runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL
-    may be given to `start` instead, after `start_hosts` has long begun to import the agent. A store that is full is
+    may be given to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the
+    agent's model calls go where they always go. A store that is full is
     tried again for `patience` seconds. `poll_seconds` is how long one claim waits, and so the longest an idle runner
     takes to stop.
     """
@@ -95,6 +97,7 @@ class Runner:
         *,
         secret: str,
         server_url: str | None = None,
+        redirect: bool = True,
         reward: Callable[..., Any] | str | None = None,
         concurrency: int = 32,
         hosts: int = 1,
@@ -124,7 +127,8 @@ class Runner:
         )
         self.error: BaseException | None = None
         """Why the runner ended by itself."""
-        self._secret = secret
+        self._secret, self._redirect = secret, redirect
+        self._loaded = False
         self._concurrency = concurrency
         self._heartbeat_seconds, self._poll_seconds, self._patience = heartbeat_seconds, poll_seconds, patience
         self._counts = RunnerStatistics()
@@ -143,16 +147,23 @@ class Runner:
         """Begin to import the agent in another process; returns at once, needs neither a loop nor a server URL."""
         self.pool.spawn()
 
-    async def start(self, server_url: str | None = None) -> None:
-        """Begin to work. Raises AgentError where the agent cannot be had, ConfigError without a server URL."""
-        self.server_url = server_url or self.server_url
-        if self.server_url is None:
-            raise ConfigError("the runner needs server_url, where agents reach the gateway; give it to start()")
+    async def load(self) -> None:
+        """Wait until the agent is imported and a host is ready; `start` does it too. Raises AgentError."""
+        if self._loaded:
+            return
         try:
             await self.pool.start()
         except BaseException:
             await self.pool.close()
             raise
+        self._loaded = True
+
+    async def start(self, server_url: str | None = None) -> None:
+        """Begin to work. Raises AgentError where the agent cannot be had, ConfigError without a server URL."""
+        self.server_url = server_url or self.server_url
+        if self.server_url is None:
+            raise ConfigError("the runner needs server_url, where agents reach the gateway; give it to start()")
+        await self.load()
         self._started = True
         self._claiming = self._supervised(self._claim())
         self._helpers = [self._supervised(self._heartbeat()), self._supervised(self._writer.run())]
@@ -164,16 +175,16 @@ class Runner:
         """
         self._stopping = True
         self._wake.set()
+        started, self._started = self._started, False
         try:
-            if self._started:
+            if started:
                 await self._drain(drain_seconds)
         finally:
             for task in self._helpers:
                 task.cancel()
             await self.pool.close()
             self._ended.set()
-        if self.error is not None and self._started:
-            self._started = False
+        if self.error is not None and started:
             raise self.error
 
     async def wait(self) -> None:
@@ -319,22 +330,26 @@ class Runner:
             done = await self._run(claimed, resources)
         except TimeoutError:
             late = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
-            return "timeout", self._failed(claimed, Failure.of(late))
+            return "timeout", self._failed(claimed, late)
         except AgentError as error:
-            return "failed", self._failed(claimed, Failure.of(error))
+            return "failed", self._failed(claimed, error)
         if done.failure is not None:
             return "failed", {"error": asdict(done.failure)}
         return "succeeded", {} if done.output is None else {"output": done.output}
 
     async def _run(self, claimed: AttemptedRollout, resources: NamedResources) -> Any:
         url = self.server_url or ""
-        environment = attempt_environment(url, self._secret, claimed.rollout_id, claimed.attempt.attempt_id)
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        environment = attempt_environment(url, self._secret, *ids, redirect=self._redirect)
+        if self._redirect and (llm := first_llm(resources)) is not None:
+            environment["AGL_MODEL"] = llm.model
         return await self.pool.run(
             claimed, resources, url, environment, self._writer.put, claimed.config.timeout_seconds
         )
 
-    def _failed(self, claimed: AttemptedRollout, failure: Failure) -> dict[str, Any]:
+    def _failed(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
         """A failure the agent's process could not record itself."""
+        failure = Failure.of(error.with_traceback(None))  # where the runner noticed says nothing about the agent
         now = time.time()
         attributes = {
             EXCEPTION_TYPE: failure.type,

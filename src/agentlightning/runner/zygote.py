@@ -25,6 +25,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass
+from io import TextIOWrapper
 from types import FrameType
 from typing import IO, Any, NoReturn, cast
 
@@ -52,6 +53,8 @@ class _Child:
 def main() -> None:
     """Serve one runner, to its end."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    for stream in (sys.stdout, sys.stderr):
+        cast(TextIOWrapper, stream).reconfigure(line_buffering=True)  # lines of many agents meet in one log
     load = cast(Load, pickle.load(sys.stdin.buffer))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = load.sys_path
@@ -140,7 +143,7 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (self._control, self._wake, self._waker):
                 end.close()
-            faulthandler.enable(report)
+            faulthandler.enable(report, all_threads=False)
             _reseed()
             serve(sock, self._setup)
         except SystemExit as error:
