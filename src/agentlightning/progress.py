@@ -158,11 +158,12 @@ class Progress:
 def _bars(console: Console) -> Bars:
     return Bars(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}", style="cyan"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
         console=console,
         refresh_per_second=1 / REDRAW_SECONDS / 2,
     )
