@@ -1,0 +1,48 @@
+"""A real tokenizer in a fraction of a second: byte-level BPE, ChatML, Hermes tool calls. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from agentlightning.errors import MissingExtraError
+
+CHATML: Final = """\
+{%- if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}<|im_end|>
+{% endif -%}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}"""
+
+_TEXT: Final = """system user assistant tool You are a helpful calculator. What is the answer? The answer is
+<tool_call> {"name": "calculator", "arguments": {"expression": "6 * 7"}} </tool_call> hello world, good morning"""
+
+
+def tiny_tokenizer(chat_template: str | None = CHATML, vocab_size: int = 384) -> Any:
+    """A `PreTrainedTokenizerFast` that writes any text, with merges enough for text to be cut in many ways."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingExtraError("transformers", "train") from error
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([_TEXT] * 4, trainer)
+    special: list[Any] = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", extra_special_tokens=special)
+    tokenizer.chat_template = chat_template
+    return tokenizer

@@ -1,0 +1,96 @@
+"""A gateway as agents meet it: behind a real server on loopback, in front of a real store."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+from openai import AsyncOpenAI
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.policy.chat import HFChatFormat
+from agentlightning.rollouts import AttemptedRollout, attempt_environment, attempt_key
+from agentlightning.server import Server
+from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.testing import ScriptedEngine
+from agentlightning.testing.tokenizer import tiny_tokenizer
+
+SECRET = "a-secret-nobody-prints"
+
+
+@pytest.fixture(scope="session")
+def bpe_chat():
+    """ChatML and Hermes over a byte-level BPE."""
+    return HFChatFormat(tiny_tokenizer())
+
+
+@pytest.fixture
+async def store():
+    store = InMemoryLightningStore()
+    yield store
+    await store.close()
+
+
+@dataclass
+class Service:
+    store: LightningStoreBase
+    engine: ScriptedEngine
+    gateway: Gateway
+    server: Server
+    attempted: AttemptedRollout
+    exits: AsyncExitStack
+
+    @property
+    def environment(self):
+        return attempt_environment(self.server.url, SECRET, self.rollout_id, self.attempt_id)
+
+    @property
+    def rollout_id(self):
+        return self.attempted.rollout_id
+
+    @property
+    def attempt_id(self):
+        return self.attempted.attempt.attempt_id
+
+    @property
+    def key(self):
+        return attempt_key(SECRET, self.rollout_id, self.attempt_id)
+
+    @property
+    def base_url(self):
+        return self.environment["OPENAI_BASE_URL"]
+
+    async def client(self, **options) -> AsyncOpenAI:
+        options = {"base_url": self.base_url, "api_key": self.key, "max_retries": 0} | options
+        return await self.exits.enter_async_context(AsyncOpenAI(**options))
+
+    async def ask(self, messages="hi", **options):
+        """One plain completion."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        client = await self.client()
+        return await client.chat.completions.create(model="scripted", messages=messages, **options)
+
+    async def spans(self):
+        return await self.store.query_spans(self.rollout_id, self.attempt_id)
+
+
+@pytest.fixture
+async def serve(store):
+    """serve(script, ...) starts a server with one attempt; gateway options as keywords, `engine` for engine options."""
+    async with AsyncExitStack() as exits:
+
+        async def start(script, *, engine=None, use_store=None, **options):
+            kept = use_store or store
+            scripted = ScriptedEngine(script, **(engine or {}))
+            gateway = Gateway(kept, {"scripted": scripted}, secret=SECRET, **options)
+            server = await exits.enter_async_context(Server(kept, gateway, secret=SECRET))
+            attempted = await kept.start_rollout({"question": "6*7"})
+            return Service(kept, scripted, gateway, server, attempted, exits)
+
+        yield start
+
+
+@pytest.fixture
+def secret():
+    return SECRET
