@@ -108,6 +108,21 @@ def test_on_a_terminal_the_display_is_live_and_ends_with_the_last_figures() -> N
     assert "\x1b[?25h" in text  # the cursor is back
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_off_on_a_narrow_terminal(width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, force_interactive=True, width=width, color_system=None)
+    with Progress(console) as progress:
+        progress.phase("measuring the starting policy", 256)
+        progress.update(256)
+        progress.phase("training", 45)
+        progress.update(45, reward=0.875, tokens_per_second=13570.0)
+    last = out.getvalue()[-6 * width :]
+    assert "measuring the starting policy" in last
+    assert "reward 0.875  13,570 tokens/s" in last
+    assert "\N{HORIZONTAL ELLIPSIS}" not in last
+
+
 def test_the_cursor_comes_back_when_the_job_fails() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, force_interactive=True, width=120)

@@ -16,7 +16,15 @@ from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
 
 LINE_SECONDS = 5.0
@@ -26,6 +34,8 @@ LINE_SHARE = 0.1
 LINE_PAUSE = 1.0
 """this many seconds have."""
 REDRAW_SECONDS = 0.1
+WIDE = 110
+"""Columns of a terminal that has room for a bar."""
 
 Figure = float | str
 
@@ -156,17 +166,18 @@ class Progress:
 
 
 def _bars(console: Console) -> Bars:
-    return Bars(
+    """What there is room for: numbers come before the bar."""
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}", style="cyan"),
-        TimeElapsedColumn(),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
-        console=console,
-        refresh_per_second=1 / REDRAW_SECONDS / 2,
-    )
+    ]
+    if console.width >= WIDE:
+        columns[1:1] = [BarColumn(bar_width=20)]
+        columns[-2:-2] = [TimeElapsedColumn()]
+    return Bars(*columns, console=console, refresh_per_second=1 / REDRAW_SECONDS / 2)
 
 
 def _shown(figures: dict[str, Figure]) -> list[str]:
