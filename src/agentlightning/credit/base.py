@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory
@@ -53,14 +53,17 @@ def register(rule: type[CreditRule]) -> type[CreditRule]:
 
 
 def credit_rule(rule: str | Mapping[str, Any] | CreditRule) -> CreditRule:
-    """The rule of a name, or of a configuration with `type`. Raises ConfigError for a name nobody registered."""
+    """The rule of a name, or of a configuration with `type`. Raises ConfigError for an unknown name or setting."""
     if isinstance(rule, CreditRule):
         return rule
     settings: Mapping[str, Any] = {"type": rule} if isinstance(rule, str) else rule
     name = settings.get("type")
     if name not in _RULES:
         raise ConfigError(f"unknown credit rule {name!r}; known: {', '.join(sorted(_RULES))}")
-    return _RULES[name].model_validate(settings)
+    try:
+        return _RULES[name].model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(f"credit rule {name!r} cannot be used as {dict(settings)}: {error}") from error
 
 
 def final_rewards(group: Sequence[Trajectory]) -> list[float]:

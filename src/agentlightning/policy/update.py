@@ -176,8 +176,8 @@ def can_share(model: PreTrainedModel) -> bool:
 def _hand_out(cache: DynamicCache, owners_B: Tensor) -> None:
     """Give row b the keys and values of prefix owners_B[b]; `index_select` has the cheapest backward pass for it."""
     for layer in cache.layers:
-        if layer.keys is None or layer.values is None:
-            raise PolicyError('the model left a layer of its cache empty; train it with sharing="merged"')
+        if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
+            raise PolicyError('a layer of the model keeps no plain keys and values; train it with sharing="merged"')
         layer.keys = layer.keys.index_select(0, owners_B)
         layer.values = layer.values.index_select(0, owners_B)
 

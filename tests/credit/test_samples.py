@@ -1,0 +1,137 @@
+"""Groups of rollouts become training samples; who is left out is counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.credit import CreditReport, group_trajectories, training_samples
+from agentlightning.errors import RewardError, UnfaithfulSampleError
+from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+
+
+def rollout(name: str, reward: Any, *answers: int, group: str = "g", **more: Any) -> Trajectory:
+    """One call for each number of sampled tokens, each continuing the one before."""
+    history, made = (1, 2), []
+    for i, length in enumerate(answers or (2,)):
+        sampled = tuple(range(10, 10 + length))
+        made.append(Transition(name, "at", f"{name}-{i}", i + 1, history, sampled, (-1.0,) * length, **more))
+        history += (*sampled, 3)
+    return Trajectory(name, "at", tuple(made), reward, group)
+
+
+def by_rollout(samples: list[TrainingSample]) -> dict[str, list[tuple[float, float]]]:
+    """(advantage, weight) of each sampled token."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        for node, advantages, weights in zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True):
+            if node.sampled:
+                found.setdefault(str(node.rollout_id), []).extend(zip(advantages, weights, strict=True))
+            else:
+                assert advantages == weights == ()
+    return found
+
+
+def test_every_rollout_has_the_same_share_however_much_it_said() -> None:
+    samples, report = training_samples([[rollout("a", 1.0, 2, 6), rollout("b", 0.0, 1)]])
+    tokens = by_rollout(samples)
+    assert [len(tokens[name]) for name in "ab"] == [8, 1]
+    assert [sum(w for _, w in tokens[name]) for name in "ab"] == pytest.approx([0.5, 0.5])
+    assert {a for a, _ in tokens["a"]} == {1.0}
+    assert {a for a, _ in tokens["b"]} == {-1.0}
+    assert (report.groups_trained, report.rollouts_trained, report.tokens_trained) == (1, 2, 9)
+
+
+def test_every_token_has_the_same_share_where_asked() -> None:
+    samples, _ = training_samples([[rollout("a", 1.0, 2, 6), rollout("b", 0.0, 1)]], aggregate="token")
+    assert {w for tokens in by_rollout(samples).values() for _, w in tokens} == {1 / 9}
+
+
+def test_a_missing_reward_is_left_out_and_never_zero() -> None:
+    group = [rollout("a", 1.0), rollout("b", 3.0), rollout("c", None)]
+    samples, report = training_samples([group])
+    tokens = by_rollout(samples)
+    assert {name: tokens[name][0][0] for name in tokens} == {"a": -1.0, "b": 1.0}
+    assert report.rewards_missing == 1
+
+
+def test_groups_that_teach_nothing_are_skipped_each_under_its_own_count() -> None:
+    groups = [
+        [rollout("a", 1.0), rollout("b", 1.0)],
+        [rollout("c", 1.0), rollout("d", None)],
+        [rollout("e", 1.0), rollout("f", 0.0)],
+        [Trajectory("h", "at", (), 1.0), Trajectory("i", "at", (), 0.0)],
+    ]
+    samples, report = training_samples(groups)
+    assert set(by_rollout(samples)) == {"e", "f"}
+    assert report == CreditReport(
+        groups=4,
+        rollouts=8,
+        groups_trained=1,
+        groups_without_spread=1,
+        groups_too_small=1,
+        groups_without_tokens=1,
+        rewards_missing=1,
+        rollouts_trained=2,
+        tokens_trained=4,
+    )
+    assert report.metrics()["groups_without_spread"] == 1.0
+
+
+def test_only_the_target_agent_learns_and_rollouts_without_it_take_no_share() -> None:
+    writer, critic = rollout("a", 1.0, agent="writer"), rollout("b", 0.0, agent="critic")
+    other = rollout("c", 0.5, agent="writer")
+    samples, report = training_samples([[writer, critic, other]], target_agent="writer")
+    tokens = by_rollout(samples)
+    assert {w for _, w in tokens["b"]} == {0.0}
+    assert sum(w for name in "ac" for _, w in tokens[name]) == pytest.approx(1.0)
+    assert report.rollouts_trained == 2
+    assert training_samples([[writer, critic]], target_agent="nobody")[1].groups_without_tokens == 1
+
+
+def test_named_rewards_need_weights() -> None:
+    group = [rollout("a", {"right": 1.0, "short": 0.0}), rollout("b", {"right": 0.0, "short": 1.0})]
+    samples, _ = training_samples([group], reward_weights={"right": 0.9, "short": 0.1})
+    assert by_rollout(samples)["a"][0][0] == pytest.approx(1.0)
+    with pytest.raises(RewardError, match=r"\['right', 'short'\].*reward_weights"):
+        training_samples([group])
+
+
+@pytest.mark.parametrize(("setting", "value"), [("top_p", 0.9), ("top_k", 20), ("temperature", 0.0)])
+def test_samples_of_a_cut_distribution_are_refused_by_name(setting: str, value: float) -> None:
+    group = [rollout("a", 1.0), rollout("b", 0.0, **{setting: value})]
+    with pytest.raises(UnfaithfulSampleError, match=f"call b-0 of rollout b was sampled with {setting}={value:g}"):
+        training_samples([group])
+
+
+def test_an_agent_that_is_not_trained_may_sample_as_it_likes() -> None:
+    group = [rollout("a", 1.0, agent="w"), rollout("b", 0.0, agent="w"), rollout("c", 0.0, agent="judge", top_p=0.5)]
+    assert len(training_samples([group], target_agent="w")[0]) == 1
+
+
+def test_trajectories_are_grouped_in_order_of_appearance() -> None:
+    made = [rollout("a", 1.0, group="x"), rollout("b", 1.0, group="y"), rollout("c", 1.0, group="x")]
+    assert [[t.rollout_id for t in group] for group in group_trajectories(made)] == [["a", "c"], ["b"]]
+
+
+rewards = st.lists(st.one_of(st.none(), st.integers(0, 2).map(float)), min_size=1, max_size=5)
+
+
+@given(st.lists(rewards, min_size=1, max_size=4), st.sampled_from(["rollout", "token"]), st.randoms())
+def test_the_weights_of_a_batch_sum_to_one_and_advantages_to_zero(values: Any, aggregate: Any, random: Any) -> None:
+    groups = [
+        [rollout(f"{g}-{i}", reward, *(random.randint(1, 4) for _ in range(2))) for i, reward in enumerate(group)]
+        for g, group in enumerate(values)
+    ]
+    samples, report = training_samples(groups, aggregate=aggregate)
+    tokens = by_rollout(samples)
+    if samples:
+        assert math.isclose(sum(w for own in tokens.values() for _, w in own), 1.0, rel_tol=1e-9)
+        assert math.isclose(sum(own[0][0] for own in tokens.values()), 0.0, abs_tol=1e-9)
+    outcomes = report.groups_trained + report.groups_without_spread + report.groups_too_small
+    assert outcomes == report.groups == len(groups)
+    assert len(samples) == report.groups_trained

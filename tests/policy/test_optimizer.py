@@ -1,0 +1,130 @@
+"""Optimisers: schedules, Muon on hidden matrices, exact resumes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from agentlightning.errors import ConfigError
+from agentlightning.policy.optimizer import Optimizer, OptimizerConfig
+
+
+class Tiny(nn.Module):
+    """An embedding, a hidden matrix, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.hidden = nn.Embedding(7, 4), nn.Linear(4, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.hidden(self.embed(ids))))
+
+
+def learn(model: Tiny, optimizer: Optimizer, steps: int, scale: float = 1.0) -> list[dict[str, float]]:
+    metrics: list[dict[str, float]] = []
+    for _ in range(steps):
+        (model(torch.arange(7)).logsumexp(-1).sum() * scale).backward()
+        metrics.append(optimizer.step())
+    return metrics
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_resumed_run_makes_the_very_same_steps(kind: Any) -> None:
+    config = OptimizerConfig(type=kind, lr=1e-2, weight_decay=0.1, schedule="cosine", total_steps=8, warmup_steps=2)
+    model = Tiny()
+    optimizer = Optimizer(model, config)
+    learn(model, optimizer, 3)
+    twin, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    resumed = Optimizer(twin, config)
+    resumed.load_state_dict(state)
+    assert learn(model, optimizer, 3) == learn(twin, resumed, 3)
+    assert torch.equal(weights(model), weights(twin))
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    model = Tiny()
+    state = Optimizer(model, OptimizerConfig(type="muon")).state_dict()
+    muon, adamw = state["optimizers"]
+    assert sum(len(group["params"]) for group in muon["param_groups"]) == 1
+    assert sum(len(group["params"]) for group in adamw["param_groups"]) == 6
+    assert (muon["param_groups"][0]["lr"], adamw["param_groups"][0]["lr"]) == (0.02, 1e-5)
+
+
+def test_muon_steps_are_as_large_as_its_rate_says() -> None:
+    model = Tiny()
+    before = model.hidden.weight.detach().clone()
+    learn(model, Optimizer(model, OptimizerConfig(type="muon", muon_lr=0.1, clip_norm=None)), 1)
+    step = before - model.hidden.weight.detach()
+    largest = torch.linalg.matrix_norm(step, ord=2).item()
+    assert largest == pytest.approx(0.1 * (6 / 4) ** 0.5, rel=0.35), "an orthogonal matrix times sqrt(rows / columns)"
+
+
+def test_gradients_are_clipped_as_a_whole() -> None:
+    model = Tiny()
+    optimizer = Optimizer(model, OptimizerConfig(clip_norm=1.0))
+    (model(torch.arange(7)).sum() * 1e3).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    metrics = optimizer.step()
+    assert metrics["grad_norm"] > 1.0
+    assert nn.utils.get_total_norm(gradients).item() == pytest.approx(1.0, rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+    model = Tiny()
+    optimizer = Optimizer(model, OptimizerConfig(lr=1e-2))
+    learn(model, optimizer, 1)
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict()["optimizers"])
+    (metrics,) = learn(model, optimizer, 1, scale=float("nan"))
+    assert (metrics["skipped_steps"], metrics["optimizer_steps"]) == (1.0, 0.0)
+    assert torch.equal(before, weights(model))
+    assert str(state) == str(optimizer.state_dict()["optimizers"])
+    assert learn(model, optimizer, 1)[0]["optimizer_steps"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_learning_rates_rise_and_fall(schedule: Any, expected: list[float]) -> None:
+    model = Tiny()
+    config = OptimizerConfig(lr=1.0, schedule=schedule, total_steps=5, warmup_steps=1)
+    rates = [metrics["lr"] for metrics in learn(model, Optimizer(model, config), 5)]
+    assert rates == pytest.approx(expected, rel=1e-5)
+    assert config.factor(99) == (1.0 if schedule == "constant" else 0.0)
+
+
+def test_impossible_settings_name_the_way_out() -> None:
+    with pytest.raises(ConfigError, match='schedule="cosine" needs total_steps'):
+        Optimizer(Tiny(), OptimizerConfig(schedule="cosine"))
+    with pytest.raises(ValidationError, match="warmup_steps=5 must be below total_steps=5"):
+        OptimizerConfig(total_steps=5, warmup_steps=5)
+    with pytest.raises(ValidationError, match="learning_rate"):
+        OptimizerConfig.model_validate({"learning_rate": 1e-3})
+    frozen = Tiny().requires_grad_(False)
+    with pytest.raises(ConfigError, match="no weight that requires a gradient"):
+        Optimizer(frozen, OptimizerConfig())
+
+
+def test_a_state_of_another_type_is_refused() -> None:
+    muon = Optimizer(Tiny(), OptimizerConfig(type="muon")).state_dict()
+    with pytest.raises(ConfigError, match="saved state holds 2 optimisers"):
+        Optimizer(Tiny(), OptimizerConfig()).load_state_dict(muon)

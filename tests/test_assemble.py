@@ -1,0 +1,277 @@
+"""Spans become transitions, trajectories and token trees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning import span as names
+from agentlightning.assemble import (
+    calls,
+    link_rewards,
+    scalar_reward,
+    token_tree,
+    trajectory,
+    transitions,
+    untrainable_calls,
+)
+from agentlightning.errors import RewardError
+from agentlightning.span import Span
+from agentlightning.trajectory import TokenTree, Trajectory, Transition
+
+
+def span(sequence: int, name: str = "chat", /, status: str = "UNSET", attempt: str = "at-1", **attributes: Any) -> Span:
+    return Span(
+        rollout_id="ro-1",
+        attempt_id=attempt,
+        name=name,
+        start_time=float(-sequence),
+        sequence_id=sequence,
+        span_id=f"s{sequence}",
+        status_code=status,
+        attributes=attributes,
+    )
+
+
+def chat(sequence: int, prompt: list[int], sampled: list[int], **more: Any) -> Span:
+    attributes = {
+        names.OPERATION_NAME: "chat",
+        names.PROMPT_TOKEN_IDS: prompt,
+        names.RESPONSE_TOKEN_IDS: sampled,
+        names.LOGPROBS: [-0.5] * len(sampled),
+    }
+    status, attempt = more.pop("status", "UNSET"), more.pop("attempt", "at-1")
+    return span(sequence, "chat", status=status, attempt=attempt, **{**attributes, **more})
+
+
+def reward(sequence: int, value: Any, **more: Any) -> Span:
+    key = names.REWARD_VALUES if isinstance(value, dict) else names.SCORE_VALUE
+    return span(sequence, names.REWARD, **{key: value, **more})
+
+
+def call(
+    prompt: tuple[int, ...], sampled: tuple[int, ...], sequence: int = 1, rollout: str = "ro-1", **more: Any
+) -> Transition:
+    logprobs = tuple(-1.0 - i for i in range(len(sampled)))
+    return Transition(rollout, "at-1", f"{rollout}-{sequence}", sequence, prompt, sampled, logprobs, **more)
+
+
+def tree_of(*given_calls: Transition) -> TokenTree:
+    by_rollout: dict[str, list[Transition]] = {}
+    for each in given_calls:
+        by_rollout.setdefault(each.rollout_id, []).append(each)
+    return token_tree(Trajectory(rollout, "at-1", tuple(own)) for rollout, own in by_rollout.items())
+
+
+def texts(tree: TokenTree) -> list[tuple[int, tuple[int, ...], bool]]:
+    return [(node.parent, node.token_ids, node.sampled) for node in tree.nodes]
+
+
+# -- calls and transitions -------------------------------------------------------------------------------------------
+
+
+def test_transitions_follow_the_sequence_number_and_not_the_clock() -> None:
+    found = transitions([chat(3, [1, 2, 3], [4]), chat(1, [1], [2])])
+    assert [t.span_id for t in found] == ["s1", "s3"]
+
+
+def test_a_transition_says_how_its_tokens_were_sampled() -> None:
+    attributes = {
+        names.REQUEST_TEMPERATURE: 0.7,
+        names.REQUEST_TOP_P: 0.9,
+        names.REQUEST_TOP_K: 5,
+        names.POLICY_VERSION: 3,
+        names.AGENT_NAME: "writer",
+        names.FINISH_REASONS: ["length"],
+    }
+    (found,) = transitions([chat(1, [1], [2, 3], **attributes)])
+    assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.9, 5)
+    assert (found.policy_version, found.agent, found.finish_reason) == (3, "writer", "length")
+    assert (found.prompt_token_ids, found.response_token_ids, found.logprobs) == ((1,), (2, 3), (-0.5, -0.5))
+
+
+def test_a_call_without_sampling_parameters_was_sampled_plainly() -> None:
+    (found,) = transitions([chat(1, [1], [2])])
+    assert (found.temperature, found.top_p, found.top_k, found.finish_reason) == (1.0, 1.0, 0, "stop")
+
+
+def test_superseded_and_failed_calls_are_left_out() -> None:
+    spans = [
+        chat(1, [1], [2]),
+        chat(2, [1], [2], **{names.SUPERSEDED: True}),
+        chat(3, [1], [2], status="ERROR"),
+        chat(4, [1], [2], **{names.ERROR_TYPE: "timeout"}),
+        span(5, "execute_tool", **{names.OPERATION_NAME: "execute_tool"}),
+    ]
+    assert [s.span_id for s in calls(spans)] == ["s1"]
+    assert [t.span_id for t in transitions(spans)] == ["s1"]
+
+
+@pytest.mark.parametrize("lost", [names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.LOGPROBS])
+def test_a_call_whose_tokens_are_unknown_is_skipped_and_counted(lost: str) -> None:
+    blind = chat(1, [1], [2])
+    del blind.attributes[lost]
+    spans = [blind, chat(2, [1], [3])]
+    assert [t.span_id for t in transitions(spans)] == ["s2"]
+    assert untrainable_calls(spans) == ("s1",)
+    assert trajectory("ro-1", "at-1", spans).metadata["untrainable_calls"] == 1
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_reward_is_final_and_earlier_ones_belong_to_the_call_before_them() -> None:
+    spans = [chat(1, [1], [2]), reward(2, 0.25), chat(3, [1, 2, 5], [6]), reward(4, 0.5), reward(5, 1.0)]
+    found = trajectory("ro-1", "at-1", reversed(spans), group="g", metadata={"task": 7})
+    assert found.reward == 1.0
+    assert [t.reward for t in found.transitions] == [0.25, 0.5]
+    assert (found.group, found.metadata) == ("g", {"task": 7})
+
+
+def test_a_rollout_without_a_reward_has_a_missing_one() -> None:
+    assert trajectory("ro-1", "at-1", [chat(1, [1], [2])]).reward is None
+
+
+def test_rewards_that_follow_the_same_call_add_up() -> None:
+    spans = [chat(1, [1], [2]), reward(2, {"a": 1.0}), reward(3, {"a": 0.5, "b": 2.0}), reward(4, 0.0)]
+    assert link_rewards(spans).intermediate == {"s1": {"a": 1.5, "b": 2.0}}
+    with pytest.raises(RewardError, match="s1 has a plain reward and one of named dimensions"):
+        link_rewards([*spans[:2], reward(3, 0.5), reward(4, 0.0)])
+
+
+def test_a_reward_before_the_first_call_is_counted() -> None:
+    spans = [reward(1, 0.5), chat(2, [1], [2]), reward(3, 1.0)]
+    found = trajectory("ro-1", "at-1", spans)
+    assert (found.reward, found.transitions[0].reward) == (1.0, None)
+    assert found.metadata == {"unlinked_rewards": 1}
+
+
+def test_spans_of_other_attempts_and_superseded_rewards_do_not_count() -> None:
+    spans = [chat(1, [1], [2]), reward(2, 0.5), reward(3, 9.0, **{names.SUPERSEDED: True})]
+    assert trajectory("ro-1", "at-1", [*spans, chat(4, [1], [3], attempt="at-2")]).reward == 0.5
+    assert len(trajectory("ro-1", "at-2", [*spans, chat(4, [1], [3], attempt="at-2")]).transitions) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "good", None, {}, {"a": math.nan}])
+def test_a_reward_that_is_no_finite_number_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(RewardError, match="ro-1"):
+        trajectory("ro-1", "at-1", [chat(1, [1], [2]), reward(2, value)])
+
+
+def test_named_dimensions_are_combined_by_their_weights() -> None:
+    weights = {"correctness": 0.9, "format": 0.1}
+    assert scalar_reward({"correctness": 1.0, "format": 0.5}, weights) == pytest.approx(0.95)
+    assert scalar_reward(0.5, weights) == 0.5
+    assert scalar_reward(None, weights) is None
+
+
+def test_a_dimension_without_weight_names_the_setting_and_a_missing_one_leaves_the_reward_missing() -> None:
+    with pytest.raises(RewardError, match=r"\['format'\].*reward_weights"):
+        scalar_reward({"correctness": 1.0, "format": 0.5}, {"correctness": 1.0})
+    assert scalar_reward({"correctness": 1.0}, {"correctness": 0.9, "format": 0.1}) is None
+
+
+# -- token trees -----------------------------------------------------------------------------------------------------
+
+
+def test_the_worked_example_of_the_documentation() -> None:
+    tree = tree_of(call((1, 2, 3), (10, 11)), call((1, 2, 3, 10, 11, 4, 5), (12,), 2))
+    assert texts(tree) == [
+        (-1, (1, 2, 3), False),
+        (0, (10, 11), True),
+        (1, (4, 5), False),
+        (2, (12,), True),
+    ]
+    assert (tree.nodes[1].call, tree.nodes[3].call) == ("ro-1-1", "ro-1-2")
+    assert tree.num_tokens == 8
+    assert tree.num_sampled == 3
+
+
+def test_two_equal_answers_stay_two_samples() -> None:
+    tree = tree_of(call((1, 2), (7, 8), 1), call((1, 2), (7, 8), 2))
+    assert texts(tree) == [(-1, (1, 2), False), (0, (7, 8), True), (0, (7, 8), True)]
+    assert [node.call for node in tree.nodes[1:]] == ["ro-1-1", "ro-1-2"]
+
+
+def test_rollouts_share_prompts_and_never_samples() -> None:
+    answer, follow_up = call((1, 2), (7,), rollout="a"), call((1, 2, 7, 3), (8,), 2, rollout="b")
+    tree = tree_of(answer, follow_up)
+    assert texts(tree) == [(-1, (1, 2), False), (0, (7,), True), (0, (7, 3), False), (2, (8,), True)]
+
+
+def test_a_sampled_node_is_split_with_its_logprobs_where_a_later_prompt_leaves_it() -> None:
+    tree = tree_of(call((1,), (7, 8, 9), agent="writer", policy_version=2), call((1, 7, 5), (6,), 2))
+    assert texts(tree) == [(-1, (1,), False), (0, (7,), True), (1, (8, 9), True), (1, (5,), False), (3, (6,), True)]
+    upper, lower = tree.nodes[1], tree.nodes[2]
+    assert (upper.logprobs, lower.logprobs) == ((-1.0,), (-2.0, -3.0))
+    assert {(n.call, n.agent, n.policy_version, n.rollout_id) for n in (upper, lower)} == {
+        ("ro-1-1", "writer", 2, "ro-1")
+    }
+
+
+def test_the_longest_prefix_is_found_behind_an_equal_sibling() -> None:
+    twins = [call((1,), (7,), 1), call((1,), (7,), 2), call((1, 7, 2), (9,), 3), call((1, 7, 2, 9, 3), (4,), 4)]
+    assert tree_of(*twins).num_tokens == 7
+
+
+def test_a_thousand_calls_of_a_long_conversation_are_stored_once() -> None:
+    history, made = (1, 2, 3), []
+    for turn in range(1000):
+        made.append(call(history, (turn, turn + 1), turn))
+        history += (turn, turn + 1, 5)
+    tree = tree_of(*made)
+    assert tree.num_tokens == len(history) - 1
+    assert len(tree.leaves()) == 1
+
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> list[Transition]:
+    """Calls of two rollouts that often continue, repeat or leave one another."""
+    made: list[Transition] = []
+    for number in range(draw(st.integers(1, 8))):
+        rollout = draw(st.sampled_from(["a", "b"]))
+        histories = [
+            (),
+            *(c.prompt_token_ids + c.response_token_ids for c in made),
+            *(c.prompt_token_ids for c in made),
+        ]
+        history = draw(st.sampled_from(histories))
+        prompt = history[: draw(st.integers(0, len(history)))] + draw(tokens)
+        made.append(call(prompt, draw(tokens), number, rollout))
+    return made
+
+
+@given(rollouts())
+def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
+    tree = tree_of(*made)
+    for each in made:
+        own = [
+            i for i, node in enumerate(tree.nodes) if (node.rollout_id, node.call) == (each.rollout_id, each.span_id)
+        ]
+        assert [t for i in own for t in tree.nodes[i].token_ids] == list(each.response_token_ids)
+        assert [x for i in own for x in tree.nodes[i].logprobs] == list(each.logprobs)
+        path = [t for i in tree.path(own[-1]) for t in tree.nodes[i].token_ids]
+        assert path == [*each.prompt_token_ids, *each.response_token_ids]
+
+
+@given(rollouts())
+def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Transition]) -> None:
+    tree = tree_of(*made)
+    assert tree.num_sampled == sum(len(each.response_token_ids) for each in made)
+    assert all(node.parent < i and node.token_ids for i, node in enumerate(tree.nodes))
+    prompts = [(node.parent, node.token_ids[0]) for node in tree.nodes if not node.sampled]
+    assert len(prompts) == len(set(prompts)), "two prompt nodes with the same parent must differ in their first token"
+    assert all(node.rollout_id is None and not node.logprobs for node in tree.nodes if not node.sampled)
+
+
+@given(rollouts(), st.randoms(use_true_random=False))
+def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
+    shuffled = random.sample(made, len(made))
+    assert tree_of(*made).num_tokens == tree_of(*shuffled).num_tokens
