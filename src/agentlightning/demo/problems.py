@@ -11,7 +11,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from agentlightning.demo.agent import SYSTEM, TOOLS
