@@ -1,0 +1,86 @@
+"""Checkpoints of a local policy: directories that `transformers` loads, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentlightning.errors import PolicyError
+
+TRAINING_STATE = "training_state.pt"
+
+
+def save(
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None
+) -> None:
+    """Write model, tokenizer and, where given, the training state; an older checkpoint there is replaced.
+
+    Raises PolicyError where the disk refuses; `directory` is then as it was.
+    """
+    directory = directory.absolute()
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
+            new = Path(beside) / "new"
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+            if state is not None:
+                torch.save(dict(state), new / TRAINING_STATE)
+            _flush(new)
+            if directory.exists():
+                directory.rename(Path(beside) / "old")
+            new.rename(directory)
+            _flush_one(directory.parent)
+    except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError.
+        raise PolicyError(f"cannot save a checkpoint to {directory}: {error}; free space or choose another") from error
+
+
+def load_weights(directory: Path, model: PreTrainedModel) -> None:
+    """Copy the weights saved in `directory` into `model`, in place. Raises PolicyError where they do not fit."""
+    try:
+        saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{directory} holds no model that transformers loads: {error}") from error
+    weights, own = saved.state_dict(), model.state_dict()
+    if unlike := [name for name in own if name not in weights or weights[name].shape != own[name].shape]:
+        raise PolicyError(
+            f"{directory} holds another model: {unlike[0]} and {len(unlike) - 1} more weights differ in name or shape; "
+            "continue with the model it was saved from"
+        )
+    model.load_state_dict(weights)
+
+
+def load_state(directory: Path) -> dict[str, Any]:
+    """The training state saved in `directory`. Raises PolicyError where there is none."""
+    path = directory / TRAINING_STATE
+    if not path.is_file():
+        raise PolicyError(
+            f"{directory} holds no {TRAINING_STATE}, so training cannot continue from it; choose a checkpoint saved "
+            "with training_state=True, or open it as a new policy"
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}; choose an earlier checkpoint") from error
+
+
+def _flush(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        _flush_one(path)
+    _flush_one(directory)
+
+
+def _flush_one(path: Path) -> None:
+    """Make what was written survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

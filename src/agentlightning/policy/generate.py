@@ -1,0 +1,411 @@
+"""Continuous batching over one transformers causal language model: requests join and leave between any two steps.
+
+A step prefills waiting requests (all but the last token of each, up to a budget), then draws one token for every row
+that is ready. Prefill never draws, so there is one place where tokens come from. What several requests begin with is
+computed once: through the prefix store, which holds what finished and prefilled requests left behind.
+
+Not for several threads: whoever owns a `TokenGenerator` calls it from one. After a change of the weights it calls
+`forget`, for every stored key and value belongs to the old ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentlightning.errors import ContextLengthError, PolicyError
+from agentlightning.policy import kv, sampling
+from agentlightning.policy.base import FinishReason, SamplingParams
+from agentlightning.policy.kv import SlotCache, read_layout
+from agentlightning.policy.prefix import Match, PrefixStore, common_prefix
+from agentlightning.policy.stop import StopScanner
+
+AHEAD = 256
+"""Tokens of room made for an answer at the start, so that the slots seldom grow while it is drawn."""
+WORTH_WAITING = 16
+"""A request waits for another's prefill when that saves it at least so many tokens."""
+PADDING = 1.3
+"""Rows are prefilled together while padding makes the forward at most so much larger."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One answer being drawn."""
+
+    tokens: list[int]
+    """The prompt, then every token drawn."""
+    prompt_length: int
+    limit: int
+    """The most tokens there may be."""
+    params: SamplingParams
+    logprobs: list[float] = field(default_factory=list[float])
+    """One for each token drawn."""
+    finish_reason: FinishReason | None = None
+    policy_version: int = 0
+    cancelled: bool = False
+    computed: int = 0
+    """How many of the tokens have their keys and values in the request's slot."""
+    waited: bool = False
+    """It has already waited once for another's prefill."""
+    stops: StopScanner | None = None
+    random: random.Random | None = None
+
+    @property
+    def drawn(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def missing(self) -> int:
+        """Tokens to prefill; the last one is computed by the step that draws the next."""
+        return len(self.tokens) - 1 - self.computed
+
+
+class TokenGenerator:
+    """Draws answers from `model` for many requests at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        context_length: int,
+        max_batch_size: int = 128,
+        kv_cache_bytes: int = 4 << 30,
+        prefix_cache_bytes: int = 1 << 30,
+        prefill_tokens: int = 2048,
+        seed: int = 0,
+    ) -> None:
+        """`kv_cache_bytes` bounds the rows being computed (requests beyond wait), `prefix_cache_bytes` what is kept of
+        earlier ones, `prefill_tokens` how many prompt tokens a step computes before others get their next token."""
+        self.model = model
+        self.context_length = context_length
+        self.policy_version = 0
+        """Written on each request; whoever changes the weights raises it."""
+        self.prefixes = PrefixStore(prefix_cache_bytes)
+        self._eos = eos_token_ids
+        self._decode = decode
+        self._prefill_tokens = prefill_tokens
+        self._vocabulary = kv.vocabulary(model)
+        self._random = torch.Generator().manual_seed(seed)
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Request] = []
+        """In slots from `_base` on, shortest first."""
+        self._base = 0
+        self._rows: list[Request] = []
+        """Ready to draw, in slots from 0 on."""
+        self._plan: sampling.Plan | None = None
+        """For `_rows`; None after they have changed."""
+        model.eval()
+        layout = read_layout(model)
+        self._cache = SlotCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not (self._rows or self._prefilling or self._waiting)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
+        sampling.check(params)
+        if not prompt:
+            raise PolicyError("the prompt has no tokens; give at least one")
+        if len(prompt) >= self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.context_length}, which leaves no "
+                "room for an answer; shorten the prompt, or use a model with a longer context"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise PolicyError(
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to "
+                f"{self._vocabulary - 1}; encode it with this model's own tokenizer"
+            )
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request. Raises as `check` does."""
+        self.check(prompt, params)
+        room = self.context_length - len(prompt)
+        request = Request(
+            tokens=list(prompt),
+            prompt_length=len(prompt),
+            limit=len(prompt) + min(room, params.max_tokens or room),
+            params=params,
+            policy_version=self.policy_version,
+            stops=StopScanner(params.stop, self._decode) if params.stop else None,
+            random=None if params.seed is None else random.Random(params.seed),
+        )
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Its row is free before the next step computes anything."""
+        request.cancelled = True
+
+    def forget(self) -> None:
+        """Drop every stored key and value. Call it after each change of the weights; raises PolicyError while
+        requests are under way, whose keys and values would be stale too."""
+        if not self.idle:
+            raise PolicyError("requests are under way; wait for them before the weights change")
+        self.prefixes.clear()
+
+    def release(self) -> None:
+        """Give the memory of the slots back; the next request takes it again."""
+        if self.idle:
+            self._cache.release()
+
+    def abort(self) -> list[Request]:
+        """Drop everything under way and stored; returns the requests dropped."""
+        dropped = [*self._rows, *self._prefilling, *self._waiting]
+        self._rows, self._prefilling, self._plan = [], [], None
+        self._waiting.clear()
+        self.forget()
+        self.release()
+        return dropped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random state."""
+        return {"random": self._random.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._random.set_state(state["random"])
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Draw one token for each ready row; returns these requests. A finished one has its `finish_reason` set.
+        Raises PolicyError where the model's output is not a distribution."""
+        if self.model.training:
+            self.model.eval()
+        self._drop_cancelled()
+        self._prefill()
+        return self._draw() if self._rows else []
+
+    def _drop_cancelled(self) -> None:
+        if any(request.cancelled for request in self._waiting):
+            self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        if any(request.cancelled for request in self._rows):
+            self._leave([request for request in self._rows if request.cancelled])
+        while self._prefilling and self._prefilling[-1].cancelled:
+            self._prefilling.pop()
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        """Admit and prefill until the budget is used or nothing can be admitted."""
+        budget = self._prefill_tokens
+        while budget > 0:
+            if not self._prefilling:
+                self._admit(budget)
+            if not self._prefilling:
+                return
+            budget -= self._prefill_some(budget)
+
+    def _admit(self, budget: int) -> None:
+        """Take waiting requests while there is room and budget. Those with nothing to prefill are ready at once."""
+        taken: list[tuple[Request, Match]] = []
+        later: list[Request] = []
+        missing, longest = 0, max((len(row.tokens) for row in self._rows), default=0)
+        while self._waiting and missing < budget:
+            request = self._waiting[0]
+            longest = max(longest, len(request.tokens))
+            if not self._cache.fits(len(self._rows) + len(taken) + 1, longest + 1):
+                break
+            self._waiting.popleft()
+            match = self.prefixes.match(request.tokens[:-1])
+            if self._better_wait(request, match, taken):
+                later.append(request)
+                continue
+            taken.append((request, match))
+            missing += len(request.tokens) - 1 - match.length
+        self._waiting.extendleft(reversed(later))
+        if taken:
+            self._place(taken)
+
+    def _better_wait(self, request: Request, match: Match, taken: list[tuple[Request, Match]]) -> bool:
+        """Whether another request, about to be prefilled, shares clearly more with this one than is stored."""
+        if request.waited or self.prefixes.limit_bytes <= 0:
+            return False
+        needed = match.length + WORTH_WAITING
+        if len(request.tokens) <= needed:
+            return False
+        request.waited = any(common_prefix(other.tokens[:-1], request.tokens) >= needed for other, _ in taken)
+        return request.waited
+
+    def _place(self, taken: list[tuple[Request, Match]]) -> None:
+        """Give each request a slot and the keys and values that are stored for it: first those that are ready."""
+        taken.sort(key=lambda pair: len(pair[0].tokens) - pair[1].length)
+        requests = [request for request, _ in taken]
+        self._make_room(self._rows + requests)
+        for slot, (request, match) in enumerate(taken, start=len(self._rows)):
+            for node, count in match.nodes:
+                self._cache.write(slot, request.computed, node.segment, count)
+                request.computed += count
+        ready = [request for request in requests if not request.missing]
+        self._rows += ready
+        self._base = len(self._rows)
+        self._prefilling = requests[len(ready) :]
+        self._plan = None
+
+    def _make_room(self, requests: list[Request]) -> None:
+        """Slots for `requests`, with room for their answers to grow where the limit allows it."""
+        slots, used = len(requests), len(self._rows)
+        longest = max(len(request.tokens) for request in requests) + 1
+        ample = max(longest, *(min(request.limit, len(request.tokens) + AHEAD) for request in requests))
+        if not used and self._cache.capacity > 4 * ample:
+            self._cache.release()
+        self._cache.reserve(slots, ample if self._cache.fits(slots, ample) else longest, used)
+
+    def _prefill_some(self, budget: int) -> int:
+        """One forward over the first of the prefilling rows; returns how many tokens it computed."""
+        rows = self._next_run()
+        width = min(rows[-1].missing, max(1, budget // len(rows)))
+        pasts = [request.computed for request in rows]
+        self._cache.reserve(self._used, max(pasts) + width, self._used)
+        self._forward([self._chunk(request, width) for request in rows], self._base, pasts)
+        for request in rows:
+            request.computed += min(width, request.missing)
+        done = [request for request in rows if not request.missing]
+        self._join(done)
+        return width * len(rows)
+
+    @property
+    def _used(self) -> int:
+        """How many slots hold something."""
+        return self._base + len(self._prefilling) if self._prefilling else len(self._rows)
+
+    def _next_run(self) -> list[Request]:
+        """The rows to compute together: the shortest ones, while padding them to one width wastes little."""
+        rows, total = [self._prefilling[0]], self._prefilling[0].missing
+        for request in self._prefilling[1:]:
+            total += request.missing
+            if request.missing * (len(rows) + 1) > PADDING * total:
+                break
+            rows.append(request)
+        return rows
+
+    @staticmethod
+    def _chunk(request: Request, width: int) -> list[int]:
+        """The next `width` tokens to prefill, padded with a token whose keys and values are overwritten later."""
+        end = min(request.computed + width, len(request.tokens) - 1)
+        tokens = request.tokens[request.computed : end]
+        return tokens + tokens[-1:] * (width - len(tokens))
+
+    def _join(self, done: list[Request]) -> None:
+        """Move prefilled rows, the first of the prefilling ones, to the ready ones; keep their prompts for others."""
+        for request in done:
+            slot = self._base
+            self._base += 1
+            self._prefilling.pop(0)
+            if request.cancelled:
+                continue
+            if slot != len(self._rows):
+                self._cache.move(slot, len(self._rows), request.computed)
+            self._rows.append(request)
+            self._remember(request, len(self._rows) - 1)
+        self._plan = None
+
+    # -- draw ------------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> list[Request]:
+        self._grow()
+        rows = list(self._rows)
+        logits = self._forward([request.tokens[-1:] for request in rows], 0, [request.computed for request in rows])
+        if self._plan is None:
+            self._plan = sampling.make_plan([request.params for request in rows], self.model.device)
+        tokens, logprobs = sampling.draw(logits, self._plan, self._uniform())
+        # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
+        drawn = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        for request, token, logprob in zip(rows, *drawn, strict=True):
+            self._take(request, int(token), logprob)
+        self._leave([request for request in rows if request.finish_reason is not None])
+        return rows
+
+    def _uniform(self) -> Tensor:
+        """One number for each row: from its own seed where it has one, so that nothing beside it matters."""
+        uniform = torch.rand(len(self._rows), dtype=torch.float64, generator=self._random)
+        for index, request in enumerate(self._rows):
+            if request.random is not None:
+                uniform[index] = request.random.random()
+        return uniform.to(self.model.device)
+
+    def _take(self, request: Request, token: int, logprob: float) -> None:
+        if not math.isfinite(logprob):
+            raise PolicyError(
+                f"the model gave token {token} the log-probability {logprob}: its weights no longer hold finite "
+                "numbers; go back to an earlier checkpoint and lower the learning rate"
+            )
+        request.computed = len(request.tokens)
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        if token in self._eos or (request.stops is not None and request.stops.push(token)):
+            request.finish_reason = "stop"
+        elif len(request.tokens) >= request.limit:
+            request.finish_reason = "length"
+
+    def _grow(self) -> None:
+        """Room for one more token in each row. Where the limit forbids it, the newest rows wait again."""
+        length = max(len(request.tokens) for request in self._rows)
+        if length <= self._cache.capacity:
+            return
+        if not self._cache.fits(self._used, length):
+            self._wait_again(self._prefilling)
+            self._prefilling = []
+        while len(self._rows) > 1 and not self._cache.fits(self._used, length):
+            newest = self._rows[-1:]
+            self._leave(newest)
+            self._wait_again(newest)
+        ample = length + AHEAD
+        self._cache.reserve(self._used, ample if self._cache.fits(self._used, ample) else length, self._used)
+
+    def _wait_again(self, requests: list[Request]) -> None:
+        """Requests that lost their slots go first in the queue."""
+        self._waiting.extendleft(reversed(requests))
+        for request in requests:
+            request.computed = 0
+
+    def _leave(self, leaving: list[Request]) -> None:
+        """Free the slots of `leaving`, closing the gaps with the last rows."""
+        if not leaving:
+            return
+        gone = set(map(id, leaving))
+        rows = self._rows
+        for slot in range(len(rows) - 1, -1, -1):
+            if id(rows[slot]) not in gone:
+                continue
+            self._remember(rows[slot], slot)
+            last = rows.pop()
+            if slot < len(rows):
+                self._cache.move(len(rows), slot, last.computed)
+                rows[slot] = last
+        self._plan = None
+
+    def _remember(self, request: Request, slot: int) -> None:
+        self.prefixes.insert(request.tokens[: request.computed], lambda a, b: self._cache.read(slot, a, b))
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def _forward(self, tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
+        """Logits [N, V] after the last of `tokens` [N, Q], computed in slots start.., `pasts` tokens into each row."""
+        device, width = self.model.device, len(tokens[0])
+        self._cache.open(start, pasts, width)
+        ids_NQ = torch.tensor(tokens, device=device)
+        positions_NQ = torch.tensor(pasts, device=device).unsqueeze(1) + torch.arange(width, device=device)
+        output = self.model(
+            input_ids=ids_NQ,
+            attention_mask=self._cache.masks(positions_NQ) if any(pasts) else None,
+            position_ids=positions_NQ.clamp_(max=self.context_length - 1),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return cast(Tensor, output.logits)[:, -1]

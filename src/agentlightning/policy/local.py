@@ -1,0 +1,212 @@
+"""A policy on one device of this machine: sampling and training on the same weights, in place.
+
+`LocalPolicy` fulfils `policy.base.Policy`. All torch work happens in one thread (`policy.engine`), so sampling and
+training never meet; callers stay in their event loops. After each change of the weights everything computed with
+the old ones is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy import checkpoint
+from agentlightning.policy.base import Sample, SamplingParams
+from agentlightning.policy.chat import HFChatFormat
+from agentlightning.policy.engine import EngineThread
+from agentlightning.policy.generate import TokenGenerator
+from agentlightning.policy.kv import vocabulary
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.update import Updater
+from agentlightning.trajectory import TrainingSample
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+
+
+class LocalPolicyConfig(BaseModel):
+    """What model to open, and what it may use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | Path
+    """A directory that `transformers` loads as a causal language model with a chat template, or a name on the hub."""
+    name: str = "policy"
+    """The model name agents ask for."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 ...; auto takes an accelerator where there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights. bfloat16 halves the memory, and rounds updates of a small learning rate away."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch. More than 1 pays only on cores that nothing else uses."""
+    max_batch_size: int = Field(default=128, ge=1)
+    """How many answers are drawn at the same time; further requests wait."""
+    kv_cache_bytes: int = Field(default=4 << 30, ge=1)
+    """Memory for the keys and values of these answers; further requests wait. One answer is always drawn."""
+    prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
+    """Memory for keys and values of earlier prompts and answers, so that they are not computed again."""
+    prefill_tokens: int = Field(default=2048, ge=1)
+    """Prompt tokens computed before those who are answering get their next token."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Longest prompt and answer together, in tokens; None: all that the model can hold."""
+    seed: int = 0
+    """Of the draws that have no seed of their own."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+
+
+class LocalPolicy:
+    """One model on one device. Make it with `LocalPolicy.open`."""
+
+    def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self.model = config.name
+        self.chat = HFChatFormat(tokenizer)
+        self.context_length = _context_length(config, model, tokenizer)
+        self._model = model
+        self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
+        self._version = 0
+        self._updater = Updater(model, config.optimizer)
+        self._generator = TokenGenerator(
+            model,
+            eos_token_ids=self.chat.eos_token_ids,
+            decode=self._decode,
+            context_length=self.context_length,
+            max_batch_size=config.max_batch_size,
+            kv_cache_bytes=config.kv_cache_bytes,
+            prefix_cache_bytes=config.prefix_cache_bytes,
+            prefill_tokens=config.prefill_tokens,
+            seed=config.seed,
+        )
+        self._engine = EngineThread(self._generator, threads=config.threads)
+
+    @classmethod
+    def open(cls, config: LocalPolicyConfig) -> LocalPolicy:
+        """Load the model; sets torch's number of CPU threads. Raises ConfigError or PolicyError, naming the path."""
+        torch.set_num_threads(config.threads)
+        device = _device(config.device)
+        tokenizer, model = _load(config)
+        if len(tokenizer) > vocabulary(model):
+            raise PolicyError(
+                f"the tokenizer of {config.model} knows {len(tokenizer)} tokens, its model only {vocabulary(model)}; "
+                "they belong to different models"
+            )
+        return cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+    ) -> Sample:
+        """See `Engine.sample`. Raises ConfigError for impossible params, PolicyError where the model failed."""
+        request = await self._engine.sample(prompt_token_ids, params, on_tokens)
+        assert request.finish_reason is not None
+        return Sample(
+            token_ids=tuple(request.drawn),
+            logprobs=tuple(request.logprobs),
+            finish_reason=request.finish_reason,
+            policy_version=request.policy_version,
+        )
+
+    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """`Updater.step(samples, **options)`. Raises PolicyError while answers are being drawn, and as that does."""
+        return await self._engine.run(lambda: self._train(samples, options))
+
+    async def save(self, directory: Path, *, training_state: bool = False) -> None:
+        await self._engine.run(lambda: self._save(Path(directory), training_state))
+
+    async def load(self, directory: Path) -> None:
+        await self._engine.run(lambda: self._load(Path(directory)))
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    # -- in the engine's thread ------------------------------------------------------------------------------------
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, text)
+
+    def _weights_change(self) -> None:
+        self._generator.forget()
+        if self._model.device.type != "cpu":  # Training needs the memory more.
+            self._generator.release()
+
+    def _train(self, samples: Sequence[TrainingSample], options: Mapping[str, Any]) -> dict[str, float]:
+        self._weights_change()
+        try:
+            metrics = self._updater.step(samples, **options)
+        except BaseException:
+            self._updater.optimizer.zero_grad()  # What was accumulated must not leak into the next step.
+            raise
+        self._set_version(self._version + 1)
+        return metrics
+
+    def _set_version(self, version: int) -> None:
+        self._version = self._generator.policy_version = version
+
+    def _save(self, directory: Path, training_state: bool) -> None:
+        state = None
+        if training_state:
+            state = {
+                "policy_version": self._version,
+                "updater": self._updater.state_dict(),
+                "generator": self._generator.state_dict(),
+                "torch_random": torch.get_rng_state(),
+            }
+        checkpoint.save(directory, self._model, self._tokenizer, state)
+
+    def _load(self, directory: Path) -> None:
+        self._weights_change()
+        state = checkpoint.load_state(directory)
+        checkpoint.load_weights(directory, self._model)
+        self._updater.load_state_dict(state["updater"])
+        self._generator.load_state_dict(state["generator"])
+        torch.set_rng_state(state["torch_random"])
+        self._set_version(int(state["policy_version"]))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f'device="{name}" cannot be used: {error}; use "auto" or "cpu"') from error
+    return device
+
+
+def _load(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    path = Path(config.model)
+    if not path.is_dir() and (path.is_absolute() or path.exists() or str(config.model).count("/") > 1):
+        raise PolicyError(f"model={config.model} is not a directory; give one that holds config.json and weights")
+    if path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise PolicyError(f"{path} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained")
+    source = str(config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise PolicyError(
+            f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
+            "directory written by save_pretrained, or a name on the hub that this machine can reach"
+        ) from error
+    return tokenizer, model
+
+
+def _context_length(config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    text_config = model.config.get_text_config(decoder=True)
+    most = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
+    if config.max_context is not None and config.max_context > most:
+        raise ConfigError(f"max_context={config.max_context} exceeds what {config.model} can hold; use at most {most}")
+    return min(config.max_context or most, most)

@@ -1,0 +1,134 @@
+"""Prefixes whose keys and values are known: a radix tree over token ids, bounded in bytes, least recently used out.
+
+Each node holds a run of tokens and their keys and values; runs shared by several sequences are stored once. What is
+stored belongs to the weights it was computed with: whoever changes the weights calls `clear`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Segment = list[Tensor]
+"""Keys and values of a run of tokens: for each pool [layers x {key, value}, heads, tokens, dim]."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of tokens below the run of its parent."""
+
+    tokens: list[int]
+    segment: Segment
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict["int", "Node"])
+    """By their first token."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.segment)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a sequence."""
+
+    length: int
+    nodes: tuple[tuple[Node, int], ...]
+    """Nodes from the root, and how many of the tokens of each take part."""
+
+
+class PrefixStore:
+    """At most `limit_bytes` of keys and values; 0 stores nothing."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._root = Node(tokens=[], segment=[], parent=None)
+        self._order: OrderedDict[Node, None] = OrderedDict()
+        """Oldest first. A node is always newer than its children, so the oldest one is a leaf."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def match(self, tokens: list[int]) -> Match:
+        """The longest stored prefix of `tokens`."""
+        nodes: list[tuple[Node, int]] = []
+        node, length = self._root, 0
+        while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
+            count = common_prefix(child.tokens, tokens[length : length + len(child.tokens)])
+            nodes.append((child, count))
+            node, length = child, length + count
+            if count < len(child.tokens):
+                break
+        self._touch(node)
+        return Match(length, tuple(nodes))
+
+    def insert(self, tokens: list[int], read: Callable[[int, int], Segment]) -> None:
+        """Store `tokens`. `read(start, stop)` copies keys and values; asked only for those not stored yet."""
+        if self.limit_bytes <= 0:
+            return
+        found = self.match(tokens)
+        if found.length == len(tokens):
+            return
+        parent = self._root
+        if found.nodes:
+            parent, count = found.nodes[-1]
+            if count < len(parent.tokens):
+                parent = self._split(parent, count)
+        node = Node(tokens[found.length :], read(found.length, len(tokens)), parent)
+        parent.children[node.tokens[0]] = node
+        self._add(node)
+        self._touch(node)
+        self._evict()
+
+    def clear(self) -> None:
+        self._root.children.clear()
+        self._order.clear()
+        self.num_bytes = 0
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Cut `node` after `count` tokens; returns the upper part. Copies, so that each part frees its own memory."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:count], [part[:, :, :count].clone() for part in node.segment], node.parent)
+        node.parent.children[upper.tokens[0]] = upper
+        node.tokens = node.tokens[count:]
+        node.segment = [part[:, :, count:].clone() for part in node.segment]
+        node.parent = upper
+        upper.children[node.tokens[0]] = node
+        self._add(upper, count_bytes=False)
+        return upper
+
+    def _add(self, node: Node, count_bytes: bool = True) -> None:
+        self._order[node] = None
+        if count_bytes:
+            self.num_bytes += node.num_bytes
+
+    def _touch(self, node: Node) -> None:
+        """Make `node` and all above it the newest, the root-most last."""
+        while node.parent is not None:
+            self._order.move_to_end(node)
+            node = node.parent
+
+    def _evict(self) -> None:
+        while self.num_bytes > self.limit_bytes and self._order:
+            node, _ = self._order.popitem(last=False)
+            assert node.parent is not None
+            del node.parent.children[node.tokens[0]]
+            self.num_bytes -= node.num_bytes
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """How many leading items are equal. Compares slices, halving: the inner loop runs in C."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

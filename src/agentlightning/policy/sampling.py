@@ -1,0 +1,104 @@
+"""From logits to tokens: temperature, top_k, top_p, greedy; one draw for the whole batch.
+
+A token is drawn by inverting the cumulative distribution at one uniform number per row (in float64), so a row's
+token depends only on its own logits and its own number: never on the rows beside it. The log-probability returned
+is that of the distribution drawn from. Letters in names: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentlightning.errors import ConfigError
+from agentlightning.policy.base import SamplingParams
+
+BELOW_ONE = 1.0 - 2.0**-52
+"""The largest uniform number used: times a total it stays below that total, so no token of probability 0 is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sampling parameters of a batch, ready for `draw`. None: no row needs that step."""
+
+    temperature: Tensor | None
+    """[N, 1]"""
+    greedy: Tensor | None
+    """[N]"""
+    top_k: Tensor | None
+    """[N, 1]"""
+    top_p: Tensor | None
+    """[N, 1]"""
+    all_greedy: bool
+
+
+def check(params: SamplingParams) -> None:
+    """Raises ConfigError, naming the value, where `params` describe no distribution."""
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise ConfigError(f"temperature={params.temperature} is not a number of at least 0; use 0 for greedy")
+    if not 0 < params.top_p <= 1:
+        raise ConfigError(f"top_p={params.top_p} is outside (0, 1]; use 1 for no limit")
+    if params.top_k < 0:
+        raise ConfigError(f"top_k={params.top_k} is negative; use 0 for no limit")
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to draw; use at least 1, or None")
+    if any(not stop for stop in params.stop):
+        raise ConfigError("stop contains an empty string, which would end every answer at once; remove it")
+
+
+def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
+    """The parameters of `rows` as tensors on `device`. Greedy rows ignore top_k and top_p."""
+    greedy = [row.temperature == 0 for row in rows]
+    warm = [row for row in rows if row.temperature != 0]
+
+    def column(needed: bool, value: Callable[[SamplingParams], float], neutral: float) -> Tensor | None:
+        if not needed:
+            return None
+        values = [neutral if row.temperature == 0 else value(row) for row in rows]
+        return torch.tensor(values, device=device).unsqueeze(1)
+
+    return Plan(
+        temperature=column(any(row.temperature != 1 for row in warm), lambda row: row.temperature, 1.0),
+        greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+        top_k=column(any(row.top_k for row in warm), lambda row: row.top_k or 2**31, 2**31),
+        top_p=column(any(row.top_p < 1 for row in warm), lambda row: row.top_p if row.top_p < 1 else 2.0, 2.0),
+        all_greedy=all(greedy),
+    )
+
+
+def draw(logits_NV: Tensor, plan: Plan, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [N] (int64) and their log-probabilities [N] (float32). `uniform_N`: float64 in [0, 1)."""
+    logits_NV = logits_NV.float()
+    if plan.temperature is not None:
+        logits_NV = logits_NV / plan.temperature
+    if plan.top_k is not None or plan.top_p is not None:
+        logits_NV = keep_top(logits_NV, plan.top_k, plan.top_p)
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    tokens_N = logits_NV.argmax(dim=-1) if plan.all_greedy else invert(logprobs_NV, uniform_N)
+    if plan.greedy is not None and not plan.all_greedy:
+        tokens_N = torch.where(plan.greedy, logits_NV.argmax(dim=-1), tokens_N)
+    return tokens_N, logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+
+
+def invert(logprobs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The token at which each row's cumulative probability first exceeds its uniform number."""
+    cumulative_NV = logprobs_NV.exp().cumsum(dim=-1, dtype=torch.float64)
+    target_N1 = uniform_N.clamp(max=BELOW_ONE).unsqueeze(1) * cumulative_NV[:, -1:]
+    tokens_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
+    return tokens_N1.squeeze(1).clamp_(max=logprobs_NV.shape[-1] - 1)
+
+
+def keep_top(logits_NV: Tensor, top_k_N1: Tensor | None, top_p_N1: Tensor | None) -> Tensor:
+    """Logits with -inf outside the `top_k` largest, then outside the smallest set of them that reaches `top_p`."""
+    sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
+    if top_k_N1 is not None:
+        rank_V = torch.arange(sorted_NV.shape[-1], device=sorted_NV.device)
+        sorted_NV = sorted_NV.masked_fill(rank_V >= top_k_N1, -math.inf)
+    if top_p_N1 is not None:
+        probs_NV = sorted_NV.softmax(dim=-1)
+        sorted_NV = sorted_NV.masked_fill(probs_NV.cumsum(dim=-1) - probs_NV >= top_p_N1, -math.inf)
+    return torch.empty_like(logits_NV).scatter_(1, order_NV, sorted_NV)
