@@ -282,5 +282,11 @@ def test_what_is_written_reads_back_the_same(agent: Any, limit: Any, lr: float, 
 
 def test_infinity_survives(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(dump_toml(Config(algorithm=Algorithm(optimizer=Muon(momentum=math.inf)))))
-    assert load(toml=path).algorithm.optimizer == Muon(momentum=math.inf)
+    config = Config(algorithm=Algorithm(optimizer=Muon(momentum=math.inf), credit={"x": -math.inf}))
+    path.write_text(dump_toml(config))
+    assert load(toml=path) == config
+
+
+def test_a_none_deep_inside_is_refused_rather_than_read_back_as_text() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.credit holds a None inside"):
+        dump_toml(Config(algorithm=Algorithm(credit={"weight": None})))

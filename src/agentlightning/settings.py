@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agentlightning.errors import ConfigError
 
@@ -270,7 +270,7 @@ def _says(value: Any, path: Sequence[str]) -> bool:
 
 def dump_toml(settings: BaseModel) -> str:
     """All settings, defaults included, as TOML that `load_settings` reads back to the same, each under its meaning."""
-    return "\n".join(_lines(settings, settings.model_dump(mode="json"), "")).strip("\n") + "\n"
+    return "\n".join(_lines(settings, settings.model_dump(), "")).strip("\n") + "\n"
 
 
 def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -279,7 +279,7 @@ def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Itera
     for name, field in fields.items():
         if name not in sections:
             yield from _comment(field)
-            yield f"{name} = {_value(values[name], prefix + name)}"
+            yield f"{name} = {_value(NONE if values[name] is None else values[name], prefix + name)}"
     for name, section in sections.items():
         yield ""
         yield from _comment(fields[name])
@@ -299,6 +299,8 @@ def _value(value: Any, name: str) -> str:
         items = cast(Table, value).items()
         inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)
         return f"{{{inner}}}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{', '.join(_value(item, name) for item in cast(list[Any], value))}]"
-    return tomlkit.item(NONE if value is None else value).as_string()
+    if value is None:
+        raise ConfigError(f"{name} holds a None inside, which TOML has no word for; leave that key out")
+    return tomlkit.item(to_jsonable_python(value)).as_string()
