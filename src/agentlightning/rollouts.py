@@ -142,16 +142,26 @@ def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
     return (rollout_id, attempt_id) if hmac.compare_digest(expected, key) else None
 
 
-def attempt_environment(server_url: str, secret: str, rollout_id: str, attempt_id: str) -> dict[str, str]:
-    """The environment variables that lead an agent to its own attempt: every name an SDK is known to read."""
+def attempt_environment(
+    server_url: str, secret: str, rollout_id: str, attempt_id: str, redirect: bool = True
+) -> dict[str, str]:
+    """The environment variables that lead an agent to its own attempt.
+
+    With `redirect`, every name an SDK is known to read leads its model calls here; without, they go where they
+    always go, and only events have an address.
+    """
     root = server_url.rstrip("/") + attempt_path(rollout_id, attempt_id)
     key = attempt_key(secret, rollout_id, attempt_id)
-    return {
-        "AGL_OPENAI_BASE_URL": f"{root}/v1",
+    own = {
         "AGL_EVENT_URL": f"{root}/events",
         "AGL_KEY": key,
         "AGL_ROLLOUT_ID": rollout_id,
         "AGL_ATTEMPT_ID": attempt_id,
+    }
+    if not redirect:
+        return own
+    return own | {
+        "AGL_OPENAI_BASE_URL": f"{root}/v1",
         "OPENAI_BASE_URL": f"{root}/v1",
         "OPENAI_API_BASE": f"{root}/v1",
         "OPENAI_API_KEY": key,

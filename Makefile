@@ -1,0 +1,53 @@
+# Everything below needs only Python 3.11 to 3.13; the first target that needs it makes .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench docs clean
+
+help:  ## Say what each target does
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# torch goes first, by its pin: anything that depends on it would otherwise bring gigabytes of CUDA packages.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## Train a real agent on this machine and measure the gain
+	$(BIN)/agl demo
+
+test: $(STAMP)  ## Run the default tests
+	$(BIN)/pytest
+
+test-slow: $(STAMP)  ## Run the slow tests
+	$(BIN)/pytest -m slow --timeout 900
+
+test-chaos: $(STAMP)  ## Run the tests that kill processes and fill disks
+	$(BIN)/pytest -m chaos --timeout 900
+
+lint: $(STAMP)  ## Check style and formatting
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+
+type: $(STAMP)  ## Check types (pyright, strict on src)
+	$(BIN)/pyright
+
+contracts: $(STAMP)  ## Check the design's laws of import
+	$(BIN)/lint-imports
+
+check: lint type contracts test  ## All of the above, as CI does
+
+bench: $(STAMP)  ## Run the benchmarks that need no peer installed
+	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/store.py
+
+docs: $(STAMP)  ## Run every code block of the documentation
+	$(BIN)/pytest tests/docs
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,128 @@
+"""LightningRL: reinforcement learning of an agent from whole rollouts (arXiv 2508.03680, section 3).
+
+Two levels. At the level of the episode a *credit rule* gives every model call of a rollout its advantage; with
+`credit="uniform"` and groups of rollouts of one task it is GRPO's (arXiv 2402.03300, equation 4):
+
+    A_i = (R_i - mean(R)) / std(R)         over the group, the same for every call of rollout i
+
+At the level of the token a *loss* uses that advantage; `ppo` is the clipped ratio (arXiv 1707.06347, equation 7)
+
+    L = - sum_t  w_t  min( r_t A,  clip(r_t, 1 - clip_low, 1 + clip_high) A ),   r_t = pi(t) / pi_sampled(t)
+
+with w_t such that every rollout weighs the same however many calls it made (`aggregate="rollout"`), or every token
+does (`aggregate="token"`). Groups whose rewards are all equal teach nothing; they are skipped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentlightning.algorithms.base import Algorithm, Training
+from agentlightning.assemble import scalar_reward
+from agentlightning.credit import CreditReport, credit_rule, group_trajectories, training_samples
+from agentlightning.errors import TrainingStopped
+from agentlightning.policy.losses import Loss, PPOLoss
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.source import Collected
+
+
+class LightningRLConfig(BaseModel):
+    """The settings of LightningRL."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    type: Literal["lightning_rl"] = "lightning_rl"
+    """Which algorithm this is."""
+    steps: int = Field(default=100, ge=1)
+    """Updates in the whole run; each follows one batch of rollouts."""
+    tasks_per_step: int = Field(default=16, ge=1)
+    """Tasks drawn for each step."""
+    group_size: int = Field(default=8)
+    """Rollouts of each task; their mean reward is the baseline."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of the training rollouts."""
+    credit: str | dict[str, Any] = "uniform"
+    """The episode-level credit rule: its name, or a table with its `type` and settings."""
+    aggregate: Literal["rollout", "token"] = "rollout"
+    """What weighs the same in the loss: every rollout, or every sampled token."""
+    loss: Loss = Field(default_factory=PPOLoss)
+    """The token-level loss."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
+    reward_weights: dict[str, float] | None = None
+    """Weights of the named dimensions of a reward."""
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-6))
+    """How weights are updated."""
+
+    @model_validator(mode="after")
+    def _a_group_has_a_baseline(self) -> Self:
+        credit_rule(self.credit).check_group_size(self.group_size)
+        return self
+
+
+class LightningRL(Algorithm):
+    """Reinforcement learning with a credit rule for the episode and a loss for the token.
+
+    Raises ConfigError for settings that cannot work, RewardError for a reward it cannot use.
+    """
+
+    name: ClassVar[str] = "lightning_rl"
+
+    def __init__(self, config: LightningRLConfig | None = None, **settings: Any) -> None:
+        self.config: LightningRLConfig = config or LightningRLConfig(**settings)
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.steps
+
+    async def run(self, training: Training) -> None:
+        while training.step < self.total_steps:
+            await self._step(training)
+
+    async def _step(self, training: Training) -> None:
+        config = self.config
+        collected = await training.collect(
+            tasks=config.tasks_per_step, group_size=config.group_size, temperature=config.temperature
+        )
+        samples, report = training_samples(
+            group_trajectories(collected.trajectories),
+            config.credit,
+            aggregate=config.aggregate,
+            reward_weights=config.reward_weights,
+        )
+        _check_rewards(report, collected)
+        figures = {**reward_figures(collected, config.reward_weights), **report.metrics()}
+        if samples:
+            figures |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
+        await training.finish_step(collected, figures)
+
+
+def reward_figures(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Mean reward and its parts over the batch; missing rewards are left out."""
+    known = [
+        reward
+        for trajectory in collected.trajectories
+        if (reward := scalar_reward(trajectory.reward, weights)) is not None
+    ]
+    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
+    return {
+        "reward": sum(known) / len(known) if known else float("nan"),
+        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
+    }
+
+
+def _check_rewards(report: CreditReport, collected: Collected) -> None:
+    count = len(collected.trajectories)
+    if count and report.rewards_missing == count:
+        raise TrainingStopped(
+            f"none of the {count} rollouts of this step has a reward. Return a number from the agent, call"
+            " agl.emit_reward, post a reward event to AGL_EVENT_URL, or give a reward function (--reward)"
+        )
+    if count and not any(trajectory.transitions for trajectory in collected.trajectories):
+        raise TrainingStopped(
+            f"none of the {count} rollouts of this step called the policy. The agent must send its model calls to"
+            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
+        )

@@ -1,0 +1,257 @@
+"""Supervised learning: the policy imitates conversations, or the trajectories it is given.
+
+    L = - sum_t  w_t  log p(token_t)         over the tokens an assistant wrote, its end-of-turn token included
+
+with equal w_t summing to 1 over a batch. Everything else (system, user and tool turns, and what the template writes
+around them) is read and not trained on. A conversation is rendered by the model's own chat template, turn by turn,
+into the very tokens that the gateway would have built while an agent had it; where a template rewrites earlier turns,
+each answer is trained after the prompt it would really follow. The conversations of a batch become one token tree:
+a system prompt they share is stored once, and computed once where that pays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentlightning.assemble import token_tree
+from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.policy.base import ChatFormat, Message, Policy
+from agentlightning.policy.losses import LossConfig, NLLLoss
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.task import load_dataset
+from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+
+if TYPE_CHECKING:
+    from agentlightning.policy.local import LocalPolicy
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called after each step with its number, from 1, and its figures."""
+
+
+class SFTConfig(BaseModel):
+    """The settings of supervised learning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    steps: int | None = Field(default=None, ge=1)
+    """Updates; the data begins again when it is used up. None: `epochs` times through the data."""
+    epochs: int = Field(default=1, ge=1)
+    """Times through the data, where `steps` is not given."""
+    batch_size: int = Field(default=16, ge=1)
+    """Conversations in each update."""
+    shuffle: bool = True
+    """A new order in each epoch; False keeps the order of the dataset."""
+    seed: int = 0
+    """Of the shuffling."""
+    token_budget: int = Field(default=8192, ge=1)
+    """Tokens of one forward pass, padding included."""
+    loss: LossConfig = Field(default_factory=NLLLoss)
+    """The token-level loss."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
+
+
+@dataclass(frozen=True, slots=True)
+class SFTResult:
+    """What supervised learning did."""
+
+    steps: int
+    conversations: int
+    """In the dataset."""
+    tokens: int
+    """Tokens trained on, repetitions included."""
+    losses: tuple[float, ...]
+    """One for each step."""
+    checkpoint: Path | None
+    """Where the model was written, if an `output` was given."""
+
+
+class SFTAlgorithm:
+    """Supervised learning of `model` on `dataset`.
+
+    model: a policy, or a directory or hub name that transformers loads.
+    dataset: a list, or the path of a JSONL, JSON or Parquet file, of conversations: `{"messages": [...]}` with
+        `tools` where tools are used, messages as the OpenAI wire has them; or a plain list of messages. Trajectories
+        (of successful rollouts, say) may stand among them: their sampled tokens are what is imitated.
+    output: a directory to write the trained model to. A model given as a path needs one.
+    on_step: called after each step.
+    settings: those of `SFTConfig`.
+
+    Raises ConfigError for settings that cannot work and DatasetError for a conversation that cannot be trained on.
+    """
+
+    name = "sft"
+
+    def __init__(
+        self,
+        model: str | Path | Policy,
+        dataset: str | Path | Sequence[Any],
+        *,
+        output: str | Path | None = None,
+        on_step: OnStep | None = None,
+        config: SFTConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        if config is not None and settings:
+            raise ConfigError(f"give either config or settings ({', '.join(settings)}), not both")
+        if isinstance(model, str | Path) and output is None:
+            raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
+        self.config = config or SFTConfig(**settings)
+        self.model = model
+        self.dataset = dataset
+        self.output = Path(output) if output is not None else None
+        self.on_step = on_step
+
+    def train(self) -> SFTResult:
+        """`run`, for callers without an event loop."""
+        return asyncio.run(self.run())
+
+    async def run(self) -> SFTResult:
+        """Do all steps; write the model if an `output` was given."""
+        records = await asyncio.to_thread(_records, self.dataset)
+        steps = self._total_steps(len(records))
+        if not isinstance(self.model, str | Path):
+            return await self._learn(self.model, records, steps)
+        policy = await asyncio.to_thread(self._open, str(self.model), steps)
+        try:
+            return await self._learn(policy, records, steps)
+        finally:
+            await policy.close()
+
+    async def _learn(self, policy: Policy, records: Sequence[Any], steps: int) -> SFTResult:
+        examples = await asyncio.to_thread(to_trajectories, records, policy.chat, policy.context_length)
+        losses: list[float] = []
+        tokens = 0
+        for batch in batches(len(examples), steps, self.config):
+            sample = to_sample([examples[index] for index in batch])
+            figures = await policy.train([sample], loss=self.config.loss, token_budget=self.config.token_budget)
+            losses.append(figures["loss"])
+            tokens += int(sum(map(len, sample.weights)))
+            if self.on_step is not None:
+                self.on_step(len(losses), figures)
+        if self.output is not None:
+            await policy.save(self.output)
+        return SFTResult(steps, len(examples), tokens, tuple(losses), self.output)
+
+    def _total_steps(self, count: int) -> int:
+        per_epoch = -(-count // self.config.batch_size)
+        return self.config.steps or self.config.epochs * per_epoch
+
+    def _open(self, path: str, steps: int) -> LocalPolicy:
+        from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+
+        optimizer = OptimizerConfig(**{**self.config.optimizer.model_dump(), "total_steps": steps})
+        return LocalPolicy.open(LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer))
+
+
+def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:
+    """Which of `count` examples each of `steps` updates sees. Each epoch sees every example once."""
+    rng = random.Random(config.seed)
+    waiting: list[int] = []
+    for _ in range(steps):
+        if not waiting:
+            waiting = list(range(count))
+            if config.shuffle:
+                rng.shuffle(waiting)
+        yield waiting[: config.batch_size]
+        del waiting[: config.batch_size]
+
+
+# -- from conversations to tokens ------------------------------------------------------------------------------------
+
+
+def _records(dataset: str | Path | Sequence[Any]) -> Sequence[Any]:
+    if isinstance(dataset, str | Path):
+        return load_dataset(dataset)
+    if not dataset:
+        raise DatasetError("the dataset holds no conversation; give at least one")
+    return dataset
+
+
+def to_trajectories(records: Sequence[Any], chat: ChatFormat, context_length: int) -> list[Trajectory]:
+    """Each record as a trajectory whose sampled tokens are the assistant's. Raises DatasetError, which counts from 1."""
+    return [_trajectory(record, number, chat, context_length) for number, record in enumerate(records, 1)]
+
+
+def _trajectory(record: Any, number: int, chat: ChatFormat, context_length: int) -> Trajectory:
+    name = f"conversation {number}"
+    if isinstance(record, Trajectory):
+        transitions = record.transitions
+    else:
+        messages, tools = _conversation(record, name)
+        transitions = tuple(_transitions(messages, tools, chat, name))
+    longest = max((len(call.prompt_token_ids) + len(call.response_token_ids) for call in transitions), default=0)
+    if longest == 0:
+        raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
+    if longest > context_length:
+        raise DatasetError(f"{name} has {longest} tokens, the model holds {context_length}; shorten or remove it")
+    return Trajectory(rollout_id=name, attempt_id="", transitions=tuple(_owned(call, name) for call in transitions))
+
+
+def _owned(call: Transition, name: str) -> Transition:
+    """The same call under this name: one rollout may stand in a dataset twice, and is then trained twice."""
+    return Transition(
+        rollout_id=name,
+        attempt_id="",
+        span_id=f"{name}/{call.sequence_id}",
+        sequence_id=call.sequence_id,
+        prompt_token_ids=call.prompt_token_ids,
+        response_token_ids=call.response_token_ids,
+        logprobs=(0.0,) * len(call.response_token_ids),
+        agent=call.agent,
+    )
+
+
+def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    tools: Any = None
+    messages: Any = record
+    if isinstance(record, Mapping):
+        fields = cast("Mapping[str, Any]", record)
+        messages, tools = fields.get("messages"), fields.get("tools")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in cast("list[Any]", messages)):
+        shown = repr(record)[:80]
+        raise DatasetError(f'{name} is {shown}; give {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    return cast("list[Message]", messages), tools
+
+
+def _transitions(
+    messages: list[Message], tools: list[dict[str, Any]] | None, chat: ChatFormat, name: str
+) -> Iterator[Transition]:
+    """One transition for each assistant turn: the tokens before it, and its own."""
+    ends = [chat.decode([token]) for token in sorted(chat.eos_token_ids)]
+    text, ids = "", tuple[int, ...]()
+    for position, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = chat.render(messages[:position], tools, True)
+        through = chat.render(messages[: position + 1], tools, False)
+        if not through.startswith(before):
+            raise DatasetError(f"{name}: the chat template does not render turn {position + 1} after its own prompt")
+        if not before.startswith(text):
+            text, ids = "", ()
+        ids += tuple(chat.encode(before[len(text) :]))
+        text = through[: _end_of_turn(through, len(before), ends)]
+        answer = tuple(chat.encode(text[len(before) :]))
+        yield Transition(name, "", "", position + 1, ids, answer, ())
+        ids += answer
+
+
+def _end_of_turn(text: str, start: int, ends: Sequence[str]) -> int:
+    """Where the answer that begins at `start` is over: behind its last end-of-turn token, or at the end of the text."""
+    found = [at + len(end) for end in ends if (at := text.rfind(end, start)) >= 0]
+    return max(found, default=len(text))
+
+
+def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
+    """One batch as one tree in which every token to imitate weighs the same. All weights sum to 1."""
+    tree = token_tree(trajectories)
+    share = 1.0 / max(1, tree.num_sampled)
+    zeros = tuple((0.0,) * len(node.token_ids) if node.sampled else () for node in tree.nodes)
+    return TrainingSample(tree, zeros, tuple((share,) * len(row) for row in zeros))

@@ -1,0 +1,92 @@
+"""`agl train`: train an agent on tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agentlightning.cli.app import Output, reported
+from agentlightning.result import TrainingResult
+
+Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
+Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
+Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file.")]
+Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train")(train)
+
+
+def train(
+    settings: Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)] = None,
+    agent: Agent = None,
+    reward: Reward = None,
+    dataset: Dataset = None,
+    model: Model = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where to keep the run (default: runs/<time>).")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train an agent on tasks, and measure the gain on tasks it has not seen.
+
+    Settings are given as section.key=value, for example algorithm.steps=50 or runner.timeout_seconds=30.
+    """
+    output = Output(as_json)
+    directory = resume or run_dir
+    with reported(output, lambda: directory):
+        from agentlightning.config import TrainConfig
+        from agentlightning.progress import Progress
+        from agentlightning.settings import dump_toml, load_settings
+        from agentlightning.trainer import Trainer
+
+        shortcuts = {"agent": agent, "reward": reward, "data.train": dataset, "policy.model": model, "run.seed": seed}
+        given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+        progress = Progress(console=output.console)
+        if resume is not None:
+            _refuse_changes([*given, *(settings or [])], config)
+            trainer = Trainer.resume(resume, progress=progress)
+        else:
+            resolved = load_settings(TrainConfig, toml=config, overrides=[*given, *(settings or [])])
+            if dry_run:
+                typer.echo(dump_toml(resolved), nl=False)
+                return
+            trainer = Trainer(resolved, run_dir=run_dir, progress=progress)
+        directory = trainer.run_dir
+        result = trainer.fit()
+        output.finish(result.as_json(), lambda console: show(result, console))
+
+
+def _refuse_changes(changed: list[str], config: Path | None) -> None:
+    from agentlightning.errors import ConfigError
+
+    if changed or config is not None:
+        raise ConfigError(
+            f"--resume continues a run with the settings it was started with; leave out {' '.join(changed) or config}"
+        )
+
+
+def show(result: TrainingResult, console: Console) -> None:
+    """The report, for people."""
+    console.print()
+    for mode, gain in result.held_out.items():
+        low, high = gain.interval
+        console.print(
+            f"held-out reward, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
+            f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}, {gain.tasks} tasks)"
+        )
+    failed = f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
+    console.print(
+        f"{result.steps} steps, {result.rollouts} rollouts{failed}, {result.seconds:.1f} s"
+        + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")
+    )
+    for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
+        console.print(f"{name:<11} {path}")

@@ -1,0 +1,140 @@
+"""The configuration of a training run: every setting, its default and its meaning.
+
+`agl train --config FILE.toml section.key=value ...` fills it; `--dry-run` prints it. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.policy.optimizer import OptimizerConfig
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys fail, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    """Where tasks come from."""
+
+    train: str | None = None
+    """Tasks to learn from: a JSONL, JSON or Parquet file, or a saved `datasets` directory."""
+    validation: str | None = None
+    """Tasks to choose the best checkpoint by; without a file, a share of the training tasks."""
+    held_out: str | None = None
+    """Tasks to measure the gain on; without a file, a share of the training tasks."""
+    validation_share: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the training tasks set aside for validation where there is no file."""
+    held_out_share: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the training tasks set aside for the final measurement where there is no file."""
+
+
+class WarmStartConfig(Section):
+    """Supervised learning on demonstrations before the reinforcement learning."""
+
+    dataset: str | None = None
+    """Conversations: a JSONL file with `messages` and, where tools are used, `tools`. None: no warm start."""
+    steps: int | None = Field(default=None, ge=1)
+    """Updates; None: once through the data."""
+    batch_size: int = Field(default=16, ge=1)
+    """Conversations in each update."""
+    shuffle: bool = True
+    """False keeps the order of the file."""
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """How weights are updated."""
+
+
+class PolicyConfig(Section):
+    """The model that learns, and what samples from it."""
+
+    model: str = "tiny"
+    """A directory (or hub name) that transformers loads; `tiny` makes a small one from the run's texts."""
+    name: str = "policy"
+    """The model name agents may ask for; any other name is served by it too."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 ..."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights. bfloat16 halves the memory, and rounds updates of a small learning rate away."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch. More than one is slower whenever the machine is busy with anything else."""
+    max_batch_size: int = Field(default=128, ge=1)
+    """Answers sampled at once; further calls wait."""
+    max_context: int | None = Field(default=None, ge=16)
+    """Tokens of prompt and answer together; None: what the model has."""
+    token_budget: int = Field(default=8192, ge=64)
+    """Tokens of one micro-batch in training."""
+
+
+class RunnerConfig(Section):
+    """How agents are run."""
+
+    concurrency: int = Field(default=64, ge=1)
+    """Rollouts under way at once in each host."""
+    hosts: int = Field(default=1, ge=1)
+    """Processes that run Python agents."""
+    timeout_seconds: float = Field(default=120.0, gt=0)
+    """An attempt that takes longer is ended."""
+    max_attempts: int = Field(default=2, ge=1)
+    """How often a rollout is tried in all."""
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Training stops when a larger share of a step's rollouts has failed for good."""
+    cwd: str | None = None
+    """Where agents run; None: where training was started."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Environment variable -> key of the task, for agents that read their task from the environment."""
+
+
+class EvaluationConfig(Section):
+    """How the result is measured."""
+
+    every: int = Field(default=10, ge=0)
+    """Validate after this many steps; 0: never."""
+    tasks: int | None = Field(default=64, ge=1)
+    """Validation tasks used each time; None: all."""
+    held_out_tasks: int | None = Field(default=None, ge=1)
+    """Held-out tasks used before and after; None: all."""
+    modes: tuple[Literal["greedy", "sampled"], ...] = Field(default=("greedy", "sampled"), min_length=1)
+    """greedy: temperature 0; sampled: temperature 1."""
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    seed: int = 0
+    """Seed of the data order, the splits and the sampling."""
+    checkpoint_every: int = Field(default=1, ge=1)
+    """Steps between checkpoints: what a crash can cost."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep beside the best one."""
+    host: str = "127.0.0.1"
+    """Address the gateway listens on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port the gateway listens on; 0: any free one."""
+
+
+class TrainConfig(Section):
+    """A training run."""
+
+    agent: str | None = None
+    """`module:name`, `path/file.py:name`, or a command line in any language."""
+    reward: str | None = None
+    """`module:name` or `path/file.py:name` of a function (task, output) -> number or named numbers."""
+    run: RunConfig = Field(default_factory=RunConfig)
+    """The run itself."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Where tasks come from."""
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    """The model that learns."""
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    """Supervised learning first."""
+    algorithm: LightningRLConfig = Field(default_factory=LightningRLConfig)
+    """How it learns."""
+    runner: RunnerConfig = Field(default_factory=RunnerConfig)
+    """How agents are run."""
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """How the result is measured."""

@@ -1,0 +1,190 @@
+"""What a run needs before its first rollout: its tasks, split, and its starting policy."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+import uvloop
+
+from agentlightning.config import TrainConfig
+from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.policy.base import Policy
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.progress import Progress
+from agentlightning.run_dir import RunDir, write_atomically
+from agentlightning.task import load_dataset, split
+from agentlightning.training import Tasks
+
+if TYPE_CHECKING:
+    from agentlightning.policy.local import LocalPolicyConfig
+
+T = TypeVar("T")
+
+PARTS = ("train", "validation", "held_out")
+TINY = "tiny"
+"""The model name that makes a small policy on the spot."""
+
+
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` in an event loop of its own; SIGTERM ends it as Ctrl-C does."""
+    return uvloop.run(_until_signalled(work))
+
+
+async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
+    if threading.current_thread() is threading.main_thread():
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def load_tasks(
+    config: TrainConfig,
+    train: Sequence[Any] | None,
+    validation: Sequence[Any] | None,
+    held_out: Sequence[Any] | None,
+) -> Tasks:
+    """The tasks given, or those the configuration names; parts not given are set aside from the training tasks."""
+    data = config.data
+    given = train if train is not None else data.train
+    if given is None:
+        raise ConfigError("no tasks: pass train_dataset to fit(), or set data.train (--dataset FILE)")
+    tasks = Tasks(load_dataset(given))
+    for part, value in (("validation", validation or data.validation), ("held_out", held_out or data.held_out)):
+        if value is not None:
+            setattr(tasks, part, load_dataset(value))
+    return _set_aside(tasks, config)
+
+
+def _set_aside(tasks: Tasks, config: TrainConfig) -> Tasks:
+    shares = {
+        "validation": 0.0 if tasks.validation else config.data.validation_share,
+        "held_out": 0.0 if tasks.held_out else config.data.held_out_share,
+    }
+    if any(shares.values()):
+        rest = 1.0 - sum(shares.values())
+        parts = split(tasks.train, [rest, *shares.values()], config.run.seed)
+        tasks.train = parts[0]
+        tasks.validation = tasks.validation or parts[1]
+        tasks.held_out = tasks.held_out or parts[2]
+    for part in ("train", "held_out"):
+        if not getattr(tasks, part):
+            raise DatasetError(
+                f"no {part} task is left after splitting; give more tasks, a file of its own (data.{part}),"
+                " or smaller data.validation_share and data.held_out_share"
+            )
+    return tasks
+
+
+def keep_tasks(run_dir: RunDir, tasks: Tasks) -> None:
+    run_dir.data("train").parent.mkdir(exist_ok=True)
+    for part in PARTS:
+        lines = b"".join(orjson.dumps(task) + b"\n" for task in getattr(tasks, part))
+        write_atomically(run_dir.data(part), lines)
+
+
+def read_tasks(run_dir: RunDir) -> Tasks:
+    parts = {part: [orjson.loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
+    return Tasks(**parts)
+
+
+# -- the starting policy ---------------------------------------------------------------------------------------------
+
+
+def start_path(config: TrainConfig, run_dir: RunDir) -> str:
+    """Where the starting policy is: in the run directory, if the run had to make one."""
+    return str(run_dir.start) if _is_made(config) else config.policy.model
+
+
+def _is_made(config: TrainConfig) -> bool:
+    return config.policy.model == TINY or config.warm_start.dataset is not None
+
+
+async def make_start(config: TrainConfig, run_dir: RunDir, tasks: Tasks, progress: Progress) -> None:
+    """Make the starting policy, unless it is there: a tiny one, or the model named after its warm start."""
+    if run_dir.start.exists() or not _is_made(config):
+        return
+    conversations = load_dataset(config.warm_start.dataset) if config.warm_start.dataset else []
+    model = config.policy.model
+    if model == TINY:
+        progress.phase("making a tiny policy", 1)
+        model = str(await _make_tiny(config, run_dir, [*tasks.train, *conversations]))
+    warm_start = config.warm_start
+    steps = warm_start.steps or math.ceil(len(conversations) / warm_start.batch_size)
+    policy = await open_policy(policy_config(config, model, warm_start.optimizer, max(1, steps)))
+    try:
+        if conversations:
+            await _warm_up(policy, config, conversations, steps, progress)
+        await policy.save(run_dir.start)
+    finally:
+        await policy.close()
+
+
+async def _warm_up(
+    policy: Policy, config: TrainConfig, conversations: Sequence[Any], steps: int, progress: Progress
+) -> None:
+    from agentlightning.algorithms.sft import SFTAlgorithm
+
+    progress.phase("warm start", steps)
+    settings = config.warm_start
+    await SFTAlgorithm(
+        model=policy,
+        dataset=conversations,
+        steps=steps,
+        batch_size=settings.batch_size,
+        shuffle=settings.shuffle,
+        seed=config.run.seed,
+        token_budget=config.policy.token_budget,
+        on_step=lambda step, figures: progress.update(step, loss=figures["loss"]),
+    ).run()
+
+
+async def _make_tiny(config: TrainConfig, run_dir: RunDir, records: Iterable[Any]) -> Path:
+    from agentlightning.policy.tiny import make_tiny
+
+    directory = run_dir.path / TINY
+    texts = [text for record in records for text in _texts(record)]
+    await asyncio.to_thread(make_tiny, directory, texts, seed=config.run.seed)
+    return directory
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, steps: int) -> LocalPolicyConfig:
+    """The settings of a local policy that takes `steps` optimiser steps."""
+    from agentlightning.policy.local import LocalPolicyConfig
+
+    settings = config.policy
+    return LocalPolicyConfig(
+        model=path,
+        name=settings.name,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        max_batch_size=settings.max_batch_size,
+        max_context=settings.max_context,
+        seed=config.run.seed,
+        optimizer=optimizer.model_copy(update={"total_steps": steps}),
+    )
+
+
+async def open_policy(config: LocalPolicyConfig) -> Policy:
+    from agentlightning.policy.local import LocalPolicy
+
+    return await asyncio.to_thread(LocalPolicy.open, config)

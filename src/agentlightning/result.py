@@ -1,0 +1,54 @@
+"""What a training run found out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentlightning.statistics import Gain
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What improved, by how much, at what cost, and where the artefact is."""
+
+    held_out: Mapping[str, Gain]
+    """Held-out reward before and after by sampling mode (greedy, sampled), with the paired gain's 95% interval."""
+    rollouts: int
+    """Training rollouts, the failed ones included."""
+    failed_rollouts: int
+    skipped_groups: int
+    steps: int
+    best_step: int | None
+    """The step whose weights are in `checkpoint`; None: the last one."""
+    seconds: float
+    checkpoint: Path
+    """A directory that transformers loads."""
+    curve: Path
+    run_dir: Path
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON values, as `--json` prints it."""
+        return {
+            "held_out": {
+                mode: {
+                    "before": gain.before,
+                    "after": gain.after,
+                    "gain": gain.gain,
+                    "interval": list(gain.interval),
+                    "tasks": gain.tasks,
+                }
+                for mode, gain in self.held_out.items()
+            },
+            "rollouts": self.rollouts,
+            "failed_rollouts": self.failed_rollouts,
+            "skipped_groups": self.skipped_groups,
+            "steps": self.steps,
+            "best_step": self.best_step,
+            "seconds": round(self.seconds, 2),
+            "checkpoint": str(self.checkpoint),
+            "curve": str(self.curve),
+            "run_dir": str(self.run_dir),
+        }

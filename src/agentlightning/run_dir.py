@@ -1,0 +1,154 @@
+"""The run directory: everything a run knows, in one place, so that it continues from any crash.
+
+    config.toml        the resolved configuration
+    data/              the tasks: train.jsonl, validation.jsonl, held_out.jsonl
+    store.db           rollouts, attempts, spans, resources
+    start/             the starting policy (after the warm start)
+    checkpoints/       step-000012/ ...: weights and training state; the last ones and the best are kept
+    state.json         where the run is; written last, atomically: a crash leaves the old one
+    metrics.jsonl      one line for each step
+    curve.png, report.json, checkpoint/    what comes out at the end
+
+A checkpoint exists for the run only once `state.json` names it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from agentlightning.errors import ConfigError, ResumeError
+
+STATE_VERSION = 1
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where a run is."""
+
+    run_id: str
+    step: int = 0
+    """Optimiser steps of the algorithm done."""
+    rollouts: int = 0
+    """Rollouts accounted for in training, the failed ones included."""
+    failed_rollouts: int = 0
+    skipped_groups: int = 0
+    checkpoint: str | None = None
+    """Directory, relative to the run's, of the weights and training state after `step`."""
+    best_step: int | None = None
+    best_score: float | None = None
+    best_checkpoint: str | None = None
+    evaluations: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    """Rewards of each evaluation that is finished, by name."""
+    seconds: float = 0.0
+    """Time spent in this run so far, interruptions not counted."""
+    version: int = STATE_VERSION
+
+
+class RunDir:
+    """One run's directory; locked against a second process while open."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path) -> RunDir:
+        """A new run. Raises ConfigError where one is already."""
+        if (path / "state.json").exists():
+            raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or use another --run-dir")
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path, _lock(path))
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run. Raises ResumeError where there is none."""
+        if not (path / "state.json").exists():
+            raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
+        return cls(path, _lock(path))
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def store_path(self) -> Path:
+        return self.path / "store.db"
+
+    @property
+    def start(self) -> Path:
+        return self.path / "start"
+
+    def data(self, name: str) -> Path:
+        return self.path / "data" / f"{name}.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def read_state(self) -> RunState:
+        try:
+            record = orjson.loads((self.path / "state.json").read_bytes())
+            state = RunState(**record)
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise ResumeError(f"{self.path / 'state.json'} cannot be read: {error}") from error
+        if state.version != STATE_VERSION:
+            raise ResumeError(f"{self.path} was written by another version (state {state.version}); use that version")
+        return state
+
+    def write_state(self, state: RunState) -> None:
+        write_atomically(self.path / "state.json", orjson.dumps(state, option=orjson.OPT_INDENT_2))
+
+    def prune_checkpoints(self, state: RunState, keep: int) -> None:
+        """Remove all but the `keep` newest checkpoints, the current one and the best."""
+        folder = self.path / "checkpoints"
+        named = {Path(name).name for name in (state.checkpoint, state.best_checkpoint) if name}
+        found = sorted(entry for entry in folder.glob("step-*") if entry.is_dir())
+        for entry in found[: max(0, len(found) - keep)]:
+            if entry.name not in named:
+                shutil.rmtree(entry)
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        whole_lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
+        return [orjson.loads(line) for line in whole_lines]
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that will be done again."""
+        kept = [record for record in self.read_metrics() if record["step"] <= step]
+        write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(record) + b"\n" for record in kept))
+
+
+def _lock(path: Path) -> IO[str]:
+    file = (path / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"{path} is in use by another process; wait for it or end it first") from None
+    return file
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Either the old content or the new is there, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

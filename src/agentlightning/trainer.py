@@ -1,0 +1,385 @@
+"""The trainer: builds the parts of a run, wires them together, runs the loop, and reports. The only sync door.
+
+    prepare     tasks, starting policy (warm start included)
+    before      held-out reward of the starting policy
+    train       the algorithm's steps, validated and checkpointed
+    after       held-out reward of the best checkpoint, paired with the first
+
+Every phase finds out from the run directory what is done already, so that resuming is the same code as starting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from agentlightning.algorithms import make_algorithm
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.curve import draw_curve
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.evaluation import Evaluation, compare, evaluate_tasks
+from agentlightning.gateway.app import Gateway
+from agentlightning.policy.base import Policy
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.prepare import (
+    keep_tasks,
+    load_tasks,
+    make_start,
+    open_policy,
+    policy_config,
+    read_tasks,
+    run_sync,
+    start_path,
+)
+from agentlightning.progress import Progress
+from agentlightning.resources import LLM, NamedResources
+from agentlightning.result import TrainingResult
+from agentlightning.rollouts import RolloutConfig
+from agentlightning.run_dir import RunDir, RunState, write_atomically
+from agentlightning.runner import Runner
+from agentlightning.server import Server
+from agentlightning.settings import dump_toml, load_settings
+from agentlightning.source import RolloutSource
+from agentlightning.statistics import Gain
+from agentlightning.store import InMemoryLightningStore, LightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import load_dataset
+from agentlightning.training import TEMPERATURES, Tasks, TrainingRun
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """Trains an agent.
+
+    Settings come from `config`; the keyword arguments are short ways to its most used fields. `run_dir` is where
+    everything is kept (default: `runs/<time>` below the current directory). `store` takes the place of the run's own.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig | None = None,
+        *,
+        algorithm: Algorithm | None = None,
+        model: str | Path | None = None,
+        reward: Any | None = None,
+        store: LightningStoreBase | None = None,
+        run_dir: str | Path | None = None,
+        n_runners: int | None = None,
+        seed: int | None = None,
+        initial_resources: NamedResources | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = _with_shortcuts(config or TrainConfig(), algorithm, model, n_runners, seed)
+        self.reward = reward if reward is not None else self.config.reward
+        self.store = store
+        self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        self.initial_resources = dict(initial_resources or {})
+        self.progress = progress or Progress()
+        self._resuming = False
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, **options: Any) -> Trainer:
+        """A trainer that continues the run in `run_dir`; then call `fit` (with the agent, where it was a live object).
+
+        Raises ResumeError where there is no run.
+        """
+        trainer = cls(settings_of_run(Path(run_dir)), run_dir=run_dir, **options)
+        trainer._resuming = True
+        return trainer
+
+    def fit(
+        self,
+        agent: Any | None = None,
+        train_dataset: Sequence[Any] | None = None,
+        val_dataset: Sequence[Any] | None = None,
+        *,
+        held_out_dataset: Sequence[Any] | None = None,
+    ) -> TrainingResult:
+        """Train `agent` on the tasks of `train_dataset`; every argument defaults to what the configuration names.
+
+        `val_dataset` chooses the best checkpoint; `held_out_dataset` measures the gain; where not given, shares of the
+        training tasks are set aside. Ctrl-C ends it with KeyboardInterrupt and leaves the run resumable.
+        """
+        return run_sync(self.fit_async(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset))
+
+    async def fit_async(
+        self,
+        agent: Any | None = None,
+        train_dataset: Sequence[Any] | None = None,
+        val_dataset: Sequence[Any] | None = None,
+        *,
+        held_out_dataset: Sequence[Any] | None = None,
+    ) -> TrainingResult:
+        """`fit`, for callers with an event loop of their own."""
+        agent = agent if agent is not None else self.config.agent
+        if agent is None:
+            raise ConfigError("no agent: pass one to fit(), or set agent = 'module:name' in the configuration")
+        with self.progress:
+            run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset)
+            try:
+                async with self._wired(agent, run_dir, state, tasks) as (runner, run):
+                    return await _unless_it_ends(runner, self._fit(run))
+            finally:
+                run_dir.close()
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def _open(
+        self, train: Sequence[Any] | None, validation: Sequence[Any] | None, held_out: Sequence[Any] | None
+    ) -> tuple[RunDir, RunState, Tasks]:
+        if self._resuming:
+            run_dir = RunDir.open(self.run_dir)
+            return run_dir, run_dir.read_state(), read_tasks(run_dir)
+        tasks = load_tasks(self.config, train, validation, held_out)
+        run_dir = RunDir.create(self.run_dir)
+        keep_tasks(run_dir, tasks)
+        write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode())
+        state = RunState(run_id=f"r{secrets.token_hex(4)}")
+        run_dir.write_state(state)
+        return run_dir, state, tasks
+
+    async def _fit(self, run: TrainingRun) -> TrainingResult:
+        held_out = len(run.tasks.held_out[: self.config.evaluation.held_out_tasks])
+        measurements = held_out * len(self.config.evaluation.modes)
+        self.progress.phase("measuring the starting policy", measurements)
+        before = await run.measure("before")
+        self.progress.phase("training", run.total_steps)
+        run.run_dir.forget_metrics_after(run.state.step)
+        await make_algorithm(self.config.algorithm).run(run)
+        if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
+            await run.policy.load(run.run_dir.path / run.state.best_checkpoint)
+        self.progress.phase("measuring the trained policy", measurements)
+        after = await run.measure("after")
+        return await _report(run, before, after)
+
+    # -- wiring --------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _wired(
+        self, agent: Any, run_dir: RunDir, state: RunState, tasks: Tasks
+    ) -> AsyncGenerator[tuple[Runner, TrainingRun]]:
+        config, secret = self.config, secrets.token_hex(16)
+        async with AsyncExitStack() as stack:
+            store = self.store
+            if store is None:
+                store = LightningStore(run_dir.store_path)
+                stack.push_async_callback(store.close)
+            runner = self._runner(agent, store, secret, run_dir.path / "agent.log")
+            await _load_agent(runner, stack)
+            await make_start(config, run_dir, tasks, self.progress)
+            policy = await _open_policy(config, run_dir, state)
+            stack.push_async_callback(policy.close)
+            gateway = Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
+            server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)
+            await stack.enter_async_context(server)
+            source = RolloutSource(store, _rollout_config(config.runner), config.runner.max_failed_share)
+            await source.recover("the process that ran it ended")
+            await runner.start(server.url)
+            stack.push_async_callback(runner.stop)
+            run = TrainingRun(
+                config=config,
+                run_dir=run_dir,
+                state=state,
+                store=store,
+                policy=policy,
+                source=source,
+                tasks=tasks,
+                server_url=server.url,
+                paused=lambda: _quiet(gateway),
+                progress=self.progress,
+                total_steps=make_algorithm(config.algorithm).total_steps,
+                resources=self.initial_resources,
+            )
+            yield runner, run
+
+    def _runner(self, agent: Any, store: LightningStoreBase, secret: str, log: Path) -> Runner:
+        config = self.config.runner
+        return Runner(
+            store,
+            agent,
+            secret=secret,
+            reward=self.reward,
+            concurrency=config.concurrency,
+            hosts=config.hosts,
+            env=config.env or None,
+            cwd=config.cwd,
+            log=log,
+        )
+
+
+def evaluate(
+    agent: Any,
+    dataset: str | Path | Sequence[Any],
+    *,
+    model: str | Path | None = None,
+    reward: Any | None = None,
+    mode: Literal["greedy", "sampled"] = "greedy",
+    limit: int | None = None,
+    runner: RunnerConfig | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The reward of `agent` on the tasks of `dataset`, one rollout each; compares and prints like its mean.
+
+    With `model`, a directory that transformers loads, the agent's model calls are answered by it, greedily or sampled
+    at temperature 1; without, they go where they always go. Raises RewardError when no task has a reward.
+    """
+    tasks = load_dataset(dataset)[:limit]
+    work = _evaluate(agent, tasks, model, reward, mode, runner or RunnerConfig(), progress or Progress(enabled=False))
+    return run_sync(work)
+
+
+async def _evaluate(
+    agent: Any,
+    tasks: Sequence[Any],
+    model: str | Path | None,
+    reward: Any | None,
+    mode: str,
+    config: RunnerConfig,
+    progress: Progress,
+) -> Evaluation:
+    secret = secrets.token_hex(16)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(progress)
+        store = InMemoryLightningStore()
+        stack.push_async_callback(store.close)
+        runner = Runner(
+            store,
+            agent,
+            secret=secret,
+            reward=reward,
+            redirect=model is not None,
+            concurrency=config.concurrency,
+            hosts=config.hosts,
+            env=config.env or None,
+            cwd=config.cwd,
+        )
+        await _load_agent(runner, stack)
+        gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
+        server = await stack.enter_async_context(Server(store, gateway, secret=secret))
+        resources: NamedResources = {}
+        if gateway is not None:
+            sampling = {"temperature": TEMPERATURES[mode]}
+            resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, sampling_parameters=sampling)
+        resources_id = (await store.add_resources(resources)).resources_id
+        await runner.start(server.url)
+        stack.push_async_callback(runner.stop)
+        progress.phase("evaluating", len(tasks))
+        source = RolloutSource(store, _rollout_config(config), config.max_failed_share)
+        work = evaluate_tasks(source, tasks, name="evaluation", resources_id=resources_id, on_progress=progress.update)
+        return await _unless_it_ends(runner, work)
+
+
+async def _serve_model(store: LightningStoreBase, model: str, secret: str, stack: AsyncExitStack) -> Gateway:
+    policy = await open_policy(policy_config(TrainConfig(), model, OptimizerConfig(), 1))
+    stack.push_async_callback(policy.close)
+    return Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
+
+
+def settings_of_run(run_dir: Path) -> TrainConfig:
+    """The configuration a run was started with. Raises ResumeError where there is no run."""
+    path = run_dir / "config.toml"
+    if not path.exists():
+        raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
+    return load_settings(TrainConfig, toml=path)
+
+
+async def _load_agent(runner: Runner, stack: AsyncExitStack) -> None:
+    """Import the agent in its own process, and meanwhile what is heavy in this one."""
+    stack.push_async_callback(runner.stop)
+    runner.start_hosts()
+    await asyncio.gather(runner.load(), asyncio.to_thread(import_module, "agentlightning.policy.local"))
+
+
+def _with_shortcuts(
+    config: TrainConfig,
+    algorithm: Algorithm | None,
+    model: str | Path | None,
+    n_runners: int | None,
+    seed: int | None,
+) -> TrainConfig:
+    changes: dict[str, Any] = {}
+    if algorithm is not None:
+        changes["algorithm"] = algorithm.config
+    if model is not None:
+        changes["policy"] = config.policy.model_copy(update={"model": str(model)})
+    if n_runners is not None:
+        changes["runner"] = config.runner.model_copy(update={"hosts": n_runners})
+    if seed is not None:
+        changes["run"] = config.run.model_copy(update={"seed": seed})
+    return config.model_copy(update=changes)
+
+
+def _rollout_config(config: RunnerConfig) -> RolloutConfig:
+    return RolloutConfig(
+        timeout_seconds=config.timeout_seconds,
+        unresponsive_seconds=config.timeout_seconds,
+        max_attempts=config.max_attempts,
+    )
+
+
+async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState) -> Policy:
+    steps = config.algorithm.steps * config.algorithm.minibatches
+    path = start_path(config, run_dir)
+    policy = await open_policy(policy_config(config, path, config.algorithm.optimizer, steps))
+    if state.checkpoint is not None:
+        await policy.load(run_dir.path / state.checkpoint)
+    return policy
+
+
+@asynccontextmanager
+async def _quiet(gateway: Gateway) -> AsyncGenerator[None]:
+    """No model call is under way; those that come wait."""
+    gateway.pause()
+    try:
+        await gateway.drain()
+        yield
+    finally:
+        gateway.resume()
+
+
+async def _unless_it_ends(runner: Runner, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises the runner's error if that ends first."""
+    working, ended = asyncio.ensure_future(work), asyncio.ensure_future(runner.wait())
+    try:
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await ended
+        return await working
+    finally:
+        for task in (working, ended):
+            task.cancel()
+        await asyncio.gather(working, ended, return_exceptions=True)
+
+
+async def _report(
+    run: TrainingRun, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]
+) -> TrainingResult:
+    gains: dict[str, Gain] = {mode: compare(before[mode], after[mode]) for mode in before if before[mode].rewards}
+    checkpoint, curve = run.run_dir.path / "checkpoint", run.run_dir.path / "curve.png"
+    await run.policy.save(checkpoint)
+    draw_curve(run.run_dir.read_metrics(), gains, curve)
+    run.write_state()
+    result = TrainingResult(
+        held_out=gains,
+        rollouts=run.state.rollouts,
+        failed_rollouts=run.state.failed_rollouts,
+        skipped_groups=run.state.skipped_groups,
+        steps=run.state.step,
+        best_step=run.state.best_step,
+        seconds=run.state.seconds,
+        checkpoint=checkpoint,
+        curve=curve,
+        run_dir=run.run_dir.path,
+    )
+    write_atomically(run.run_dir.path / "report.json", orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
+    return result

@@ -1,0 +1,186 @@
+"""A training run under way: the `Training` an algorithm is handed, with its evaluations, checkpoints and figures.
+
+It knows the policy, the store and the run directory, and none of how they were brought up (that is `trainer.py`).
+After every step the run directory holds all that is needed to go on from there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentlightning.config import TrainConfig
+from agentlightning.evaluation import Evaluation, evaluate_tasks
+from agentlightning.policy.base import Policy
+from agentlightning.progress import Progress
+from agentlightning.resources import LLM, NamedResources
+from agentlightning.run_dir import RunDir, RunState
+from agentlightning.source import Collected, RolloutPlan, RolloutSource
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import TaskSampler
+from agentlightning.trajectory import TrainingSample
+
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+
+
+@dataclass(slots=True)
+class Tasks:
+    """The tasks of a run, no two parts sharing one."""
+
+    train: list[Any]
+    validation: list[Any] = field(default_factory=list[Any])
+    held_out: list[Any] = field(default_factory=list[Any])
+
+
+@dataclass(slots=True)
+class TrainingRun:
+    """Implements `algorithms.base.Training`."""
+
+    config: TrainConfig
+    run_dir: RunDir
+    state: RunState
+    store: LightningStoreBase
+    policy: Policy
+    source: RolloutSource
+    tasks: Tasks
+    server_url: str
+    paused: Callable[[], AbstractAsyncContextManager[None]]
+    """Holds model calls back, with none under way, while its body runs."""
+    progress: Progress
+    total_steps: int
+    resources: NamedResources = field(default_factory=dict[str, Any])
+    """What agents are given beside the policy."""
+    _since: float = field(default_factory=time.monotonic)
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    # -- rollouts ------------------------------------------------------------------------------------------------------
+
+    async def collect(self, *, tasks: int, group_size: int, temperature: float) -> Collected:
+        step = self.state.step
+        prefix = f"{self.state.run_id}-train-{step:06d}"
+        drawn = TaskSampler(self.tasks.train, tasks, self.config.run.seed).draw(step)
+        plans = [
+            RolloutPlan(f"{prefix}-{index:04d}-{member:03d}", task, f"{prefix}-{index:04d}")
+            for index, task in enumerate(drawn)
+            for member in range(group_size)
+        ]
+        resources_id = await self._publish(f"{prefix}", temperature)
+        collected = await self.source.collect(plans, resources_id=resources_id)
+        self.state.rollouts += len(plans)
+        self.state.failed_rollouts += len(collected.failed)
+        return collected
+
+    async def _publish(self, resources_id: str, temperature: float) -> str:
+        """The newest weights under a name of their own; again under the same name after a crash, at the new address."""
+        llm = LLM(
+            endpoint=self.server_url,
+            model=self.policy.model,
+            sampling_parameters={"temperature": temperature},
+            policy_version=self.policy.policy_version,
+        )
+        resources: NamedResources = {**self.resources, "llm": llm}
+        if await self.store.get_resources_by_id(resources_id) is None:
+            await self.store.add_resources(resources, resources_id)
+        else:
+            await self.store.update_resources(resources_id, resources)
+        return resources_id
+
+    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        async with self.paused():
+            return await self.policy.train(samples, token_budget=self.config.policy.token_budget, **options)
+
+    async def finish_step(self, collected: Collected, figures: Mapping[str, float]) -> None:
+        state = self.state
+        state.step += 1
+        state.skipped_groups += int(figures["groups"] - figures["groups_trained"])
+        record = {
+            "step": state.step,
+            **figures,
+            "rollouts": state.rollouts,
+            "failed": len(collected.failed),
+            "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),
+            "collect_seconds": collected.seconds,
+        }
+        record |= await self._validate() if self._time_to_validate() else {}
+        self.run_dir.append_metrics(record)
+        if state.step % self.config.run.checkpoint_every == 0 or state.step == self.total_steps:
+            await self.checkpoint()
+        self.progress.update(
+            state.step, reward=figures.get("reward", math.nan), tokens_per_second=record["tokens_per_second"]
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> None:
+        """Keep the weights and the training state, then say so in state.json; only then does the step count."""
+        directory = await self._save_weights()
+        self.state.checkpoint = self._relative(directory)
+        self.write_state()
+        self.run_dir.prune_checkpoints(self.state, self.config.run.keep_checkpoints)
+
+    async def _save_weights(self) -> Path:
+        directory = self.run_dir.checkpoint(self.state.step)
+        await self.policy.save(directory, training_state=True)
+        return directory
+
+    def _relative(self, directory: Path) -> str:
+        return str(directory.relative_to(self.run_dir.path))
+
+    def write_state(self) -> None:
+        now = time.monotonic()
+        self.state.seconds += now - self._since
+        self._since = now
+        self.run_dir.write_state(self.state)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _time_to_validate(self) -> bool:
+        every = self.config.evaluation.every
+        due = every > 0 and (self.state.step % every == 0 or self.state.step == self.total_steps)
+        return due and bool(self.tasks.validation)
+
+    async def _validate(self) -> dict[str, float]:
+        tasks = self.tasks.validation[: self.config.evaluation.tasks]
+        label = f"validation-{self.state.step:06d}"
+        means = {mode: (await self._evaluate(label, mode, tasks)).mean for mode in self.config.evaluation.modes}
+        score = sum(means.values()) / len(means)
+        if self.state.best_score is None or score >= self.state.best_score:
+            self.state.best_score, self.state.best_step = score, self.state.step
+            self.state.best_checkpoint = self._relative(await self._save_weights())
+        return {f"validation_{mode}": mean for mode, mean in means.items()}
+
+    async def measure(self, label: str) -> dict[str, Evaluation]:
+        """Held-out reward of the present weights, by mode; measured once for each label in the life of a run."""
+        tasks = self.tasks.held_out[: self.config.evaluation.held_out_tasks]
+        results: dict[str, Evaluation] = {}
+        for index, mode in enumerate(self.config.evaluation.modes):
+            name = f"{label}-{mode}"
+            if name not in self.state.evaluations:
+                offset = index * len(tasks)
+                result = await self._evaluate(label, mode, tasks, lambda done, o=offset: self.progress.update(o + done))
+                self.state.evaluations[name] = list(result.rewards)
+                self.write_state()
+            results[mode] = Evaluation(tuple(self.state.evaluations[name]))
+        return results
+
+    async def _evaluate(
+        self, label: str, mode: str, tasks: Sequence[Any], on_progress: Callable[[int], None] | None = None
+    ) -> Evaluation:
+        name = f"{self.state.run_id}-{label}-{mode}"
+        resources_id = await self._publish(name, TEMPERATURES[mode])
+        return await evaluate_tasks(
+            self.source,
+            tasks,
+            name=name,
+            resources_id=resources_id,
+            reward_weights=self.config.algorithm.reward_weights,
+            on_progress=on_progress,
+        )

@@ -1,0 +1,69 @@
+"""Every code block of the documentation runs, in order, as a reader would run it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHOWN_ONLY = {"", "text", "toml"}
+"""Blocks that are no program: drawings, and commands that the README's own tests run."""
+
+
+class Block(NamedTuple):
+    language: str
+    file: str | None
+    body: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(language, file or None, body) for language, file, body in FENCE.findall(page.read_text())]
+
+
+def run(block: Block, namespace: dict) -> None:
+    if block.file:
+        Path(block.file).write_text(block.body)
+    elif block.language == "python":
+        exec(compile(block.body, "<documentation>", "exec"), namespace)
+    elif block.language == "console":
+        for line in block.body.splitlines():
+            if line.startswith("$ "):
+                command = line[2:].replace("agl ", f"{Path(sys.executable).parent / 'agl'} ", 1)
+                subprocess.run(command, shell=True, check=True, timeout=100)
+    else:
+        assert block.language in SHOWN_ONLY, f"a block of language {block.language!r} is run by nobody"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_code_block_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    namespace: dict = {"__name__": "__documentation__"}
+    for block in blocks(page):
+        run(block, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_to_a_file_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_every_setting_is_explained():
+    """`agl train --dry-run` prints the explanation of each setting; none may be empty."""
+    from pydantic import BaseModel
+
+    from agentlightning.config import TrainConfig
+
+    def walk(model: type[BaseModel], path: str) -> None:
+        for name, field in model.model_fields.items():
+            assert field.description, f"{path}{name} has no docstring"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                walk(field.annotation, f"{path}{name}.")
+
+    walk(TrainConfig, "")
