@@ -49,7 +49,7 @@ def test_rounding_is_no_spread() -> None:
 def test_a_group_of_one_has_no_baseline_and_the_message_says_the_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         UniformCredit().check_group_size(1)
-    assert str(caught.value) == 'group_size=1 leaves no baseline; use at least 2 or advantage="reinforce"'
+    assert str(caught.value) == 'group_size=1 leaves no baseline; use at least 2 or credit="reinforce"'
     UniformCredit().check_group_size(2)
     credit_rule("reinforce").check_group_size(1)
 

@@ -39,7 +39,7 @@ class CreditRule(BaseModel, ABC):
         """Raises ConfigError where groups of this size can never be trained on."""
         if group_size < self.min_group:
             raise ConfigError(
-                f'group_size={group_size} leaves no baseline; use at least {self.min_group} or advantage="reinforce"'
+                f'group_size={group_size} leaves no baseline; use at least {self.min_group} or credit="reinforce"'
             )
 
 

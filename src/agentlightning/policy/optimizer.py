@@ -70,14 +70,14 @@ class Optimizer:
         self._optimizers = _build(model, config)
         self._base_lrs = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
 
-    def step(self) -> dict[str, float]:
+    def step(self, loss: float = 0.0) -> dict[str, float]:
         """Clip the gradients, update the weights, clear the gradients.
 
-        A gradient that is not finite changes no weight and no moment; it counts as a skipped step. Returns lr,
-        grad_norm (before clipping), optimizer_steps (1 or 0) and skipped_steps.
+        A gradient or a `loss` that is not finite changes no weight and no moment; it counts as a skipped step. Returns
+        lr, grad_norm (before clipping), optimizer_steps (1 or 0) and skipped_steps.
         """
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        finite = bool(torch.isfinite(norm))
+        finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
         if finite:
             self._clip(norm)
             self._set_rates()

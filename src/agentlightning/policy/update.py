@@ -55,8 +55,8 @@ class Updater:
         `token_budget` bounds the tokens of one forward pass, padding included. `minibatches` cuts the batch by samples
         into that many optimiser steps, whose weights are scaled to sum to 1 again. Returns means over trained tokens
         (loss, ratio, clip_fraction, approx_kl, entropy), grad_norm and lr (means over steps), and counts:
-        tokens_trained, tokens_computed (padding included), micro_batches, optimizer_steps and skipped_steps (a gradient
-        that was not finite).
+        tokens_trained, tokens_computed (padding included), micro_batches, optimizer_steps and skipped_steps (a loss or
+        gradient that was not finite).
 
         Raises UnfaithfulSampleError for samples the loss cannot correct for, ConfigError for impossible settings.
         """
@@ -69,8 +69,9 @@ class Updater:
         for part in _cut(samples, minibatches):
             batches = self.plan(part, token_budget=token_budget, sharing=sharing, uses_advantages=loss.uses_advantages)
             if batches:
-                _add(totals, self.accumulate(batches, loss))
-                _add(totals, self.optimizer.step())
+                sums = self.accumulate(batches, loss)
+                _add(totals, sums)
+                _add(totals, self.optimizer.step(sums["loss"]))
         return _means(totals)
 
     def plan(
