@@ -285,6 +285,14 @@ async def test_a_forged_key_and_another_attempts_key_are_refused(serve, secret):
     assert service.key not in str(refused.value)
 
 
+async def test_a_url_is_not_enough_where_keys_are_required(serve):
+    service = await serve(["Hello."], require_key=True)
+    client = await service.client(api_key="sk-mine")
+    with pytest.raises(openai.AuthenticationError, match="asks for the AGL_KEY"):
+        await client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "hi"}])
+    assert (await service.ask()).choices[0].message.content == "Hello."
+
+
 async def test_a_call_that_names_no_attempt_is_told_how(serve):
     service = await serve([])
     client = await service.client(base_url=f"{service.server.url}/v1", api_key="sk-mine")
@@ -373,31 +381,11 @@ async def test_a_resource_that_sets_what_cannot_be_honoured_is_named(serve, stor
         await service.ask()
 
 
-REFUSED = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-    "logit_bias": {"5": 1},
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "tool_choice": "required",
-    "top_logprobs": 3,
-    "temperature": -1,
-    "top_p": 0,
-    "max_tokens": 0,
-    "n": 0,
-    "seed": 1.5,
-    "stop": [""],
-    "tools": [{"type": "function", "function": {}}],
-    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-}
-
-
-@pytest.mark.parametrize("field", REFUSED)
-async def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(serve, field):
+async def test_what_cannot_be_honoured_is_refused_before_anything_is_sampled(serve):
     service = await serve([])
-    options = {"messages": "hi"} | {field: REFUSED[field]}
-    with pytest.raises(openai.BadRequestError, match=field) as refused:
-        await service.ask(**options)
-    assert refused.value.param == field
+    with pytest.raises(openai.BadRequestError, match=r"presence_penalty=0\.5") as refused:
+        await service.ask(presence_penalty=0.5)
+    assert refused.value.param == "presence_penalty"
     assert service.engine.calls == []
 
 
@@ -444,11 +432,10 @@ async def test_a_prompt_longer_than_the_context_is_the_callers_error_and_recorde
     assert (span.status_code, span.attributes[names.ERROR_TYPE]) == ("ERROR", "ContextLengthError")
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"messages": []}', b'{"messages": [{"role": "king"}]}', b"\xff"])
-async def test_a_body_that_is_no_request_is_a_bad_request(serve, body):
+async def test_a_body_that_is_no_json_is_a_bad_request_in_openais_shape(serve):
     service = await serve([])
     async with httpx.AsyncClient() as client:
-        reply = await client.post(f"{service.base_url}/chat/completions", content=body)
+        reply = await client.post(f"{service.base_url}/chat/completions", content=b"{")
     assert reply.status_code == 400
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 

@@ -62,7 +62,11 @@ class Detokenizer:
         return text
 
     def _new_text(self) -> str:
+        if self._shown == len(self._tokens):
+            return ""
         whole = self._chat.decode(self._tokens[self._before :])
+        if self._shown == self._before:
+            return whole
         return whole[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
 
 

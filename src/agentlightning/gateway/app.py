@@ -79,8 +79,9 @@ class Gateway:
     """Routes, and the valve for weight updates.
 
     `engines` maps model names to engines. A call is attributed by the attempt in its URL or by the key made with
-    `secret`; one that names none is refused unless `allow_unattributed`. `default_model` serves requests that name no
-    model and, with `accept_any_model`, those that name an unknown one. More than `max_concurrency` calls at once wait.
+    `secret`; one that names none is refused unless `allow_unattributed`. The URL is enough by itself unless
+    `require_key`: for a server that strangers can reach. `default_model` serves requests that name no model and, with
+    `accept_any_model`, those that name an unknown one. More than `max_concurrency` calls at once wait.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Gateway:
         secret: str,
         default_model: str | None = None,
         accept_any_model: bool = False,
+        require_key: bool = False,
         allow_unattributed: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
@@ -101,8 +103,9 @@ class Gateway:
         self._store = store
         self._upstream = Upstream(engines, default_model, accept_any_model)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
-        self._secret = secret
-        self._allow_unattributed = allow_unattributed
+        self._attribute = partial(
+            attribute, secret=secret, require_key=require_key, allow_unattributed=allow_unattributed
+        )
         self._max_body_bytes = max_body_bytes
         self._slots = asyncio.Semaphore(max_concurrency)
         self._gate = Gate()
@@ -181,7 +184,7 @@ class Gateway:
 
     async def _chat(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
         headers = read_headers(scope)
-        caller = attribute(headers, scope["path_params"], self._secret, self._allow_unattributed)
+        caller = self._attribute(headers, scope["path_params"])
         request = chat.read_request(await read_body(receive, headers, self._max_body_bytes))
         self.counters.count_unknown(request.unknown)
         exchange = await self._prepare(caller, request)

@@ -38,10 +38,18 @@ class Caller:
 
 
 def attribute(
-    headers: Mapping[str, str], path_params: Mapping[str, str], secret: str, allow_unattributed: bool = False
+    headers: Mapping[str, str],
+    path_params: Mapping[str, str],
+    secret: str,
+    *,
+    require_key: bool = False,
+    allow_unattributed: bool = False,
 ) -> Caller:
-    """The caller, by the attempt in the URL or else by the one its API key names. Raises Problem 401 on a key of ours
-    that is not valid or is another attempt's, and where nothing names an attempt."""
+    """The caller, by the attempt in the URL or else by the one its API key names.
+
+    Raises Problem 401 on a key of ours that is not valid or is another attempt's, on a URL without its key where keys
+    are required, and where nothing names an attempt.
+    """
     key = presented_key(headers)
     named = read_attempt_key(secret, key) if key else None
     if key.startswith("agl-") and named is None:
@@ -49,6 +57,8 @@ def attribute(
     in_url = (path_params["rollout_id"], path_params["attempt_id"]) if "attempt_id" in path_params else None
     if in_url and named and in_url != named:
         raise Problem(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
+    if in_url and not named and require_key:
+        raise Problem(401, "this server asks for the AGL_KEY of the attempt as the API key", code="invalid_api_key")
     attempt = in_url or named
     if attempt is None and not allow_unattributed:
         raise Problem(

@@ -56,16 +56,12 @@ class Exchange:
 
     async def _draw_one(self, answer: Answer, show: Show | None) -> None:
         def receive(token_ids: Sequence[int]) -> None:
-            pieces = answer.feed(token_ids)
-            if show is not None:
-                for piece in pieces:
-                    show(answer.index, piece)
+            _pass_on(answer, answer.feed(token_ids), show)
 
-        sample = await self.engine.sample(self.record.prompt.token_ids, self._params(answer), receive)
-        pieces = answer.finish(sample)
-        if show is not None:
-            for piece in pieces:
-                show(answer.index, piece)
+        # Nobody watches a plain call: its answer is read at once when it is whole.
+        on_tokens = receive if show is not None else None
+        sample = await self.engine.sample(self.record.prompt.token_ids, self._params(answer), on_tokens)
+        _pass_on(answer, answer.finish(sample), show)
 
     def _params(self, answer: Answer) -> SamplingParams:
         """Several answers to a seeded request must differ, and be the same again next time."""
@@ -88,3 +84,9 @@ class Exchange:
         if not self.attributed:
             return []
         return [await store.add_span(spans[0])] if len(spans) == 1 else await store.add_many_spans(spans)
+
+
+def _pass_on(answer: Answer, pieces: Sequence[Piece], show: Show | None) -> None:
+    if show is not None:
+        for piece in pieces:
+            show(answer.index, piece)

@@ -45,6 +45,7 @@ class HFChatFormat:
             )
         # A fast tokenizer must not be used from two threads: ours is not the trainer's.
         self._tokenizer = copy.deepcopy(tokenizer)
+        self._backend = _fast(self._tokenizer)
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
 
     def render(
@@ -63,10 +64,14 @@ class HFChatFormat:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of rendered text: special tokens are recognised, none is added."""
+        if self._backend is not None:
+            return self._backend.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -116,6 +121,15 @@ class HFChatFormat:
         _, found, after = self.render(turn, add_generation_prompt=False).partition(_PROBE)
         tokens = self.encode(after.lstrip()) if found else []
         return [token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder]
+
+
+def _fast(tokenizer: Any) -> Any | None:
+    """The Rust tokenizer inside, where there is one: called directly, it takes half the time for a short text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
 
 
 def parse_hermes(text: str) -> ParsedMessage:
