@@ -17,6 +17,7 @@ from struct import Struct
 from typing import Any, cast
 
 import orjson
+from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
@@ -243,7 +244,10 @@ def to_span(row: Row) -> Span:
 
 def dump_resources(resources: NamedResources) -> str:
     """The resources as JSON, checked against what a store can read back."""
-    checked = named_resources.validate_python(resources)
+    try:
+        checked = named_resources.validate_python(resources)
+    except ValidationError as error:
+        raise ConfigError(f"these resources are no dict of LLM and PromptTemplate by name: {error}") from error
     return dump(named_resources.dump_python(checked, mode="json"), "resources")
 
 
