@@ -133,7 +133,7 @@ def test_an_instance_with_run_is_told_to_be_its_class() -> None:
     class Agent:
         async def run(self) -> None: ...
 
-    with pytest.raises(AgentError, match="pass the class .*Agent itself"):
+    with pytest.raises(AgentError, match=r"pass the class .*Agent itself"):
         load_agent(Agent())  # pyright: ignore[reportArgumentType]
 
 

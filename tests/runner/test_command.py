@@ -75,7 +75,7 @@ def test_a_signal_is_named(make_call: Any) -> None:
 
 
 def test_a_program_that_cannot_be_started_is_named(make_call: Any, tmp_path: Path) -> None:
-    with pytest.raises(AgentError, match="no-such-program.*cannot be started"):
+    with pytest.raises(AgentError, match=r"no-such-program.*cannot be started"):
         Command((str(tmp_path / "no-such-program"),)).start(make_call())
 
 

@@ -27,7 +27,7 @@ def test_finite_numbers_by_name_are_a_reward(values: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"a": 1.0, "b": math.nan}])
 def test_what_is_not_finite_is_an_error_and_never_zero(value: Any) -> None:
-    with pytest.raises(RewardError, match="it.*gave -?(nan|inf), which cannot be learned from"):
+    with pytest.raises(RewardError, match=r"it.*gave -?(nan|inf), which cannot be learned from"):
         check_reward(value, "it")
 
 

@@ -28,7 +28,7 @@ from agentlightning.runner.agent import Agent, users_traceback
 from agentlightning.runner.command import CommandError
 from agentlightning.runner.inject import Call, bind_resources
 from agentlightning.runner.reward import RewardFunction, check_reward, looks_like_reward
-from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, encode
+from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, Stopping, encode
 from agentlightning.span import Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otel import to_span
@@ -97,7 +97,7 @@ class Host:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Ready | Spans | Done) -> None:
+    def _send(self, message: Ready | Spans | Stopping | Done) -> None:
         # From whatever thread, at once: a reward is on its way before the agent can make its next call.
         try:
             with self._sending:
@@ -124,6 +124,7 @@ class Host:
         elif message.job_id in self._running:
             task, call = self._running[message.job_id]
             call.cancelled = True
+            self._send(Stopping(message.job_id))
             asyncio.get_running_loop().call_soon(task.cancel)  # after its first step: a task that never ran has no end
             if call.program is not None:
                 call.program.terminate()

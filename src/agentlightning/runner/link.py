@@ -9,7 +9,7 @@ from typing import cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.command import describe_exit
-from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, encode
+from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, Stopping, encode
 from agentlightning.span import Span
 
 OnSpans = Callable[[Sequence[Span]], None]
@@ -18,9 +18,9 @@ OnSpans = Callable[[Sequence[Span]], None]
 class AgentCrashedError(AgentError):
     """The process an attempt ran in has ended."""
 
-    def __init__(self, exited: Exited) -> None:
+    def __init__(self, exited: Exited, killed: str | None = None) -> None:
         memory = " (out of memory?)" if exited.status == -9 else ""
-        super().__init__(f"the process the agent ran in {describe_exit(exited.status)}{memory}")
+        super().__init__(f"the process the agent ran in {killed or describe_exit(exited.status) + memory}")
         if exited.traceback:
             self.add_note(exited.traceback)
 
@@ -41,6 +41,10 @@ class HostLink(asyncio.Protocol):
         self.running: dict[int, Open] = {}
         self.stopping: set[int] = set()
         """Jobs nobody waits for any more, which have not ended yet."""
+        self.unheard: set[int] = set()
+        """Those of them of which the host has not even said that it has heard."""
+        self.killed: str | None = None
+        """Why we kill it while attempts run in it."""
         self.ready = False
         self.retired = False
         self.exited: Exited | None = None
@@ -55,7 +59,7 @@ class HostLink(asyncio.Protocol):
 
     @property
     def takes_work(self) -> bool:
-        return self.ready and not self.retired and self.exited is None
+        return self.ready and not self.retired and not self.unheard and self.exited is None
 
     # -- saying ------------------------------------------------------------------------------------------------------
 
@@ -69,6 +73,7 @@ class HostLink(asyncio.Protocol):
     def stop(self, job_id: int) -> None:
         """Stop a job; it keeps its place until it has ended."""
         self.stopping.add(job_id)
+        self.unheard.add(job_id)
         self._send(Cancel(job_id))
 
     def _send(self, message: Job | Cancel) -> None:
@@ -96,9 +101,13 @@ class HostLink(asyncio.Protocol):
         for message in self._frames.feed(data):
             self._hear(message)
 
-    def _hear(self, message: Ready | Spans | Done) -> None:
+    def _hear(self, message: Ready | Spans | Stopping | Done) -> None:
         if isinstance(message, Ready):
             self.ready = True
+            self._on_change()
+            return
+        if isinstance(message, Stopping):
+            self.unheard.discard(message.job_id)
             self._on_change()
             return
         job = self.running.get(message.job_id)
@@ -110,6 +119,7 @@ class HostLink(asyncio.Protocol):
             job.done.set_result(message)
         if message.job_id in self.stopping:
             self.stopping.discard(message.job_id)
+            self.unheard.discard(message.job_id)
             self._on_change()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -131,4 +141,4 @@ class HostLink(asyncio.Protocol):
         self.close()
         for job in list(self.running.values()):
             if not job.done.done():
-                job.done.set_exception(AgentCrashedError(exited))
+                job.done.set_exception(AgentCrashedError(exited, self.killed))

@@ -2,8 +2,8 @@
 
 `spawn()` starts the zygote and returns at once, so that an agent is imported while its caller does other work; it
 needs no event loop. `run` executes one attempt on the least busy host. A host whose attempt does not end when it is
-stopped gets no new work and is killed once its other attempts have ended; one that dies fails its attempts. Either is
-replaced at once.
+stopped gets no new work and is killed once its other attempts have ended, or at once where its event loop is blocked;
+one that dies fails its attempts. Either is replaced at once.
 """
 
 from __future__ import annotations
@@ -149,14 +149,19 @@ class HostPool:
             asyncio.get_running_loop().call_later(self.grace + 0.5, self._insist, host, job_id)
 
     def _insist(self, host: HostLink, job_id: int) -> None:
-        """A job that is still there hangs: its host is of no use any more."""
-        if job_id in host.stopping and host.exited is None and not host.retired and not self._closing:
-            host.retired = True
-            self._replace()
-            self._kill_if_idle(host)
+        """A job that is still there hangs: its host is of no use any more. One whose event loop hangs will not end
+        its other attempts either."""
+        if job_id not in host.stopping or host.exited is not None or host.retired or self._closing:
+            return
+        host.retired = True
+        if host.unheard:
+            host.killed = "was killed: another attempt blocked its event loop and did not end at its timeout"
+        self._replace()
+        self._kill_if_idle(host)
 
     def _kill_if_idle(self, host: HostLink) -> None:
-        if host.retired and not host.running and host.exited is None and not self._closing:
+        idle = not host.running or host.killed is not None
+        if host.retired and idle and host.exited is None and not self._closing:
             self._zygote.kill(host.host_id)
 
     # -- hosts -------------------------------------------------------------------------------------------------------

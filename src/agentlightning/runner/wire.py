@@ -114,6 +114,13 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopping:
+    """The host has heard that an attempt is to stop: its event loop is alive."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """An attempt has ended; all its spans were sent before."""
 

@@ -124,10 +124,6 @@ def raises(task: Any) -> None:
     raise ValueError(f"no idea what to do with {task!r}")
 
 
-def exits(task: Any) -> None:
-    sys.exit(3)
-
-
 def dies(task: Any) -> None:
     """Ends its process as a native library would: without a word to Python."""
     os._exit(7)
@@ -187,11 +183,3 @@ def exact(output: Any, answer: Any) -> float:
 
 async def dimensions(task: Any, output: Any, rollout: AttemptedRollout) -> dict[str, float]:
     return {"correctness": 1.0, "length": len(str(output)) / 10}
-
-
-def not_a_number(output: Any) -> float:
-    return float("nan")
-
-
-def nothing(output: Any) -> None:
-    return None
