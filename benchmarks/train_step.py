@@ -1,0 +1,322 @@
+"""One optimiser step of ours beside TRL's GRPOTrainer, and shared computation beside one padded row per call.
+
+    python benchmarks/train_step.py --trl-python ENV/bin/python
+
+Times are CPU seconds of one torch thread (`time.process_time`), medians, arms alternating. TRL runs in an environment
+of its own (it wants packages we do not); without one its part is left out and the rest is measured.
+
+Part 1, both arms on the same model, prompts and sampled tokens: 16 prompts x 8 completions of at most 36 tokens,
+micro-batches of at most 64 rows, AdamW, one optimiser step. Ours computes plain rows: nothing is shared, and no row is
+skipped (every advantage differs from 0). The generation column is for information: ours does not generate here.
+
+Part 2, ours against itself with one padded row for each call, in the order of the calls, gradients compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from agentlightning.credit import training_samples
+from agentlightning.policy.batch import MicroBatch
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.update import Updater
+from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
+
+SIZES = {"0.4M": (128, 2), "3.4M": (256, 4)}
+VOCAB, EOS = 512, 0
+PROMPTS, GROUP, NEW_TOKENS, MICRO_BATCH, LR = 16, 8, 36, 64, 1e-4
+INSTALL = """TRL is not there, so its part is left out. To have it, in an environment of its own:
+    python -m venv ENV
+    ENV/bin/pip install torch==2.13.0
+    ENV/bin/pip install trl==1.16.0
+    python benchmarks/train_step.py --trl-python ENV/bin/python      (or set AGL_TRL_PYTHON)"""
+
+
+def build_model(hidden: int, layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=256 if hidden == 128 else 720,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(shape)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+# -- part 1: beside TRL ----------------------------------------------------------------------------------------------
+
+
+def warm_start(model: PreTrainedModel) -> None:
+    """Teach the model that answers end, after 22 tokens on average; a random one would never stop."""
+    draw = random.Random(0)
+    updater = Updater(model, OptimizerConfig(type="muon", lr=3e-3))
+    for _ in range(40):
+        rows = []
+        for _ in range(16):
+            prompt = tuple(draw.randrange(1, VOCAB) for _ in range(10))
+            answer = (*(draw.randrange(1, VOCAB) for _ in range(draw.randint(8, 36))), EOS)
+            nodes = (Node(-1, prompt), Node(0, answer, True, (0.0,) * len(answer), "r", "c"))
+            share = (1 / 16 / len(answer),) * len(answer)
+            rows.append(TrainingSample(TokenTree(nodes), ((), (1.0,) * len(answer)), ((), share)))
+        updater.step(rows, loss="nll")
+
+
+def save_model(model: PreTrainedModel, directory: Path) -> None:
+    words = {"<eos>": EOS} | {f"w{i}": i for i in range(1, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def run_trl(python: str, directory: Path, steps: int, seed: int) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    output = directory / f"trl-{seed}.jsonl"
+    prompts = [" ".join(f"w{draw.randrange(1, VOCAB)}" for _ in range(draw.randint(30, 40))) for _ in range(PROMPTS)]
+    job = {
+        "model": str(directory / "model"),
+        "scratch": str(directory / "scratch"),
+        "output": str(output),
+        "prompts": prompts,
+        "group_size": GROUP,
+        "max_new_tokens": NEW_TOKENS,
+        "micro_batch": MICRO_BATCH,
+        "lr": LR,
+        "steps": steps,
+        "seed": seed,
+    }
+    file = directory / "job.json"
+    file.write_text(json.dumps(job))
+    script = Path(__file__).with_name("train_step_trl.py")
+    done = subprocess.run([python, str(script), str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the TRL arm failed:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def as_samples(model: PreTrainedModel, step: dict[str, Any]) -> list[TrainingSample]:
+    """What TRL trained on in one step, as token trees: one for each prompt, with its advantages."""
+    trees: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
+    for (prompt, answer), advantage in zip(step["rows"], step["advantages"], strict=True):
+        trees.setdefault(tuple(prompt), []).append((tuple(answer), advantage))
+    samples = []
+    for prompt, answers in trees.items():
+        nodes = [Node(-1, prompt)]
+        for i, (answer, _) in enumerate(answers):
+            nodes.append(Node(0, answer, True, score(model, prompt, answer), f"r{i}", f"c{i}"))
+        advantages = [(), *((value,) * len(answer) for answer, value in answers)]
+        weights = [(), *((1 / len(step["rows"]) / len(answer),) * len(answer) for answer, _ in answers)]
+        samples.append(TrainingSample(TokenTree(tuple(nodes)), tuple(advantages), tuple(weights)))
+    return samples
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, ...]:
+    """The log-probabilities an engine would have recorded while sampling."""
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    return tuple(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist())
+
+
+def our_step(updater: Updater, samples: list[TrainingSample], sharing: str) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    start = time.process_time()
+    batches = updater.plan(samples, token_budget=MICRO_BATCH * (40 + NEW_TOKENS), sharing=sharing)
+    phases["plan"] = time.process_time() - start
+    phases["forward and backward"] = timed(lambda: updater.accumulate(batches))
+    phases["clip and step"] = timed(updater.optimizer.step)
+    return {**phases, "tokens": float(sum(batch.tokens for batch in batches))}
+
+
+def optimisation(phases: dict[str, float]) -> float:
+    return sum(phases.get(name, 0.0) for name in ("plan", "forward and backward", "clip and step"))
+
+
+def beside_trl(size: str, python: str, rounds: int) -> float:
+    model = build_model(*SIZES[size])
+    warm_start(model)
+    arms: dict[str, list[dict[str, float]]] = {"TRL": [], "ours, plain rows": [], "ours, auto": []}
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(model, Path(directory) / "model")
+        updater = Updater(model, OptimizerConfig(lr=LR))
+        for seed in range(rounds):
+            for step in run_trl(python, Path(directory), steps=4, seed=seed)[1:]:  # the first step pays for warming up
+                answers = sum(len(answer) for _, answer in step["rows"])
+                width = max(len(p) for p, _ in step["rows"]) + max(len(a) for _, a in step["rows"])
+                arms["TRL"].append({**step["phases"], "tokens": float(width * len(step["rows"])), "answers": answers})
+                samples = as_samples(model, step)
+                arms["ours, plain rows"].append(our_step(updater, samples, "merged"))
+                arms["ours, auto"].append(our_step(updater, samples, "auto"))
+    return print_arms(size, model, arms)
+
+
+def print_arms(size: str, model: PreTrainedModel, arms: dict[str, list[dict[str, float]]]) -> float:
+    answers = statistics.median(step["answers"] for step in arms["TRL"])
+    print(
+        f"\n{size} ({model.num_parameters():,} parameters), {PROMPTS * GROUP} completions, {answers:.0f} answer tokens"
+    )
+    names = ("generate", "plan", "forward and backward", "clip and step")
+    print(f"  {'CPU seconds, median':20}" + "".join(f"{name:>22}" for name in (*names, "optimisation", "tokens")))
+    totals = {arm: statistics.median(map(optimisation, steps)) for arm, steps in arms.items()}
+    for arm, steps in arms.items():
+        cells = [statistics.median(step[name] for step in steps) if name in steps[0] else None for name in names]
+        shown = "".join(f"{'-' if cell is None else f'{cell:.3f}':>22}" for cell in (*cells, totals[arm]))
+        print(f"  {arm:20}{shown}{statistics.median(step['tokens'] for step in steps):>22.0f}")
+    for arm in list(arms)[1:]:
+        print(f"  {arm} / TRL, optimisation: {totals[arm] / totals['TRL']:.2f}")
+    return totals["ours, plain rows"] / totals["TRL"]
+
+
+# -- part 2: shared computation --------------------------------------------------------------------------------------
+
+
+def conversation(name: str, draw: random.Random, prompt: tuple[int, ...], turns: int, answer: int) -> Trajectory:
+    history, calls = prompt, []
+    for turn in range(turns):
+        sampled = tuple(draw.randrange(VOCAB) for _ in range(answer))
+        logprobs = tuple(-6.2 + draw.uniform(-0.1, 0.1) for _ in sampled)
+        calls.append(Transition(name, "at", f"{name}-{turn}", turn + 1, history, sampled, logprobs))
+        history += sampled + tuple(draw.randrange(VOCAB) for _ in range(30))
+    return Trajectory(name, "at", tuple(calls), draw.random())
+
+
+def geometry(groups: int, size: int, prompt: int, turns: int, answer: int, shared_prompt: bool) -> list[TrainingSample]:
+    draw, made = random.Random(0), []
+    for g in range(groups):
+        common = tuple(draw.randrange(VOCAB) for _ in range(prompt))
+        made.append(
+            [
+                conversation(
+                    f"{g}.{i}",
+                    draw,
+                    common if shared_prompt else tuple(draw.randrange(VOCAB) for _ in range(prompt)),
+                    turns,
+                    answer,
+                )
+                for i in range(size)
+            ]
+        )
+    return training_samples(made)[0]
+
+
+CASES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "groups of 8, prompt 200, answers of 40": (
+        {"groups": 4, "size": 8, "prompt": 200, "turns": 1, "answer": 40, "shared_prompt": True},
+        0.30,
+    ),
+    "8-turn conversations, 100 + (40 + 30) a turn": (
+        {"groups": 1, "size": 4, "prompt": 100, "turns": 8, "answer": 40, "shared_prompt": False},
+        0.13,
+    ),
+    "both: such conversations from one prompt": (
+        {"groups": 1, "size": 4, "prompt": 100, "turns": 8, "answer": 40, "shared_prompt": True},
+        None,
+    ),
+}
+
+
+def padded_rows(updater: Updater, samples: list[TrainingSample]) -> list[MicroBatch]:
+    """One row for each call, 64 rows a pass, padded to the longest, in the order of the calls."""
+    rows = [row for batch in updater.plan(samples, token_budget=10**9, sharing="rows") for row in batch.rows]
+    return [MicroBatch(tuple(rows[i : i + MICRO_BATCH])) for i in range(0, len(rows), MICRO_BATCH)]
+
+
+def gradient(updater: Updater, batches: Iterable[MicroBatch]) -> torch.Tensor:
+    updater.optimizer.zero_grad()
+    updater.accumulate(list(batches))
+    return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
+
+
+def shared(size: str, rounds: int) -> list[tuple[str, bool]]:
+    updater = Updater(build_model(*SIZES[size]))
+    verdicts = []
+    for case, (settings, target) in CASES.items():
+        samples = geometry(**settings)
+        arms = {
+            "one padded row per call": padded_rows(updater, samples),
+            "rows by length": updater.plan(samples, token_budget=8192, sharing="rows"),
+            "merged": updater.plan(samples, token_budget=8192, sharing="merged"),
+            "shared": updater.plan(samples, token_budget=8192, sharing="shared"),
+            "auto": updater.plan(samples, token_budget=8192),
+        }
+        expected = gradient(updater, arms["one padded row per call"])
+        apart = {a: ((gradient(updater, b) - expected).norm() / expected.norm()).item() for a, b in arms.items()}
+        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+        for _ in range(rounds):
+            for arm, batches in arms.items():
+                seconds[arm].append(timed(lambda batches=batches: updater.accumulate(batches)))
+        times = {arm: statistics.median(values) for arm, values in seconds.items()}
+        verdicts.append(print_case(f"{size}, {case}", arms, times, apart, target))
+    return verdicts
+
+
+def print_case(
+    title: str,
+    arms: dict[str, list[MicroBatch]],
+    times: dict[str, float],
+    apart: dict[str, float],
+    target: float | None,
+) -> tuple[str, bool]:
+    base = times["one padded row per call"]
+    print(f"\n{title}")
+    print(f"  {'':26}{'tokens':>9}{'CPU seconds':>13}{'ratio':>8}{'gradient apart':>17}")
+    for arm, batches in arms.items():
+        tokens = sum(batch.tokens for batch in batches)
+        print(f"  {arm:26}{tokens:>9}{times[arm]:>13.3f}{times[arm] / base:>8.3f}{apart[arm]:>17.1e}")
+    best = min(times["merged"], times["shared"])
+    limit = target * base if target else 1.05 * best  # 5%: two equal plans differ by as much
+    named = f"ratio at most {target:.2f}" if target else "auto no worse than the better of merged and shared"
+    return f"{title}: {named}", times["auto"] <= limit and max(apart.values()) < 1e-5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", default=os.environ.get("AGL_TRL_PYTHON"), help="python of TRL's environment")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of every measurement")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    verdicts: list[tuple[str, bool]] = []
+    if arguments.trl_python and Path(arguments.trl_python).exists():
+        for size in arguments.sizes:
+            ratio = beside_trl(size, arguments.trl_python, arguments.rounds)
+            verdicts.append((f"{size}: optimisation in plain rows at most 0.60 of TRL's", ratio <= 0.6))
+    else:
+        print(INSTALL)
+    for size in arguments.sizes:
+        verdicts += shared(size, arguments.rounds)
+    print()
+    for text, met in verdicts:
+        print(f"{'met   ' if met else 'MISSED'}  {text}")
+    return int(arguments.check and not all(met for _, met in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
