@@ -28,7 +28,7 @@ from agentlightning.runner.agent import Agent, users_traceback
 from agentlightning.runner.command import CommandError
 from agentlightning.runner.inject import Call, bind_resources
 from agentlightning.runner.reward import RewardFunction, check_reward, looks_like_reward
-from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, Stopping, encode
+from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, Started, Stopping, encode
 from agentlightning.span import Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otel import to_span
@@ -97,7 +97,7 @@ class Host:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Ready | Spans | Stopping | Done) -> None:
+    def _send(self, message: Ready | Started | Spans | Stopping | Done) -> None:
         # From whatever thread, at once: a reward is on its way before the agent can make its next call.
         try:
             with self._sending:
@@ -119,6 +119,7 @@ class Host:
 
     def _handle(self, message: Job | Cancel) -> None:
         if isinstance(message, Job):
+            self._send(Started(message.job_id))
             call = _call(message)
             self._running[message.job_id] = (asyncio.create_task(self._attempt(message.job_id, call)), call)
         elif message.job_id in self._running:

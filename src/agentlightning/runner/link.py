@@ -9,7 +9,7 @@ from typing import cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.command import describe_exit
-from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, Stopping, encode
+from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, Started, Stopping, encode
 from agentlightning.span import Span
 
 OnSpans = Callable[[Sequence[Span]], None]
@@ -25,12 +25,17 @@ class AgentCrashedError(AgentError):
             self.add_note(exited.traceback)
 
 
-@dataclass(frozen=True, slots=True)
+class NotStartedError(AgentError):
+    """The process ended before it began the attempt; another can run it."""
+
+
+@dataclass(slots=True)
 class Open:
     """An attempt that runs on a host."""
 
     done: asyncio.Future[Done]
     on_spans: OnSpans
+    started: bool = False
 
 
 class HostLink(asyncio.Protocol):
@@ -101,7 +106,7 @@ class HostLink(asyncio.Protocol):
         for message in self._frames.feed(data):
             self._hear(message)
 
-    def _hear(self, message: Ready | Spans | Stopping | Done) -> None:
+    def _hear(self, message: Ready | Started | Spans | Stopping | Done) -> None:
         if isinstance(message, Ready):
             self.ready = True
             self._on_change()
@@ -111,6 +116,10 @@ class HostLink(asyncio.Protocol):
             self._on_change()
             return
         job = self.running.get(message.job_id)
+        if isinstance(message, Started):
+            if job is not None:
+                job.started = True
+            return
         if isinstance(message, Spans):
             if job is not None:
                 job.on_spans(message.spans)
@@ -141,4 +150,4 @@ class HostLink(asyncio.Protocol):
         self.close()
         for job in list(self.running.values()):
             if not job.done.done():
-                job.done.set_exception(AgentCrashedError(exited, self.killed))
+                job.done.set_exception(AgentCrashedError(exited, self.killed) if job.started else NotStartedError())

@@ -20,7 +20,7 @@ from agentlightning.resources import NamedResources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.command import describe_exit
 from agentlightning.runner.launch import ZygoteProcess
-from agentlightning.runner.link import HostLink, OnSpans
+from agentlightning.runner.link import HostLink, NotStartedError, OnSpans
 from agentlightning.runner.spec import AgentLike, agent_spec, function_spec
 from agentlightning.runner.wire import Done, Exited, Job, Load, Loaded, LoadFailed
 
@@ -123,8 +123,14 @@ class HostPool:
     ) -> Done:
         """Run one attempt to its end. Raises TimeoutError after `timeout` seconds, AgentCrashedError when its process
         ends. Cancelling stops the attempt."""
-        host = await self._least_busy()
-        job = Job(next(self._job_ids), rollout, resources, server_url, environment)
+        while True:
+            job = Job(next(self._job_ids), rollout, resources, server_url, environment)
+            try:
+                return await self._run_on(await self._least_busy(), job, on_spans, timeout)
+            except NotStartedError:
+                continue
+
+    async def _run_on(self, host: HostLink, job: Job, on_spans: OnSpans, timeout: float | None) -> Done:
         done = host.start(job, on_spans)
         try:
             async with asyncio.timeout(timeout):

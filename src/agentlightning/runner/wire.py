@@ -106,6 +106,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The host has begun an attempt. One it never began is not hurt by the host's end."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Spans:
     """What an attempt has emitted."""
 
