@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.errors import ContextLengthError, PolicyError
-from agentlightning.policy import kv, sampling
+from agentlightning.policy import kv, sampling, shared
 from agentlightning.policy.base import FinishReason, SamplingParams
 from agentlightning.policy.kv import SlotCache, read_layout
 from agentlightning.policy.prefix import Match, PrefixStore, common_prefix
@@ -53,6 +53,8 @@ class Request:
     cancelled: bool = False
     computed: int = 0
     """How many of the tokens have their keys and values in the request's slot."""
+    fingerprints: list[bytes] = field(default_factory=list[bytes])
+    """Of the prompt; see `policy.shared`."""
     waited: bool = False
     """It has already waited once for another's prefill."""
     stops: StopScanner | None = None
@@ -104,6 +106,10 @@ class TokenGenerator:
         """Ready to draw, in slots from 0 on."""
         self._plan: sampling.Plan | None = None
         """For `_rows`; None after they have changed."""
+        self._shared: shared.SharedPrefix | None = None
+        """Likewise: what they begin with in common."""
+        self._shares = model.device.type == "cpu"
+        """Where reading keys and values once for several rows was measured to pay."""
         model.eval()
         layout = read_layout(model)
         self._cache = SlotCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
@@ -140,6 +146,7 @@ class TokenGenerator:
             limit=len(prompt) + min(room, params.max_tokens or room),
             params=params,
             policy_version=self.policy_version,
+            fingerprints=shared.fingerprints(prompt[:-1]) if self._shares else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
             random=None if params.seed is None else random.Random(params.seed),
         )
@@ -156,6 +163,7 @@ class TokenGenerator:
         if not self.idle:
             raise PolicyError("requests are under way; wait for them before the weights change")
         self.prefixes.clear()
+        self._plan = self._shared = None
 
     def release(self) -> None:
         """Give the memory of the slots back; the next request takes it again."""
@@ -319,9 +327,11 @@ class TokenGenerator:
     def _draw(self) -> list[Request]:
         self._grow()
         rows = list(self._rows)
-        logits = self._forward([request.tokens[-1:] for request in rows], 0, [request.computed for request in rows])
         if self._plan is None:
             self._plan = sampling.make_plan([request.params for request in rows], self.model.device)
+            self._shared = self._find_shared()
+        with shared.sharing(self.model, self._shared):
+            logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
         tokens, logprobs = sampling.draw(logits, self._plan, self._uniform())
         # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
         drawn = torch.stack([tokens.double(), logprobs.double()]).tolist()
@@ -329,6 +339,25 @@ class TokenGenerator:
             self._take(request, int(token), logprob)
         self._leave([request for request in rows if request.finish_reason is not None])
         return rows
+
+    def _find_shared(self) -> shared.SharedPrefix | None:
+        """What the rows have in common, with its keys and values; those of the step before where they still fit."""
+        layout = self._cache.layout
+        if not self._shares or layout.slides or any(request.missing for request in self._rows):
+            return None
+        groups = shared.find_groups(
+            [request.fingerprints for request in self._rows],
+            [request.computed for request in self._rows],
+            layout.bytes_per_token // len(layout.kinds),
+        )
+        if groups is None:
+            return None
+        old = self._shared
+        if old is not None and (old.groups.names, old.groups.length) == (groups.names, groups.length):
+            layers = old.layers
+        else:
+            layers = self._cache.gather([rows[0] for rows in groups.rows], groups.length)
+        return shared.SharedPrefix(groups, layers, *shared.layout(groups, self.model.device))
 
     def _uniform(self) -> Tensor:
         """One number for each row: from its own seed where it has one, so that nothing beside it matters."""

@@ -40,6 +40,11 @@ class Layout:
     """For each layer: FULL or SLIDING."""
 
     @property
+    def slides(self) -> bool:
+        """Whether some layer does not look at all tokens."""
+        return any(window is not None for window in self.windows)
+
+    @property
     def bytes_per_token(self) -> int:
         return sum(count * heads * dim for count, heads, dim in self.pools) * self.dtype.itemsize
 
@@ -230,6 +235,12 @@ class SlotCache(Cache):
     def read(self, slot: int, start: int, stop: int) -> Segment:
         """A copy of one row's keys and values at positions start..stop-1."""
         return [pool[:, slot, :, start:stop].clone() for pool in self._state.pools]
+
+    def gather(self, slots: Sequence[int], length: int) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Copies of the first `length` keys and values [slots, heads, length, dim] of some rows, for each layer."""
+        index = torch.tensor(slots, device=self.device)
+        pools = [pool[:, :, :, :length].index_select(1, index) for pool in self._state.pools]
+        return tuple((pools[a][i], pools[b][j]) for (a, i), (b, j) in self.layout.places)
 
     def write(self, slot: int, start: int, segment: Segment, count: int) -> None:
         """Put the first `count` tokens of `segment` at position `start` of a row."""
