@@ -6,7 +6,7 @@ import asyncio
 import math
 import signal
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +43,23 @@ async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await work
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same configuration, so that a run can be resumed from any directory."""
+    model, demonstrations = config.policy.model, config.warm_start.dataset
+    changes: dict[str, Any] = {
+        "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())})
+    }
+    if Path(model).exists():
+        changes["policy"] = config.policy.model_copy(update={"model": str(Path(model).resolve())})
+    if demonstrations is not None:
+        path = str(Path(demonstrations).resolve())
+        changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})
+    return config.model_copy(update=changes)
 
 
 # -- tasks -----------------------------------------------------------------------------------------------------------
@@ -135,6 +152,9 @@ async def _warm_up(
 ) -> None:
     from agentlightning.algorithms.sft import SFTAlgorithm
 
+    def show(step: int, figures: Mapping[str, float]) -> None:
+        progress.update(step, loss=figures["loss"])
+
     progress.phase("warm start", steps)
     settings = config.warm_start
     await SFTAlgorithm(
@@ -145,7 +165,7 @@ async def _warm_up(
         shuffle=settings.shuffle,
         seed=config.run.seed,
         token_budget=config.policy.token_budget,
-        on_step=lambda step, figures: progress.update(step, loss=figures["loss"]),
+        on_step=show,
     ).run()
 
 
@@ -153,17 +173,7 @@ async def _make_tiny(config: TrainConfig, run_dir: RunDir, records: Iterable[Any
     from agentlightning.policy.tiny import make_tiny
 
     directory = run_dir.path / TINY
-    texts = [text for record in records for text in _texts(record)]
-    await asyncio.to_thread(make_tiny, directory, texts, seed=config.run.seed)
-    return directory
-
-
-def _texts(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+    return await asyncio.to_thread(make_tiny, directory, records, seed=config.run.seed)
 
 
 def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, steps: int) -> LocalPolicyConfig:

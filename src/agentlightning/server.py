@@ -68,17 +68,23 @@ class Server:
                 timeout_keep_alive=120,
                 timeout_graceful_shutdown=self._grace,
                 server_header=False,
+                date_header=False,
             )
         )
         self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
-        await self._uvicorn.ready.wait()
+        ready = asyncio.create_task(self._uvicorn.ready.wait())
+        await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            await self.stop()
+            raise ServerError(f"the server at {self.url} ended while it started")
         return self
 
     async def stop(self) -> None:
         """Finish what is under way (for at most `grace_seconds`), then close. Safe to call twice."""
         if self._serving is None or self._uvicorn is None:
             return
-        self._uvicorn.should_exit = True
+        self._uvicorn.leave()
         serving, self._serving = self._serving, None
         await serving
 
@@ -90,15 +96,24 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn as a guest: it says when it listens, and leaves signals to the host."""
+    """uvicorn as a guest: it says when it listens, leaves when told, and leaves signals to the host."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self._leaving.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+    async def main_loop(self) -> None:
+        """Its ten ticks a second serve only the Date header, which we do not send."""
+        await self._leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -111,6 +126,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(2048)
     except (OSError, OverflowError) as error:
         listener.close()
         raise ServerError(

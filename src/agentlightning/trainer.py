@@ -39,6 +39,7 @@ from agentlightning.prepare import (
     read_tasks,
     run_sync,
     start_path,
+    with_absolute_paths,
 )
 from agentlightning.progress import Progress
 from agentlightning.resources import LLM, NamedResources
@@ -69,7 +70,7 @@ class Trainer:
         self,
         config: TrainConfig | None = None,
         *,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm[Any] | None = None,
         model: str | Path | None = None,
         reward: Any | None = None,
         store: LightningStoreBase | None = None,
@@ -140,6 +141,7 @@ class Trainer:
         if self._resuming:
             run_dir = RunDir.open(self.run_dir)
             return run_dir, run_dir.read_state(), read_tasks(run_dir)
+        self.config = with_absolute_paths(self.config)
         tasks = load_tasks(self.config, train, validation, held_out)
         run_dir = RunDir.create(self.run_dir)
         keep_tasks(run_dir, tasks)
@@ -153,7 +155,7 @@ class Trainer:
         measurements = held_out * len(self.config.evaluation.modes)
         self.progress.phase("measuring the starting policy", measurements)
         before = await run.measure("before")
-        self.progress.phase("training", run.total_steps)
+        self.progress.phase("training", run.total_steps, done=run.step)
         run.run_dir.forget_metrics_after(run.state.step)
         await make_algorithm(self.config.algorithm).run(run)
         if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
@@ -168,7 +170,7 @@ class Trainer:
     async def _wired(
         self, agent: Any, run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner, TrainingRun]]:
-        config, secret = self.config, secrets.token_hex(16)
+        config, secret, since = self.config, secrets.token_hex(16), time.monotonic()
         async with AsyncExitStack() as stack:
             store = self.store
             if store is None:
@@ -199,6 +201,7 @@ class Trainer:
                 progress=self.progress,
                 total_steps=make_algorithm(config.algorithm).total_steps,
                 resources=self.initial_resources,
+                since=since,
             )
             yield runner, run
 
@@ -302,7 +305,7 @@ async def _load_agent(runner: Runner, stack: AsyncExitStack) -> None:
 
 def _with_shortcuts(
     config: TrainConfig,
-    algorithm: Algorithm | None,
+    algorithm: Algorithm[Any] | None,
     model: str | Path | None,
     n_runners: int | None,
     seed: int | None,

@@ -55,7 +55,8 @@ class TrainingRun:
     total_steps: int
     resources: NamedResources = field(default_factory=dict[str, Any])
     """What agents are given beside the policy."""
-    _since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    """When this process took the run up, or last noted the time spent."""
 
     @property
     def step(self) -> int:
@@ -136,8 +137,8 @@ class TrainingRun:
 
     def write_state(self) -> None:
         now = time.monotonic()
-        self.state.seconds += now - self._since
-        self._since = now
+        self.state.seconds += now - self.since
+        self.since = now
         self.run_dir.write_state(self.state)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------

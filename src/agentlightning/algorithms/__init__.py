@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -17,7 +17,7 @@ ALGORITHMS: Final[dict[str, str]] = {
 """The `type` in the settings -> where the class is."""
 
 
-def make_algorithm(config: BaseModel) -> Algorithm:
+def make_algorithm(config: BaseModel) -> Algorithm[Any]:
     """The algorithm whose settings these are."""
     module, _, name = ALGORITHMS[str(getattr(config, "type"))].partition(":")  # noqa: B009
     return getattr(import_module(module), name)(config)

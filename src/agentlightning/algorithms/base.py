@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -39,10 +39,13 @@ class Training(Protocol):
         ...
 
 
-class Algorithm(ABC):
+C = TypeVar("C", bound=BaseModel)
+
+
+class Algorithm(ABC, Generic[C]):
     """The base of all algorithms."""
 
-    config: BaseModel
+    config: C
     """Its settings; frozen, unknown keys refused."""
     name: ClassVar[str]
 

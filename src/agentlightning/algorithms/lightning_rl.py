@@ -63,7 +63,7 @@ class LightningRLConfig(BaseModel):
         return self
 
 
-class LightningRL(Algorithm):
+class LightningRL(Algorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 
     Raises ConfigError for settings that cannot work, RewardError for a reward it cannot use.
@@ -72,7 +72,7 @@ class LightningRL(Algorithm):
     name: ClassVar[str] = "lightning_rl"
 
     def __init__(self, config: LightningRLConfig | None = None, **settings: Any) -> None:
-        self.config: LightningRLConfig = config or LightningRLConfig(**settings)
+        self.config = config or LightningRLConfig(**settings)
 
     @property
     def total_steps(self) -> int:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentlightning.assemble import token_tree
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import ChatFormat, Message, Policy
-from agentlightning.policy.losses import LossConfig, NLLLoss
+from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
@@ -52,7 +52,7 @@ class SFTConfig(BaseModel):
     """Of the shuffling."""
     token_budget: int = Field(default=8192, ge=1)
     """Tokens of one forward pass, padding included."""
-    loss: LossConfig = Field(default_factory=NLLLoss)
+    loss: Loss = Field(default_factory=NLLLoss)
     """The token-level loss."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
@@ -147,7 +147,7 @@ class SFTAlgorithm:
     def _open(self, path: str, steps: int) -> LocalPolicy:
         from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 
-        optimizer = OptimizerConfig(**{**self.config.optimizer.model_dump(), "total_steps": steps})
+        optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
         return LocalPolicy.open(LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer))
 
 
@@ -176,7 +176,7 @@ def _records(dataset: str | Path | Sequence[Any]) -> Sequence[Any]:
 
 
 def to_trajectories(records: Sequence[Any], chat: ChatFormat, context_length: int) -> list[Trajectory]:
-    """Each record as a trajectory whose sampled tokens are the assistant's. Raises DatasetError, which counts from 1."""
+    """Each record as a trajectory whose sampled tokens are the assistant's. A DatasetError names records from 1."""
     return [_trajectory(record, number, chat, context_length) for number, record in enumerate(records, 1)]
 
 
@@ -215,7 +215,9 @@ def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str,
     if isinstance(record, Mapping):
         fields = cast("Mapping[str, Any]", record)
         messages, tools = fields.get("messages"), fields.get("tools")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in cast("list[Any]", messages)):
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and "role" in m for m in cast("list[Any]", messages)
+    ):
         shown = repr(record)[:80]
         raise DatasetError(f'{name} is {shown}; give {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
     return cast("list[Message]", messages), tools

@@ -40,9 +40,9 @@ EXTRAS = {"torch": "train", "transformers": "train", "tokenizers": "train", "mat
 
 def main() -> None:
     """The entry point of `agl`."""
-    from agentlightning.cli import evaluate, train
+    from agentlightning.cli import demo, evaluate, train
 
-    for verb in (train, evaluate):
+    for verb in (demo, train, evaluate):
         verb.register(app)
     app()
 

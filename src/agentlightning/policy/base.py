@@ -66,8 +66,10 @@ class ParsedToolCall:
 class ChatFormat(Protocol):
     """A model's way to write conversations: its chat template, its tokenizer, its tool-call format."""
 
-    eos_token_ids: frozenset[int]
-    """Tokens that end a turn."""
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        ...
     tool_call_markers: tuple[str, str]
     """What opens and what closes a tool call: while an answer streams, text between them is held back."""
 
@@ -95,10 +97,18 @@ class ChatFormat(Protocol):
 class Engine(Protocol):
     """What samples from a policy."""
 
-    model: str
-    """The name agents ask for."""
-    context_length: int
-    chat: ChatFormat
+    @property
+    def model(self) -> str:
+        """The name agents ask for."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and answer together."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat: ...
 
     @property
     def policy_version(self) -> int:

@@ -1,0 +1,37 @@
+"""`agl demo`: train a real agent on this machine, from nothing, and measure the gain."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentlightning.cli.app import Output, reported
+from agentlightning.cli.train import Json, show
+
+
+def register(app: typer.Typer) -> None:
+    app.command("demo")(demo)
+
+
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where to keep the run (default: runs/demo-<time>).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a tool-calling agent by reinforcement learning on this machine: two cores, no GPU, no download."""
+    output = Output(as_json)
+    directory = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    with reported(output, lambda: directory):
+        from agentlightning.demo import job
+        from agentlightning.progress import Progress
+        from agentlightning.trainer import Trainer
+
+        demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
+        configuration = job.settings(demonstrations, seed, steps)
+        trainer = Trainer(configuration, run_dir=directory, progress=Progress(output.console))
+        result = trainer.fit(**job.tasks(seed))
+        output.finish(result.as_json(), lambda console: show(result, console))
