@@ -197,10 +197,11 @@ def test_a_template_that_rewrites_history_starts_a_new_path_and_is_drift():
     assert (agent.continues(1), agent.drift(1)) == (None, True)
 
 
-def test_a_template_without_an_end_of_turn_after_answers_is_never_guessed_at():
+@pytest.mark.parametrize("end", ["", "<|endoftext|>"], ids=["no turn is ended", "only the user's turn is ended"])
+def test_a_template_without_an_end_of_turn_after_answers_is_never_guessed_at(end):
+    turn = "{% if m.role == 'user' %}[user]{{ m.content }}" + end + "{% else %}[assistant]{{ m.content }}{% endif %}"
     opening = "{% if add_generation_prompt %}[assistant]{% endif %}"
-    bare = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + opening
-    agent = Agent(HFChatFormat(tiny_tokenizer(bare)))
+    agent = Agent(HFChatFormat(tiny_tokenizer("{% for m in messages %}" + turn + "{% endfor %}" + opening)))
     answer = agent.call([user("hi")], "Hello")
     agent.call([user("hi"), answer, user("more")], "ok")
     assert (agent.continues(1), agent.drift(1)) == (None, True)
