@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -12,13 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agentlightning.errors import ConflictError
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANSITIONS, Attempt, Rollout, RolloutConfig
 from agentlightning.span import SUPERSEDED, Span
-from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.clock import Clock
+from agentlightning.store.sql import SqlStore
 
 attempt_statuses = st.sampled_from(sorted(ATTEMPT_TRANSITIONS))
 rollout_statuses = st.sampled_from(sorted(ROLLOUT_TRANSITIONS))
 numbers = st.integers(0, 10_000)
 configs = st.builds(
     RolloutConfig,
+    timeout_seconds=st.none() | st.just(100.0),
+    unresponsive_seconds=st.none() | st.just(60.0),
     max_attempts=st.integers(1, 3),
     retry_condition=st.sets(st.sampled_from(["failed", "timeout", "unresponsive"])).map(tuple),
 )
@@ -34,13 +38,23 @@ def reachable(table: dict[str, frozenset[str]], old: str) -> set[str]:
     return found
 
 
+class PassingClock(Clock):
+    """A clock that a test sets forward."""
+
+    passed = 0.0
+
+    def steady(self) -> float:
+        return super().steady() + self.passed
+
+
 class Statuses(RuleBasedStateMachine):
     """Users who do everything at any time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.store = InMemoryLightningStore()
+        self.clock = PassingClock()
+        self.store = SqlStore(":memory:", self.clock)
         self.rollouts: dict[str, Rollout] = {}
         self.attempts: dict[str, Attempt] = {}
         self.spans = 0
@@ -116,6 +130,22 @@ class Statuses(RuleBasedStateMachine):
     def update_rollout(self, number: int, status: Any) -> None:
         if rollout_id := self.pick_rollout(number):
             self.ask(self.store.update_rollout(rollout_id, status=status))
+
+    @rule(seconds=st.sampled_from([30.0, 61.0, 101.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.passed += seconds
+        self.runner.run(self.store.update_worker("nobody"))  # the clock looks within any transaction once it is due
+        statuses = {
+            attempt.attempt_id: attempt.status
+            for rollout_id in self.rollouts
+            for attempt in self.runner.run(self.store.query_attempts(rollout_id))
+        }
+        for attempt in self.attempts.values():
+            limits = self.rollouts[attempt.rollout_id].config
+            if attempt.status in ("preparing", "running") and seconds > (limits.timeout_seconds or math.inf):
+                assert statuses[attempt.attempt_id] == "timeout"
+            elif attempt.status in ("preparing", "running") and seconds > (limits.unresponsive_seconds or math.inf):
+                assert statuses[attempt.attempt_id] in ("timeout", "unresponsive")
 
     @invariant()
     def statuses_moved_along_the_tables(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from agentlightning.errors import StoreError
 from agentlightning.store import LightningStore
-from agentlightning.store.migrations import STEPS, migrate
+from agentlightning.store.migrations import STEPS, Step, migrate
 from agentlightning.store.schema import SCHEMA_VERSION
 
 VERSION_1 = Path(__file__).parent / "version_1.sql"
@@ -61,7 +61,11 @@ def test_each_step_above_the_version_is_taken_in_order_and_once(tmp_path: Path) 
     connection = old_store(tmp_path / "store.db")
     latest = SCHEMA_VERSION + 2
     taken: list[int] = []
-    steps = {number: lambda _, number=number: taken.append(number) for number in range(2, latest + 1)}
+
+    def step(number: int) -> Step:
+        return lambda connection: taken.append(number)
+
+    steps = {number: step(number) for number in range(2, latest + 1)}
     migrate(connection, "store.db", latest, steps)
     migrate(connection, "store.db", latest, steps)
     assert taken == list(range(2, latest + 1))

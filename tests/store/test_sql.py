@@ -17,7 +17,6 @@ from agentlightning.errors import (
     ConfigError,
     ConflictError,
     NotFoundError,
-    StoreClosedError,
     StoreError,
     StoreFullError,
 )
@@ -185,12 +184,31 @@ def test_a_forgotten_store_ends_its_threads(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-async def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path / "store.db")
-    store._writer._process_id = os.getpid() + 1  # what a forked child sees
-    with pytest.raises(StoreClosedError, match="parent process"):
-        await store.enqueue_rollout("task")
-    store._writer._process_id = os.getpid()
+FORK = """
+import asyncio, os, sys
+from agentlightning.errors import StoreClosedError
+from agentlightning.store import LightningStore
+
+store = LightningStore(sys.argv[1])
+child = os.fork()
+if child == 0:
+    try:
+        asyncio.run(store.enqueue_rollout("child"))
+    except StoreClosedError as error:
+        print(error)
+    sys.exit(0)
+os.waitpid(child, 0)
+asyncio.run(store.enqueue_rollout("parent"))
+"""
+
+
+async def test_a_forked_child_is_told_to_open_its_own_and_the_parent_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    command = [sys.executable, "-c", FORK, str(path)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert "opened by a parent process" in done.stdout
+    store = LightningStore(path)
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["parent"]
     await store.close()
 
 
@@ -218,7 +236,9 @@ async def test_a_full_disk_is_told_to_the_callers_and_the_store_goes_on_once_the
 
 async def _limit_pages(store: SqlStore, pages: int) -> None:
     """What a full disk looks like to SQLite."""
-    await store._write(lambda transaction: transaction.cursor.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+    await store._write(  # pyright: ignore[reportPrivateUsage]
+        lambda transaction: transaction.cursor.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+    )
 
 
 # -- speed of import -------------------------------------------------------------------------------------------------

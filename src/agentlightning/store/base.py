@@ -120,15 +120,18 @@ class LightningStoreBase(ABC):
 
     @abstractmethod
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
-        """Start another attempt of a rollout whatever its state; earlier ones are superseded."""
+        """Start another attempt of a rollout, whatever its state unless it has succeeded (a ConflictError); earlier
+        ones are superseded."""
 
     @abstractmethod
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
-        """Queue a claimed or finished rollout again. An attempt still open becomes `unresponsive`, for `reason`."""
+        """Queue a claimed, failed or cancelled rollout again; one that waits is returned unchanged. Its attempts are
+        fenced off, and one still open becomes `unresponsive`, for `reason`."""
 
     @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        """Cancel a waiting or running rollout; its attempts are fenced off. A finished one is returned unchanged."""
+        """Cancel a waiting or running rollout; its attempts are fenced off, and one still open becomes
+        `unresponsive`. A finished one is returned unchanged."""
 
     # -- rollouts: looking and changing ----------------------------------------------------------------------------
 
@@ -159,7 +162,8 @@ class LightningStoreBase(ABC):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Rollout:
-        """Change what is given. `metadata` replaces the old."""
+        """Change what is given. `metadata` replaces the old. A status set by hand is also that of the open attempt,
+        and is not followed by a retry; a rollout is claimed with `dequeue_rollout` or `start_attempt` only."""
 
     @abstractmethod
     async def wait_for_rollouts(
@@ -188,8 +192,8 @@ class LightningStoreBase(ABC):
         last_heartbeat_time: float | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Attempt:
-        """Change what is given (attempt_id may be "latest"); metadata is merged. A superseded attempt is returned
-        as it stands, with `superseded: True` merged into its metadata."""
+        """Change what is given (attempt_id may be "latest"); metadata is merged. A superseded attempt, and a lost one
+        whose rollout has finished without it, are returned as they stand, with `superseded: True` in the metadata."""
 
     # -- spans -----------------------------------------------------------------------------------------------------
 

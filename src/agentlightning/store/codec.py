@@ -82,6 +82,22 @@ def load_config(text: str | None) -> RolloutConfig:
     return DEFAULT_CONFIG if text is None else RolloutConfig.model_validate_json(text)
 
 
+def from_rollout(rollout: Rollout) -> Row:
+    """The columns of a new rollout, for `statements.INSERT_ROLLOUT`."""
+    return (
+        rollout.rollout_id,
+        dump(rollout.input, "input"),
+        rollout.mode,
+        rollout.resources_id,
+        rollout.status,
+        rollout.start_time,
+        None,
+        config_text(rollout.config),
+        dump(rollout.metadata, "metadata") if rollout.metadata else "{}",
+        0,
+    )
+
+
 def to_rollout(row: Row) -> Rollout:
     """From the columns of `statements.ROLLOUT`."""
     _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _ = row

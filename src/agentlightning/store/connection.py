@@ -43,33 +43,26 @@ def locate(url: str | Path | None) -> Path | None:
     return Path(text).expanduser().absolute()
 
 
-def open_writer(path: Path | None) -> sqlite3.Connection:
-    """The connection that writes, to a database that is there and up to date."""
+def open_pair(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connection | None]:
+    """(a connection to write, one to read; None where there is only one for both), the database being up to date."""
     if path is not None:
         _make_folder(path)
-    name = "the in-memory store" if path is None else str(path)
+    opened: list[sqlite3.Connection] = []
     try:
-        connection = _connect(path)
-    except sqlite3.Error as error:
-        raise explain(error, path) from error
-    try:
+        opened.append(_connect(path))
         if path is not None:
-            _use_wal(connection, path)
-        migrate(connection, name)
-    except sqlite3.Error as error:
-        connection.close()
-        raise explain(error, path) from error
-    except StoreError:
-        connection.close()
+            _use_wal(opened[0], path)
+        migrate(opened[0], "the in-memory store" if path is None else str(path))
+        if path is not None:
+            opened.append(_connect(path))
+            opened[1].execute("PRAGMA query_only = ON")
+    except BaseException as error:
+        for connection in opened:
+            connection.close()
+        if isinstance(error, sqlite3.Error):
+            raise explain(error, path) from error
         raise
-    return connection
-
-
-def open_reader(path: Path) -> sqlite3.Connection:
-    """A connection that only reads, to a database that `open_writer` has opened."""
-    connection = _connect(path)
-    connection.execute("PRAGMA query_only = ON")
-    return connection
+    return opened[0], opened[1] if path is not None else None
 
 
 def _make_folder(path: Path) -> None:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH: Final = 1024
 """Calls in one transaction at most: bounds the wait of the first one."""
+TOGETHER_SECONDS: Final = 0.002
+"""Answers to reads travel together when they take no longer than this."""
 TICK_SECONDS: Final = 0.25
 """The clock looks for expired attempts no more often than this."""
 IDLE_SECONDS: Final = 0.5
@@ -124,11 +126,11 @@ class Lane:
 
     def submit(self, call: Call) -> None:
         """Hand over a call; its future is settled in its own event loop."""
+        if self._process_id != os.getpid():
+            raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
         with self._lock:
             if self._closed:
                 raise StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
-            if self._process_id != os.getpid():
-                raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
             self._queue.put(call)
 
     @property
@@ -141,16 +143,32 @@ class Lane:
 
     def stop(self) -> None:
         """Have the thread end once everything handed over is done. Does not wait."""
+        if self._process_id != os.getpid():  # a forked child has no thread to end, and perhaps a lock held for ever
+            return
         with self._lock:
-            if not self._closed and self._process_id == os.getpid():
+            if not self._closed:
                 self._queue.put(None)
             self._closed = True
 
     def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            if isinstance(call, Call) and not call.future.cancelled():
-                settle([self._answer(call)], self._lost)
+        running = True
+        while running:
+            answers, running = self._answer_some()
+            settle(answers, self._lost)
         self._connection.close()
+
+    def _answer_some(self) -> tuple[list[Answer], bool]:
+        """(answers to the calls that are there, as far as they are quick; whether there may be more)."""
+        answers: list[Answer] = []
+        call = self._queue.get()
+        enough = self._clock.steady() + TOGETHER_SECONDS
+        while call is not None:
+            if isinstance(call, Call) and not call.future.cancelled():
+                answers.append(self._answer(call))
+            if self._queue.empty() or self._clock.steady() > enough:
+                return answers, True
+            call = self._queue.get_nowait()
+        return answers, False
 
     def _answer(self, call: Call) -> Answer:
         try:
@@ -261,6 +279,8 @@ class Writer(Lane):
         except Exception as error:  # noqa: BLE001  every caller of the batch raises it
             fault = self._fail(error)
             calls = dict.fromkeys([*batch, *(call for call, _, _ in answers)])
+            if not calls:
+                logger.warning("the store could not apply its time limits, and tries again: %s", fault)
             answers = [(call, None, _copy(fault)) for call in calls]
             for call in calls:
                 call.answered = True

@@ -20,6 +20,7 @@ from agentlightning.rollouts import (
     Rollout,
 )
 from agentlightning.store import codec, statements
+from agentlightning.store.base import Unset
 from agentlightning.store.codec import Row
 from agentlightning.store.engine import Transaction
 from agentlightning.store.ids import new_id
@@ -97,6 +98,32 @@ def find_attempt(transaction: Transaction, rollout_id: str, attempt_id: str) -> 
 def latest_attempt(transaction: Transaction, rollout_id: str) -> State | None:
     row = transaction.one(statements.LATEST_ATTEMPT, rollout_id)
     return None if row is None else State(*row)
+
+
+# -- making and describing ------------------------------------------------------------------------------------------
+
+
+def check_resources(transaction: Transaction, resources_ids: set[str | None]) -> None:
+    """Raises NotFoundError for the first that was never published. None stands for the latest."""
+    for resources_id in resources_ids:
+        if resources_id is not None and transaction.one(statements.KNOWN_RESOURCES, resources_id) is None:
+            raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
+
+
+def insert_once(transaction: Transaction, rollout: Rollout, row: Row) -> Rollout:
+    """The rollout, or the one that has its id already."""
+    if transaction.run(statements.INSERT_ROLLOUT_ONCE, *row):
+        return rollout
+    return codec.to_rollout(find_rollout(transaction, rollout.rollout_id))
+
+
+def describe(transaction: Transaction, state: State, worker_id: str | Unset, metadata: dict[str, Any] | Unset) -> None:
+    """Change who runs an attempt, and add to its metadata."""
+    if not isinstance(worker_id, Unset):
+        state.worker_id = worker_id
+    if not isinstance(metadata, Unset):
+        state.metadata = codec.dump({**codec.load_dict(state.metadata), **metadata}, "metadata")
+    transaction.run(statements.CHANGE_ATTEMPT, state.worker_id, state.metadata, state.key)
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from agentlightning.errors import ConfigError
@@ -65,13 +64,21 @@ class SpanGroup:
             if self._kept is not None:
                 kept[position] = codec.to_span(self._kept[span_id])
                 continue
-            attributes = {**span.attributes, SUPERSEDED: True} if self._superseded else span.attributes
-            kept[position] = replace(
-                span,
-                attempt_id=self._attempt_id,
-                span_id=span_id,
-                sequence_id=sequence_id,
-                attributes=attributes,
+            kept[position] = Span(
+                span.rollout_id,
+                self._attempt_id,
+                span.name,
+                span.start_time,
+                span.end_time,
+                sequence_id,
+                span.trace_id,
+                span_id,
+                span.parent_id,
+                span.status_code,
+                span.status_message,
+                {**span.attributes, SUPERSEDED: True} if self._superseded else span.attributes,
+                span.events,
+                span.resource,
             )
 
 

@@ -30,7 +30,7 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
-from agentlightning.store import codec, connection, lifecycle, statements
+from agentlightning.store import codec, connection, lifecycle, statements, workers
 from agentlightning.store.base import UNSET, LightningStoreBase, Unset, Worker
 from agentlightning.store.clock import Clock
 from agentlightning.store.codec import Row
@@ -53,16 +53,15 @@ class SqlStore(LightningStoreBase):
     Raises StoreError where the database cannot be opened, and StoreClosedError once `close` was called.
     """
 
-    def __init__(self, url: str | Path | None = None) -> None:
+    def __init__(self, url: str | Path | None = None, clock: Clock | None = None) -> None:
         self.path: Path | None = connection.locate(url)
         """The file; None for a store in memory."""
-        clock = Clock()
-        self._clock = clock
-        writer = connection.open_writer(self.path)
-        self._writer = Writer("agl-store-writer", self.path, writer, clock, lifecycle.expire)
+        self._clock = Clock() if clock is None else clock
+        writer, reader = connection.open_pair(self.path)
+        self._writer = Writer("agl-store-writer", self.path, writer, self._clock, lifecycle.expire)
         self._reader: Lane = self._writer
-        if self.path is not None:
-            self._reader = Lane("agl-store-reader", self.path, connection.open_reader(self.path), clock)
+        if reader is not None:
+            self._reader = Lane("agl-store-reader", self.path, reader, self._clock)
         self._finalizer = weakref.finalize(self, _shut, self._reader, self._writer)
 
     def __repr__(self) -> str:
@@ -137,10 +136,10 @@ class SqlStore(LightningStoreBase):
         rollout_id: str | None = None,
     ) -> AttemptedRollout:
         rollout = self._new_rollout(EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id))
-        row = _rollout_row(rollout)
+        row = codec.from_rollout(rollout)
 
         def start(transaction: Transaction) -> AttemptedRollout:
-            _check_resources(transaction, {rollout.resources_id})
+            lifecycle.check_resources(transaction, {rollout.resources_id})
             if not transaction.run(statements.INSERT_ROLLOUT_ONCE, *row):
                 raise ConflictError(f"rollout {rollout.rollout_id!r} exists already; use start_attempt")
             return lifecycle.claim(transaction, lifecycle.find_rollout(transaction, rollout.rollout_id), worker_id)
@@ -161,17 +160,17 @@ class SqlStore(LightningStoreBase):
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         made = [self._new_rollout(request) for request in rollouts]
-        rows = [_rollout_row(rollout) for rollout in made]
+        rows = [codec.from_rollout(rollout) for rollout in made]
         named = {request.rollout_id for request in rollouts if request.rollout_id is not None}
         resources_ids = {rollout.resources_id for rollout in made}
 
         def enqueue(transaction: Transaction) -> list[Rollout]:
-            _check_resources(transaction, resources_ids)
+            lifecycle.check_resources(transaction, resources_ids)
             transaction.queued = True
             if not named:
                 transaction.many(statements.INSERT_ROLLOUT, rows)
                 return made
-            return [_insert_once(transaction, rollout, row) for rollout, row in zip(made, rows, strict=True)]
+            return [lifecycle.insert_once(transaction, rollout, row) for rollout, row in zip(made, rows, strict=True)]
 
         return await self._write(enqueue) if rows else []
 
@@ -291,7 +290,7 @@ class SqlStore(LightningStoreBase):
         def change(transaction: Transaction) -> Rollout:
             row = lifecycle.find_rollout(transaction, rollout_id)
             if isinstance(resources_id, str):
-                _check_resources(transaction, {resources_id})
+                lifecycle.check_resources(transaction, {resources_id})
             old = (row[2], row[3], row[4], row[8], row[9])
             values = [before if isinstance(after, Unset) else after for before, after in zip(old, new, strict=True)]
             transaction.run(statements.CHANGE_ROLLOUT, *values, row[0])
@@ -361,7 +360,7 @@ class SqlStore(LightningStoreBase):
             if not isinstance(status, Unset):
                 lifecycle.move_attempt(transaction, state, status)
             if not isinstance(worker_id, Unset) or not isinstance(metadata, Unset):
-                _describe(transaction, state, worker_id, metadata)
+                lifecycle.describe(transaction, state, worker_id, metadata)
             return state.to_attempt()
 
         return await self._write(change)
@@ -480,13 +479,12 @@ class SqlStore(LightningStoreBase):
             wall, steady = transaction.clock.wall(), transaction.clock.steady()
             transaction.run(statement, worker_id, wall, text)
             transaction.run(statements.KEEP_ATTEMPTS_ALIVE, wall, steady, worker_id)
-            row = transaction.one(statements.FIND_WORKER, worker_id)
-            return _to_worker(row, transaction.one(statements.WORK_OF, worker_id))
+            return workers.find_worker(transaction, worker_id)
 
         return await self._write(change)
 
     async def query_workers(self) -> list[Worker]:
-        return await self._read(_workers)
+        return await self._read(workers.all_workers)
 
 
 def _shut(*lanes: Lane) -> None:
@@ -496,54 +494,3 @@ def _shut(*lanes: Lane) -> None:
     for lane in lanes:
         if lane.thread is not threading.current_thread():
             lane.thread.join()
-
-
-def _rollout_row(rollout: Rollout) -> Row:
-    return (
-        rollout.rollout_id,
-        codec.dump(rollout.input, "input"),
-        rollout.mode,
-        rollout.resources_id,
-        "queuing",
-        rollout.start_time,
-        None,
-        codec.config_text(rollout.config),
-        codec.dump(rollout.metadata, "metadata") if rollout.metadata else "{}",
-        0,
-    )
-
-
-def _insert_once(transaction: Transaction, rollout: Rollout, row: Row) -> Rollout:
-    if transaction.run(statements.INSERT_ROLLOUT_ONCE, *row):
-        return rollout
-    return codec.to_rollout(lifecycle.find_rollout(transaction, rollout.rollout_id))
-
-
-def _check_resources(transaction: Transaction, resources_ids: set[str | None]) -> None:
-    for resources_id in resources_ids:
-        if resources_id is not None and transaction.one(statements.KNOWN_RESOURCES, resources_id) is None:
-            raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
-
-
-def _describe(
-    transaction: Transaction,
-    state: lifecycle.State,
-    worker_id: str | Unset,
-    metadata: dict[str, Any] | Unset,
-) -> None:
-    if not isinstance(worker_id, Unset):
-        state.worker_id = worker_id
-    if not isinstance(metadata, Unset):
-        state.metadata = codec.dump({**codec.load_dict(state.metadata), **metadata}, "metadata")
-    transaction.run(statements.CHANGE_ATTEMPT, state.worker_id, state.metadata, state.key)
-
-
-def _workers(transaction: Transaction) -> list[Worker]:
-    in_hand = {worker_id: ids for worker_id, *ids in transaction.all(statements.WORK_IN_HAND)}
-    return [_to_worker(row, in_hand.get(row[0])) for row in transaction.all(statements.WORKERS)]
-
-
-def _to_worker(row: Row, in_hand: Sequence[str] | None) -> Worker:
-    worker_id, heartbeat, stats = row
-    rollout_id, attempt_id = in_hand or (None, None)
-    return Worker(worker_id, heartbeat, rollout_id, attempt_id, codec.load_dict(stats))
