@@ -125,6 +125,9 @@ class Gateway:
             return {}
         assert rest == ["v1", "chat", "completions"]
         turn = sum(message["role"] == "assistant" for message in body["messages"])
+        time.sleep(0.05)  # a model takes its time
+        now = time.time()
+        self.keep(Span(rollout_id, attempt_id, "chat", now, now, span_id=new_span_id()))
         message = {"role": "assistant", **self.script[turn]}
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}

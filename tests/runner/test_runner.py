@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -11,16 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import opentelemetry.trace
 import pytest
 
 from agentlightning.errors import AgentError, ConfigError, StoreFullError
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key
 from agentlightning.runner.worker import Runner
-from agentlightning.span import MESSAGE, REWARD, SCORE_VALUE
+from agentlightning.span import MESSAGE, REWARD, SCORE_VALUE, Span
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import agents
-from agentlightning.tracing.emit import get_reward_value
+from agentlightning.tracing.emit import emit_reward, get_reward_value
 
 HERE = "agentlightning.testing.agents"
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05}
@@ -58,6 +60,32 @@ async def test_what_is_emitted_is_kept_in_order(start: Any, roll: Any, store: An
     spans = await store.query_spans(ended.rollout_id)
     assert [span.name for span in spans] == [MESSAGE, REWARD] * 3
     assert [span.sequence_id for span in spans] == [1, 2, 3, 4, 5, 6]
+    assert {span.attempt_id for span in spans} == {(await store.get_latest_attempt(ended.rollout_id)).attempt_id}
+
+
+async def test_a_reward_stands_before_the_model_call_that_follows_it(
+    start: Any, roll: Any, store: Any, gateway: Any
+) -> None:
+    def agent(task: Any, base_url: str, api_key: str) -> None:
+        for value in range(3):
+            agents.post(f"{base_url}/chat/completions", api_key, {"model": "m", "messages": []})
+            emit_reward(value)
+
+    gateway.script = [{"content": "x"}]
+    await start(agent, server_url=gateway.url)
+    [ended] = await roll({})
+    assert [span.name for span in await store.query_spans(ended.rollout_id)] == ["chat", REWARD] * 3
+
+
+async def test_spans_of_any_library_and_spans_returned_are_kept(start: Any, roll: Any, store: Any) -> None:
+    def agent(task: Any) -> list[Span]:
+        with opentelemetry.trace.get_tracer("a library").start_as_current_span("traced"):
+            return [Span("", "", "made by hand", 1.0, 2.0, span_id="a" * 16)]
+
+    await start(agent)
+    [ended] = await roll({})
+    spans = await store.query_spans(ended.rollout_id)
+    assert [span.name for span in spans] == ["traced", "made by hand"]
     assert {span.attempt_id for span in spans} == {(await store.get_latest_attempt(ended.rollout_id)).attempt_id}
 
 
@@ -180,6 +208,18 @@ async def test_many_rollouts_at_once_all_end_with_their_own_reward(start: Any, r
     assert runner.statistics.succeeded == 200
 
 
+async def test_one_process_runs_128_agents_at_once(start: Any, roll: Any) -> None:
+    barrier: list[Any] = []
+
+    async def meets(task: Any) -> None:
+        barrier.append(task)
+        while len(barrier) < 128:  # noqa: ASYNC110  the others run in the same process, or never come
+            await asyncio.sleep(0.05)
+
+    await start(meets, concurrency=128)
+    assert {rollout.status for rollout in await roll(*range(128))} == {"succeeded"}
+
+
 async def test_all_spans_are_there_when_a_rollout_has_succeeded(start: Any, store: Any) -> None:
     await start(agents.emits_rewards, concurrency=8)
     for _ in range(10):
@@ -288,6 +328,37 @@ async def test_stopping_lets_what_runs_end_and_queues_the_rest_again(start: Any,
     ]
     assert runner.statistics.requeued == 2
     await runner.stop()
+
+
+async def test_stopping_does_not_bring_back_what_was_cancelled(start: Any, store: Any) -> None:
+    runner = await start(agents.hangs_async, heartbeat_seconds=600)
+    queued = await store.enqueue_rollout({"hang": True})
+    await until(lambda: runner.statistics.running == 1)
+    await store.cancel_rollout(queued.rollout_id)
+    await runner.stop(0)
+    assert (await store.get_rollout_by_id(queued.rollout_id)).status == "cancelled"
+    assert runner.statistics.requeued == 0
+
+
+async def test_a_runner_whose_processes_cannot_start_says_so(start: Any, tmp_path: Any) -> None:
+    path = tmp_path / "stillborn.py"
+    path.write_text("import os\nos.register_at_fork(after_in_child=lambda: os._exit(9))\ndef agent(task): return 1.0")
+    with pytest.raises(AgentError, match=r"(?s)end as soon as they start; the last one ended with exit code 9"):
+        await start(f"{path}:agent")
+
+
+async def test_a_runner_that_lost_its_processes_ends_with_an_error(start: Any, store: Any, caplog: Any) -> None:
+    def agent(task: Any) -> None:
+        os.kill(os.getppid(), 9)
+        time.sleep(3600)
+
+    with caplog.at_level(logging.CRITICAL):
+        runner = await start(agent)
+        await store.enqueue_rollout({})
+        with pytest.raises(AgentError, match=r"that starts the processes of agent .* was killed by SIGKILL"):
+            await asyncio.wait_for(runner.wait(), 30)
+        with pytest.raises(AgentError):
+            await runner.stop()
 
 
 async def test_a_cancelled_rollout_is_stopped_and_nobody_reports_it(start: Any, store: Any) -> None:

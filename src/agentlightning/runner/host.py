@@ -33,7 +33,7 @@ from agentlightning.span import Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otel import to_span
 from agentlightning.tracing.scope import current_scope, scope
-from agentlightning.tracing.tracer import flush
+from agentlightning.tracing.tracer import flush, install_globally
 
 OUTPUT_CHARACTERS = 16_384
 """How much of an output is kept with the attempt."""
@@ -52,6 +52,7 @@ class Setup:
 def serve(sock: socket.socket, setup: Setup) -> None:
     """Run attempts until the runner goes away."""
     environ.install()
+    install_globally()
     asyncio.run(Host(sock, setup).serve())
 
 
@@ -120,8 +121,8 @@ class Host:
     def _handle(self, message: Job | Cancel) -> None:
         if isinstance(message, Job):
             self._send(Started(message.job_id))
-            call = _call(message)
-            self._running[message.job_id] = (asyncio.create_task(self._attempt(message.job_id, call)), call)
+            call = Call(message.rollout, message.resources, message.environment, message.rollout.input)
+            self._running[message.job_id] = (asyncio.create_task(self._attempt(message, call)), call)
         elif message.job_id in self._running:
             task, call = self._running[message.job_id]
             call.cancelled = True
@@ -132,13 +133,14 @@ class Host:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, job_id: int, call: Call) -> None:
+    async def _attempt(self, job: Job, call: Call) -> None:
         """The boundary: whatever happens inside is a record afterwards."""
         failure: Failure | None = None
         output: Any = None
         attempt = call.rollout.attempt
-        with scope(attempt.rollout_id, attempt.attempt_id, _Sink(job_id, self._send)):
+        with scope(attempt.rollout_id, attempt.attempt_id, _Sink(job.job_id, self._send)):
             try:
+                call.resources = bind_resources(job.resources, job.server_url, job.environment)
                 variables = environ.task_variables(call.task, self._setup.environment)
                 with environ.overlay({**variables, **call.environment}):
                     output = recordable(await self._run(call))
@@ -148,8 +150,8 @@ class Host:
                 if not call.cancelled:
                     emit_exception(error)
             flush()
-        del self._running[job_id]
-        self._send(Done(job_id, failure, output))
+        del self._running[job.job_id]
+        self._send(Done(job.job_id, failure, output))
 
     async def _run(self, call: Call) -> Any:
         """Run the agent and judge it. Returns its output; None where what it returned was its reward or its spans."""
@@ -180,11 +182,6 @@ class Host:
         if error is not None:
             raise error
         return await _settled(value)
-
-
-def _call(job: Job) -> Call:
-    resources = bind_resources(job.resources, job.server_url, job.environment)
-    return Call(job.rollout, resources, job.environment, job.rollout.input)
 
 
 def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:

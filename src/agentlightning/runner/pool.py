@@ -73,6 +73,7 @@ class HostPool:
         self._changed = asyncio.Event()
         self._stillborn = 0
         self._closing = False
+        self._broken: AgentError | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -93,6 +94,8 @@ class HostPool:
                     await self._fork()
                 while not self.capacity:
                     await self._changed.wait()
+                    if self._broken is not None:
+                        raise self._broken
         except TimeoutError:
             raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
 
@@ -175,7 +178,12 @@ class HostPool:
     def _replace(self) -> None:
         task = asyncio.get_running_loop().create_task(self._fork())
         self._forking.add(task)
-        task.add_done_callback(self._forking.discard)
+        task.add_done_callback(self._forked)
+
+    def _forked(self, task: asyncio.Task[None]) -> None:
+        self._forking.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(f"no process can be started for agent {self.agent}: {error}")
 
     async def _fork(self) -> None:
         host = HostLink(next(self._host_ids), self._change)
@@ -208,7 +216,11 @@ class HostPool:
         if self._stillborn < STILLBORN:
             self._replace()
         else:
-            self._break(f"the processes that run agent {self.agent} end as soon as they start: the last one", exited)
+            how = describe_exit(exited.status)
+            self._break(
+                f"the processes that run agent {self.agent} end as soon as they start; the last one {how}"
+                f"\n{exited.traceback}"
+            )
 
     def _lost(self) -> None:
         if self._closing:
@@ -221,9 +233,11 @@ class HostPool:
             return
         for host in self._hosts.values():
             host.has_exited(exited)
-        self._break(f"the process that starts agent {self.agent}'s processes", exited)
+        how = describe_exit(exited.status)
+        self._break(f"the process that starts the processes of agent {self.agent} {how}")
 
-    def _break(self, what: str, exited: Exited) -> None:
-        error = AgentError(f"{what} {describe_exit(exited.status)}{exited.traceback and chr(10)}{exited.traceback}")
+    def _break(self, why: str) -> None:
+        self._broken = AgentError(why)
+        self._change()
         if self._on_broken is not None:
-            self._on_broken(error)
+            self._on_broken(self._broken)

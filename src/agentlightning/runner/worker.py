@@ -85,9 +85,8 @@ class Runner:
     spread over `hosts` processes. `env` maps environment variables to the fields of a dict task they hold; `cwd` is
     where the agent runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL
     may be given to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the
-    agent's model calls go where they always go. A store that is full is
-    tried again for `patience` seconds. `poll_seconds` is how long one claim waits, and so the longest an idle runner
-    takes to stop.
+    agent's model calls go where they always go. A store that is full is tried again for `patience` seconds.
+    `poll_seconds` is how long one claim waits, and so the longest an idle runner takes to stop.
     """
 
     def __init__(
@@ -216,17 +215,23 @@ class Runner:
             await asyncio.wait([attempt.task for attempt in self._open.values()], timeout=seconds)
         left = list(self._open.values())
         for attempt in left:
-            attempt.task.cancel()
+            if self.error is not None or not attempt.reporting:
+                attempt.task.cancel()
         if left:
             await asyncio.wait([attempt.task for attempt in left])
         if self.error is None:
-            await self._give_back([attempt.claimed for attempt in left])
+            await self._give_back([attempt.claimed for attempt in left if attempt.task.cancelled()])
             await self._writer.written()
 
     async def _give_back(self, claimed: Sequence[AttemptedRollout]) -> None:
-        for rollout in claimed:
-            await self._patiently(lambda r=rollout: self.store.requeue_rollout(r.rollout_id, "the runner was stopped"))
-            self._count("requeued")
+        """Queue again what is still ours."""
+        ids = [rollout.rollout_id for rollout in claimed]
+        for rollout in await self.store.query_rollouts(rollout_id_in=ids, status_in=("preparing", "running")):
+            latest = await self.store.get_latest_attempt(rollout.rollout_id)
+            if latest is not None and latest.worker_id == self.worker_id:
+                reason = f"the runner {self.worker_id} was stopped"
+                await self._patiently(lambda r=rollout, why=reason: self.store.requeue_rollout(r.rollout_id, why))
+                self._count("requeued")
 
     # -- what ends a runner ------------------------------------------------------------------------------------------
 
