@@ -9,8 +9,11 @@ small a model reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,7 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-ROLES = ("system", "user", "assistant", "tool")
+MARKERS = re.compile("|".join(map(re.escape, (PAD, START, END, CALL, CALL_END))))
+ROPE_THETA = 500.0
+"""Lower than usual: with turns this short, positions must differ where the policy learns to copy."""
+MOST_RECORDS = 2000
+"""BPE learns from this many records at most, evenly spread."""
 
 PIECES = r"\d|[^A-Za-z\d]*[A-Za-z]+(?: (?=\d))?|[^A-Za-z\d]+"
 """What BPE may merge: one digit; a word with the marks before it and a space between it and a digit; other marks."""
@@ -59,7 +66,7 @@ CHAT_TEMPLATE = """\
 
 def make_tiny(
     directory: Path | str,
-    texts: Iterable[str],
+    records: Iterable[Any],
     *,
     seed: int = 0,
     hidden_size: int = 128,
@@ -68,11 +75,12 @@ def make_tiny(
     vocabulary: int = 1024,
     context_length: int = 2048,
 ) -> Path:
-    """Write an untrained policy into `directory`: its tokenizer learned from `texts`, its weights drawn from `seed`.
+    """Write an untrained policy into `directory`: its tokenizer learned from `records`, its weights drawn from `seed`.
 
+    A record is a text, a conversation (`{"messages": [...], "tools": [...]}`), or any JSON value, whose strings count.
     With the defaults about 0.4M parameters. `vocabulary` is the most tokens there may be; few texts need fewer."""
     directory = Path(directory)
-    tokenizer = make_tokenizer(texts, vocabulary=vocabulary, context_length=context_length)
+    tokenizer = make_tokenizer(records, vocabulary=vocabulary, context_length=context_length)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -80,10 +88,11 @@ def make_tiny(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=context_length,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        eos_token_id=cast(int, tokenizer.eos_token_id),
+        pad_token_id=cast(int, tokenizer.pad_token_id),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -94,9 +103,11 @@ def make_tiny(
 
 
 def make_tokenizer(
-    texts: Iterable[str], *, vocabulary: int = 1024, context_length: int = 2048
+    records: Iterable[Any], *, vocabulary: int = 1024, context_length: int = 2048
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE learned from `texts`, with the chat template above. The same texts give the same tokenizer."""
+    """A byte-level BPE learned from `records`, with the chat template above. The same records give the same tokens."""
+    known = list(records)
+    texts = [text for record in known[:: -(-len(known) // MOST_RECORDS) or 1] for text in _texts(record)]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -111,8 +122,12 @@ def make_tokenizer(
         special_tokens=[PAD, START, END],
         show_progress=False,
     )
-    core.train_from_iterator([*ROLES, *texts], trainer)
+    core.train_from_iterator(texts, trainer)
     core.add_tokens([AddedToken(CALL, normalized=False), AddedToken(CALL_END, normalized=False)])
+    return _wrapped(core, context_length)
+
+
+def _wrapped(core: Tokenizer, context_length: int = 2048) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -123,3 +138,24 @@ def make_tokenizer(
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+@cache
+def _renderer() -> PreTrainedTokenizerFast:
+    return _wrapped(Tokenizer(models.BPE()))
+
+
+def _texts(record: Any) -> Iterator[str]:
+    """What BPE learns from: a conversation as the template writes it, cut at its markers; else all strings."""
+    match record:
+        case str():
+            yield record
+        case {"messages": list(messages)}:
+            text = _renderer().apply_chat_template(messages, tools=record.get("tools"), tokenize=False)
+            yield from MARKERS.split(cast(str, text))
+        case dict():
+            yield from (text for value in cast("dict[str, Any]", record).values() for text in _texts(value))
+        case list():
+            yield from (text for value in cast("list[Any]", record) for text in _texts(value))
+        case _:
+            pass
