@@ -71,6 +71,13 @@ class Service:
         client = await self.client()
         return await client.chat.completions.create(model="scripted", messages=messages, **options)
 
+    async def stream(self, **options):
+        """All chunks of one streamed completion."""
+        client = await self.client()
+        messages = [{"role": "user", "content": "hi"}]
+        chunks = await client.chat.completions.create(model="scripted", messages=messages, stream=True, **options)
+        return [chunk async for chunk in chunks]
+
     async def spans(self):
         return await self.store.query_spans(self.rollout_id, self.attempt_id)
 

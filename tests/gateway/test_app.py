@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from agentlightning import span as names
-from agentlightning.errors import ConfigError, PolicyError, StoreFullError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import LLM
 from agentlightning.rollouts import attempt_key, attempt_path
@@ -158,98 +158,6 @@ async def test_the_synchronous_sdk_works_too(serve):
             return client.chat.completions.create(model="scripted", messages=messages)
 
     assert (await asyncio.to_thread(ask)).choices[0].message.content == "Hello."
-
-
-# -- streaming -------------------------------------------------------------------------------------------------------
-
-
-async def stream(service, **options):
-    client = await service.client()
-    messages = [{"role": "user", "content": "hi"}]
-    chunks = await client.chat.completions.create(model="scripted", messages=messages, stream=True, **options)
-    return [chunk async for chunk in chunks]
-
-
-async def test_text_streams_as_it_is_drawn_and_ends_with_reason_and_usage(serve):
-    service = await serve(["Hé 🎉!"], engine={"delay": 0.001})
-    chunks = await stream(service)
-    deltas = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
-    assert deltas == ["H", "é", " ", "🎉", "!"] or "".join(deltas) == "Hé 🎉!"
-    assert len(deltas) > 1
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == len("Hé 🎉!".encode()) + 1
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
-async def test_a_tool_call_streams_whole_with_index_id_and_type(serve):
-    service = await serve(["Let me see. " + CALL])
-    chunks = await stream(service, tools=TOOLS)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    calls = [call for chunk in chunks if chunk.choices for call in chunk.choices[0].delta.tool_calls or ()]
-    assert text == "Let me see."
-    assert [(call.index, call.type, call.function.name) for call in calls] == [(0, "function", "calculator")]
-    assert json.loads(calls[0].function.arguments) == {"expression": "6*7"}
-    assert chunks[-2].choices[0].finish_reason == "tool_calls"
-
-
-async def test_the_sdks_stream_helper_puts_together_what_the_span_says(serve):
-    service = await serve(["Let me see. " + CALL, "ok"])
-    client, asked = await service.client(), [{"role": "user", "content": "hi"}]
-    async with client.chat.completions.stream(model="scripted", messages=asked, tools=TOOLS) as events:
-        async for _ in events:
-            pass
-        message = (await events.get_final_completion()).choices[0].message
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
-    await service.ask([*asked, message.model_dump(exclude={"parsed"}), result], tools=TOOLS)
-    assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
-
-
-async def test_several_answers_stream_side_by_side(serve):
-    service = await serve(["one", "two"], engine={"delay": 0.001})
-    said = {0: "", 1: ""}
-    for chunk in await stream(service, n=2):
-        for choice in chunk.choices:
-            said[choice.index] += choice.delta.content or ""
-    assert sorted(said.values()) == ["one", "two"]
-
-
-async def test_a_streamed_answer_carries_its_log_probabilities_at_the_end(serve):
-    service = await serve(["Hi"])
-    closing = (await stream(service, logprobs=True))[-2].choices[0]
-    assert [token.token for token in closing.logprobs.content] == ["H", "i", "<|im_end|>"]
-
-
-async def test_the_span_is_in_the_store_before_the_stream_says_that_the_answer_is_finished(serve):
-    service = await serve(["Hello."])
-    client, kept = await service.client(), None
-    messages = [{"role": "user", "content": "hi"}]
-    async for chunk in await client.chat.completions.create(model="scripted", messages=messages, stream=True):
-        if chunk.choices and chunk.choices[0].finish_reason:
-            kept = await service.spans()
-    assert len(kept) == 1
-
-
-class FullStore:
-    """A store whose disk is full."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-    async def add_span(self, span):
-        raise StoreFullError("no room for spans; free some disk space")
-
-
-async def test_an_answer_that_cannot_be_recorded_is_not_given(serve, store):
-    service = await serve(["Hello.", "Hello."], use_store=FullStore(store))
-    with pytest.raises(openai.InternalServerError, match="free some disk space"):
-        await service.ask()
-    with pytest.raises(openai.APIError, match="free some disk space"):
-        await stream(service)
 
 
 # -- whose call it is ------------------------------------------------------------------------------------------------
@@ -465,24 +373,10 @@ async def test_an_engine_that_fails_is_a_server_error_recorded_in_the_store(serv
     assert service.key not in caplog.text
 
 
-async def test_a_failure_in_the_middle_of_a_stream_reaches_the_caller(serve):
-    service = await serve(["Hello."])
-    whole = service.engine.sample
-
-    async def breaks(prompt_token_ids, params, on_tokens=None):
-        await whole(prompt_token_ids, params, on_tokens)
-        await asyncio.sleep(0.01)
-        raise PolicyError("the device is lost")
-
-    service.engine.sample = breaks
-    with pytest.raises(openai.APIError, match="the device is lost"):
-        await stream(service)
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_caller_that_hangs_up_ends_the_sampling_and_is_recorded(serve, streams):
     service = await serve(["a long answer " * 1000, "Hello."], engine={"delay": 0.001})
-    call = asyncio.create_task(stream(service) if streams else service.ask())
+    call = asyncio.create_task(service.stream() if streams else service.ask())
     await until(lambda: service.engine.calls)
     call.cancel()
     await asyncio.wait([call])
