@@ -1,15 +1,27 @@
 """A run directory continues from any crash."""
 
+from contextlib import closing
+
 import pytest
 
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.run_dir import RunDir, RunState
 
 
-def test_state_survives_a_round_trip(tmp_path):
-    run_dir = RunDir.create(tmp_path / "run")
+@pytest.fixture
+def run_dir(tmp_path):
+    made = RunDir.create(tmp_path / "run")
+    yield made
+    made.close()
+
+
+def test_state_survives_a_round_trip(run_dir):
     state = RunState(
-        run_id="r1", step=3, rollouts=24, checkpoint="checkpoints/step-000003", evaluations={"a": [1.0, None]}
+        run_id="r1",
+        step=3,
+        rollouts=24,
+        checkpoint="checkpoints/step-000003",
+        evaluations={"before-greedy": [1.0, None]},
     )
     run_dir.write_state(state)
     assert run_dir.read_state() == state
@@ -38,29 +50,25 @@ def test_a_directory_without_a_run_cannot_be_resumed(tmp_path):
 
 def test_a_state_file_that_is_broken_is_named(tmp_path):
     (tmp_path / "state.json").write_text("{")
-    run_dir = RunDir.open(tmp_path)
-    with pytest.raises(ResumeError, match=r"state\.json cannot be read"):
+    with pytest.raises(ResumeError, match=r"state\.json cannot be read"), closing(RunDir.open(tmp_path)) as run_dir:
         run_dir.read_state()
 
 
-def test_a_line_of_metrics_cut_by_a_crash_is_dropped(tmp_path):
-    run_dir = RunDir.create(tmp_path / "run")
+def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):
     run_dir.append_metrics({"step": 1, "reward": 0.5})
     with (run_dir.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "rew')
     assert [record["step"] for record in run_dir.read_metrics()] == [1]
 
 
-def test_metrics_of_steps_that_are_done_again_are_forgotten(tmp_path):
-    run_dir = RunDir.create(tmp_path / "run")
+def test_metrics_of_steps_that_are_done_again_are_forgotten(run_dir):
     for step in (1, 2, 3):
         run_dir.append_metrics({"step": step})
     run_dir.forget_metrics_after(2)
     assert [record["step"] for record in run_dir.read_metrics()] == [1, 2]
 
 
-def test_only_old_checkpoints_that_nobody_needs_are_removed(tmp_path):
-    run_dir = RunDir.create(tmp_path / "run")
+def test_only_old_checkpoints_that_nobody_needs_are_removed(run_dir):
     for step in (1, 2, 3, 4, 5):
         run_dir.checkpoint(step).mkdir(parents=True)
     state = RunState(run_id="r", checkpoint="checkpoints/step-000005", best_checkpoint="checkpoints/step-000002")

@@ -2,8 +2,8 @@
 
 `RolloutSource` is the only place that queues rollouts for training and evaluation. Every rollout it asks for has an id
 made from the run, the purpose, the step and the place within the step, so that asking again after a crash finds what
-is there already: a finished rollout is used as it stands, a waiting one is waited for, nothing is done twice. It never
-runs an agent and never calls a model.
+is there already: a finished rollout is used as it stands, a waiting one is waited for, a failed one gets another
+chance, nothing is done twice. It never runs an agent and never calls a model.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class RolloutSource:
         Raises TrainingStopped when more than `max_failed_share` of the rollouts failed.
         """
         started = time.monotonic()
-        await self.store.enqueue_many_rollouts([self._request(plan, resources_id, mode) for plan in plans])
+        queued = await self.store.enqueue_many_rollouts([self._request(plan, resources_id, mode) for plan in plans])
+        for rollout in queued:
+            if rollout.status in ("failed", "cancelled"):
+                await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
         finished = await self._wait([plan.rollout_id for plan in plans], on_progress)
         failed = tuple(rollout for rollout in finished if rollout.status != "succeeded")
         trajectories = await self._read(plans, {rollout.rollout_id for rollout in failed})

@@ -44,9 +44,12 @@ class Job:
         words = ["red", "green", "blue", "white", "black", "pink", "grey", "brown", "gold", "teal"]
         (directory / "tasks.jsonl").write_text("".join(json.dumps({"word": word}) + "\n" for word in words))
 
+    @property
+    def arguments(self) -> list[str]:
+        return ["--agent", "agent.py:say", "--reward", "reward.py:letters", "--dataset", "tasks.jsonl", *SMALL]
+
     def command(self, *arguments: str) -> list[str]:
-        given = ["--agent", "agent.py:say", "--reward", "reward.py:letters", "--dataset", "tasks.jsonl"]
-        return [AGL, "train", *given, *SMALL, *arguments]
+        return [AGL, "train", *self.arguments, *arguments]
 
     def run(self, command: list[str], **options) -> subprocess.CompletedProcess:
         return subprocess.run(

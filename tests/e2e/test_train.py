@@ -1,7 +1,6 @@
 """`agl train` and `agl eval`, as their user runs them."""
 
 import json
-import re
 import signal
 import subprocess
 import time
@@ -67,41 +66,3 @@ def wait_for_step(run_dir, step: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was never reached")
-
-
-BAD_INPUT = {
-    "an agent module that does not exist": (["--agent", "nowhere:agent"], "nowhere"),
-    "an agent name that does not exist": (["--agent", "agent.py:sya"], "say"),
-    "a reward that does not exist": (["--reward", "reward.py:leters"], "letters"),
-    "a dataset that does not exist": (["--dataset", "none.jsonl"], "none.jsonl"),
-    "a dataset line that is no JSON": (["--dataset", "broken.jsonl"], "broken.jsonl.*line 2"),
-    "a model path that does not exist": (["--model", "no/such/model"], "no/such/model"),
-    "a model without a tokenizer": (["--model", "bare"], "tokenizer"),
-    "a group of one": (["algorithm.group_size=1"], "group_size=1 leaves no baseline"),
-    "an unknown setting": (["algorithm.grup_size=4"], "algorithm.group_size"),
-    "a setting of the wrong type": (["algorithm.steps=many"], "algorithm.steps"),
-    "a run to resume that is none": (["--resume", "nothing"], "nothing"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_gives_one_clear_message(job, name):
-    arguments, expected = BAD_INPUT[name]
-    (job.directory / "broken.jsonl").write_text('{"word": "red"}\n{"word": \n')
-    (job.directory / "bare").mkdir()
-    command = job.command("--run-dir", "run", *arguments)
-    if "--resume" in arguments:
-        command = [command[0], "train", *arguments]
-    done = job.run(command)
-    assert done.returncode in (1, 2)
-    assert "Traceback" not in done.stderr.replace("Traceback (most recent call last)", "", 1)
-    assert re.search(expected, done.stderr, re.DOTALL), done.stderr
-
-
-def test_a_dry_run_prints_settings_that_can_be_read_back(job):
-    done = job.run(job.command("--dry-run", "algorithm.steps=7"))
-    assert done.returncode == 0, done.stderr
-    (job.directory / "settings.toml").write_text(done.stdout)
-    again = job.run([job.command()[0], "train", "--config", "settings.toml", "--dry-run"])
-    assert again.stdout == done.stdout
-    assert "steps = 7" in done.stdout

@@ -9,8 +9,9 @@ import errno
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 import typer
@@ -25,26 +26,37 @@ from agentlightning.errors import (
     ServerError,
 )
 
-app = typer.Typer(
-    name="agl",
-    help="Train any AI agent, and know whether it helped.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
 WRONG_INPUT = (ConfigError, DatasetError, ResumeError, ServerError)
 EXTRAS = {"torch": "train", "transformers": "train", "tokenizers": "train", "matplotlib": "train", "openai": "demo"}
 
 
-def main() -> None:
-    """The entry point of `agl`."""
+def build() -> typer.Typer:
+    """The program with all its verbs."""
     from agentlightning.cli import demo, evaluate, train
 
+    app = typer.Typer(
+        name="agl",
+        help="Train any AI agent, and know whether it helped.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_program)
     for verb in (demo, train, evaluate):
         verb.register(app)
-    app()
+    return app
+
+
+def _program(show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show_version:
+        typer.echo(version("agentlightning"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point of `agl`."""
+    build()()
 
 
 class Output:

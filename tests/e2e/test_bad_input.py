@@ -1,0 +1,103 @@
+"""What `agl train` says to input that cannot work. In one process: what is heavy is imported once."""
+
+import json
+import re
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from agentlightning.cli.app import build
+
+
+@pytest.fixture
+def agl(job, monkeypatch):
+    """Runs the program in this process, in the job's directory."""
+    monkeypatch.chdir(job.directory)
+    return lambda *arguments: CliRunner().invoke(build(), list(arguments))
+
+
+BAD_INPUT = {
+    "an agent module that does not exist": (["--agent", "nowhere:agent"], "nowhere"),
+    "an agent name that does not exist": (["--agent", "agent.py:sya"], "say"),
+    "a reward that does not exist": (["--reward", "reward.py:leters"], "letters"),
+    "a dataset that does not exist": (["--dataset", "none.jsonl"], "none.jsonl"),
+    "a dataset line that is no JSON": (["--dataset", "broken.jsonl"], "broken.jsonl.*line 2"),
+    "a model path that does not exist": (["--model", "no/such/model"], "no/such/model"),
+    "a model without a tokenizer": (["--model", "bare"], "tokenizer"),
+    "a group of one": (["algorithm.group_size=1"], "group_size=1 leaves no baseline"),
+    "an unknown setting": (["algorithm.grup_size=4"], "algorithm.group_size"),
+    "a setting of the wrong type": (["algorithm.steps=many"], "algorithm.steps"),
+    "a run to resume that is none": (["--resume", "nothing"], "nothing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_gives_one_clear_message(job, name, agl):
+    arguments, expected = BAD_INPUT[name]
+    (job.directory / "broken.jsonl").write_text('{"word": "red"}\n{"word": \n')
+    (job.directory / "bare").mkdir()
+    given = arguments if "--resume" in arguments else [*job.arguments, "--run-dir", "run", *arguments]
+    done = agl("train", *given)
+    assert done.exit_code in (1, 2)
+    assert done.stderr.startswith("error: ")
+    assert re.search(expected, done.stderr, re.DOTALL), done.stderr
+
+
+def test_a_dry_run_prints_settings_that_can_be_read_back(job, agl):
+    done = agl("train", *job.arguments, "--dry-run", "algorithm.steps=7")
+    assert done.exit_code == 0, done.stderr
+    (job.directory / "settings.toml").write_text(done.stdout)
+    again = agl("train", "--config", "settings.toml", "--dry-run")
+    assert again.stdout == done.stdout
+    assert "steps = 7" in done.stdout
+
+
+def test_errors_are_json_where_json_was_asked_for(job, agl):
+    done = agl("train", *job.arguments, "--json", "--model", "no/such/model")
+    assert json.loads(done.stdout.splitlines()[-1])["error"]["type"] in ("ConfigError", "PolicyError")
+
+
+ONE_STEP = ["algorithm.steps=1", "runner.max_attempts=1", "--run-dir", "run"]
+
+
+def test_a_reward_that_is_no_number_ends_the_run_with_the_reason(job, agl):
+    (job.directory / "reward.py").write_text("def letters(task, output):\n    return float('nan')\n")
+    done = agl("train", *job.arguments, *ONE_STEP)
+    assert done.exit_code == 1
+    assert "RewardError" in done.stderr
+    assert "nan" in done.stderr
+    assert "agl train --resume run" in done.stderr
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(job, agl):
+    (job.directory / "tasks.jsonl").write_text(
+        "".join(json.dumps({"word": f"{n} " + "a1b2 " * 2000}) + "\n" for n in range(10))
+    )
+    done = agl("train", *job.arguments, *ONE_STEP, "policy.max_context=512")
+    assert done.exit_code == 1
+    assert re.search(r"the prompt has \d+ tokens and the context holds 512", done.stderr), done.stderr
+
+
+def test_a_crashing_agent_ends_the_run_with_its_traceback_and_can_be_mended(job, agl):
+    agent = job.directory / "agent.py"
+    working = agent.read_text()
+    agent.write_text(working.replace("def say(", "def broken():\n    raise RuntimeError('no power')\n\n\ndef say("))
+    agent.write_text(agent.read_text().replace("-> str:\n", "-> str:\n    broken()\n"))
+    done = agl("train", *job.arguments, *ONE_STEP)
+    assert done.exit_code == 1
+    assert "raise RuntimeError('no power')" in done.stderr
+    agent.write_text(working)
+    mended = agl("train", "--resume", "run", "--json")
+    assert mended.exit_code == 0, mended.stderr
+    assert json.loads(mended.stdout.splitlines()[-1])["steps"] == 1
+
+
+def test_a_port_in_use_is_named(job, agl):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = agl("train", *job.arguments, "--run-dir", "run", f"run.port={port}")
+    assert done.exit_code == 2
+    assert f"127.0.0.1:{port}" in done.stderr

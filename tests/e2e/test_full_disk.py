@@ -1,0 +1,40 @@
+"""The disk of a run fills up; once there is space again the run goes on."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(job, small_disk):
+    run = small_disk / "run"
+    command = job.command("--run-dir", str(run), "--json", "algorithm.steps=8")
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (18 * 1024 * 1024))
+    failed = job.run(command)
+    assert failed.returncode != 0
+    assert "disk" in failed.stderr, failed.stderr
+    assert "Traceback (most recent call last)" not in failed.stderr
+    assert shutil.disk_usage(small_disk).free < 8 * 1024 * 1024
+    filler.unlink()
+    again = [command[0], "train", "--resume", str(run), "--json"] if (run / "state.json").exists() else command
+    done = job.run(again)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["steps"] == 8
+    assert Path(report["checkpoint"]).exists()
