@@ -46,6 +46,8 @@ class Request:
     limit: int
     """The most tokens there may be."""
     params: SamplingParams
+    random: random.Random
+    """Its own numbers: what it draws depends on nobody beside it."""
     logprobs: list[float] = field(default_factory=list[float])
     """One for each token drawn."""
     finish_reason: FinishReason | None = None
@@ -58,7 +60,6 @@ class Request:
     waited: bool = False
     """It has already waited once for another's prefill."""
     stops: StopScanner | None = None
-    random: random.Random | None = None
 
     @property
     def drawn(self) -> list[int]:
@@ -97,7 +98,8 @@ class TokenGenerator:
         self._decode = decode
         self._prefill_tokens = prefill_tokens
         self._vocabulary = kv.vocabulary(model)
-        self._random = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
+        """Gives a seed to each request that has none."""
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
         """In slots from `_base` on, shortest first."""
@@ -148,14 +150,20 @@ class TokenGenerator:
             policy_version=self.policy_version,
             fingerprints=shared.fingerprints(prompt[:-1]) if self._shares else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
-            random=None if params.seed is None else random.Random(params.seed),
+            random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)
         return request
 
+    @torch.inference_mode()
     def cancel(self, request: Request) -> None:
-        """Its row is free before the next step computes anything."""
+        """Stop drawing for `request`; its row is free at once."""
         request.cancelled = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._leave([row for row in self._rows if row is request])
+        while self._prefilling and self._prefilling[-1].cancelled:
+            self._prefilling.pop()
 
     def forget(self) -> None:
         """Drop every stored key and value. Call it after each change of the weights; raises PolicyError while
@@ -181,10 +189,10 @@ class TokenGenerator:
 
     def state_dict(self) -> dict[str, Any]:
         """The random state."""
-        return {"random": self._random.get_state()}
+        return {"random": self._random.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._random.set_state(state["random"])
+        self._random.setstate(state["random"])
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -194,17 +202,8 @@ class TokenGenerator:
         Raises PolicyError where the model's output is not a distribution."""
         if self.model.training:
             self.model.eval()
-        self._drop_cancelled()
         self._prefill()
         return self._draw() if self._rows else []
-
-    def _drop_cancelled(self) -> None:
-        if any(request.cancelled for request in self._waiting):
-            self._waiting = deque(request for request in self._waiting if not request.cancelled)
-        if any(request.cancelled for request in self._rows):
-            self._leave([request for request in self._rows if request.cancelled])
-        while self._prefilling and self._prefilling[-1].cancelled:
-            self._prefilling.pop()
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class TokenGenerator:
         while self._waiting and missing < budget:
             request = self._waiting[0]
             longest = max(longest, len(request.tokens))
-            if not self._cache.fits(len(self._rows) + len(taken) + 1, longest + 1):
+            if not self._cache.fits(len(self._rows) + len(taken) + 1, longest):
                 break
             self._waiting.popleft()
             match = self.prefixes.match(request.tokens[:-1])
@@ -266,12 +265,11 @@ class TokenGenerator:
 
     def _make_room(self, requests: list[Request]) -> None:
         """Slots for `requests`, with room for their answers to grow where the limit allows it."""
-        slots, used = len(requests), len(self._rows)
-        longest = max(len(request.tokens) for request in requests) + 1
-        ample = max(longest, *(min(request.limit, len(request.tokens) + AHEAD) for request in requests))
-        if not used and self._cache.capacity > 4 * ample:
+        longest = max(len(request.tokens) for request in requests)
+        ample = max(min(request.limit, len(request.tokens) + AHEAD) for request in requests)
+        if not self._rows and self._cache.capacity > 4 * ample:
             self._cache.release()
-        self._cache.reserve(slots, ample if self._cache.fits(slots, ample) else longest, used)
+        self._cache.reserve(len(requests), longest, len(self._rows), ahead=ample - longest)
 
     def _prefill_some(self, budget: int) -> int:
         """One forward over the first of the prefilling rows; returns how many tokens it computed."""
@@ -332,7 +330,8 @@ class TokenGenerator:
             self._shared = self._find_shared()
         with shared.sharing(self.model, self._shared):
             logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
-        tokens, logprobs = sampling.draw(logits, self._plan, self._uniform())
+        uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
+        tokens, logprobs = sampling.draw(logits, self._plan, uniform)
         # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
         drawn = torch.stack([tokens.double(), logprobs.double()]).tolist()
         for request, token, logprob in zip(rows, *drawn, strict=True):
@@ -358,14 +357,6 @@ class TokenGenerator:
         else:
             layers = self._cache.gather([rows[0] for rows in groups.rows], groups.length)
         return shared.SharedPrefix(groups, layers, *shared.layout(groups, self.model.device))
-
-    def _uniform(self) -> Tensor:
-        """One number for each row: from its own seed where it has one, so that nothing beside it matters."""
-        uniform = torch.rand(len(self._rows), dtype=torch.float64, generator=self._random)
-        for index, request in enumerate(self._rows):
-            if request.random is not None:
-                uniform[index] = request.random.random()
-        return uniform.to(self.model.device)
 
     def _take(self, request: Request, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
@@ -393,8 +384,7 @@ class TokenGenerator:
             newest = self._rows[-1:]
             self._leave(newest)
             self._wait_again(newest)
-        ample = length + AHEAD
-        self._cache.reserve(self._used, ample if self._cache.fits(self._used, ample) else length, self._used)
+        self._cache.reserve(self._used, length, self._used, ahead=AHEAD)
 
     def _wait_again(self, requests: list[Request]) -> None:
         """Requests that lost their slots go first in the queue."""

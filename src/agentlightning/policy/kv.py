@@ -61,7 +61,8 @@ def read_layout(model: PreTrainedModel) -> Layout:
         )
     cache = DynamicCache(config=config)
     with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        one = torch.ones(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=one, attention_mask=one, past_key_values=cache, use_cache=True)
     counts: dict[tuple[int, int], int] = {}
     names: list[tuple[int, int]] = []
     places: list[tuple[tuple[int, int], tuple[int, int]]] = []
@@ -166,21 +167,20 @@ class SlotCache(Cache):
     # -- room ------------------------------------------------------------------------------------------------------
 
     def fits(self, slots: int, length: int) -> bool:
-        """Whether `slots` rows of up to `length` tokens stay within the limit."""
-        if slots > self.max_slots:
-            return False
-        return slots == 1 or slots * in_blocks(length) * self.layout.bytes_per_token <= self.limit_bytes
+        """Whether there may be `slots` rows of up to `length` tokens. One row always may."""
+        return slots <= self.max_slots and (slots == 1 or self._affords(slots, length))
 
-    def reserve(self, slots: int, length: int, used: int) -> None:
-        """Make room for `slots` rows of up to `length` tokens; the first `used` slots keep what they hold."""
+    def reserve(self, slots: int, length: int, used: int, ahead: int = 0) -> None:
+        """Make room for `slots` rows of up to `length` tokens, and of up to `ahead` more where the limit allows it;
+        the first `used` slots keep what they hold."""
         if slots <= self.slots and length <= self.capacity:
             return
-        slots = max(slots, self.slots)
-        capacity = max(in_blocks(length), self.capacity)
-        if not self.fits(slots, capacity):
-            capacity = in_blocks(length)
-        ample = min(self.max_slots, 1 << (slots - 1).bit_length())
-        if self.fits(ample, capacity):
+        capacity = in_blocks(length)
+        for more in (in_blocks(length + ahead), self.capacity):
+            if more > capacity and self._affords(slots, more):
+                capacity = more
+        ample = max(self.slots, min(self.max_slots, 1 << (slots - 1).bit_length()))
+        if self._affords(ample, capacity):
             slots = ample
         old, keep = self._state.pools, min(capacity, self.capacity)
         # Zeros, not whatever memory holds: masked positions still take part as 0 x value, and 0 x NaN is NaN.
@@ -197,6 +197,9 @@ class SlotCache(Cache):
         self._state.pools = []
         self._state.window = None
         self.slots = self.capacity = 0
+
+    def _affords(self, slots: int, length: int) -> bool:
+        return slots * in_blocks(length) * self.layout.bytes_per_token <= self.limit_bytes
 
     # -- one forward -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,278 @@
+"""What the local policy promises: it samples, learns and comes back, on real tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import Sample, SamplingParams
+from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.testing.models import tiny_checkpoint, tiny_model
+from agentlightning.trajectory import Node, TokenTree, TrainingSample
+
+MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
+PARAMS = SamplingParams(max_tokens=12)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def policy(checkpoint: Path) -> AsyncIterator[LocalPolicy]:
+    policy = open_policy(checkpoint)
+    yield policy
+    await policy.close()
+
+
+def open_policy(model: Path, **options: object) -> LocalPolicy:
+    config = {"device": "cpu", "optimizer": OptimizerConfig(lr=1e-2), **options}
+    return LocalPolicy.open(LocalPolicyConfig.model_validate({"model": model, **config}))
+
+
+def prompt(policy: LocalPolicy) -> list[int]:
+    return policy.chat.encode(policy.chat.render(MESSAGES))
+
+
+def training_sample(prompt: Sequence[int], sample: Sample, *, temperature: float = 1.0) -> TrainingSample:
+    count = len(sample.token_ids)
+    sampled = Node(0, sample.token_ids, True, sample.logprobs, "ro", "call", temperature=temperature)
+    tree = TokenTree((Node(-1, tuple(prompt)), sampled))
+    return TrainingSample(tree, ((), (1.0,) * count), ((), (1.0 / count,) * count))
+
+
+def scored(model: torch.nn.Module, prompt: Sequence[int], sample: Sample) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *sample.token_ids]])
+    with torch.inference_mode():
+        logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+async def test_answers_drawn_together_are_faithful_and_streamed_in_order(policy: LocalPolicy) -> None:
+    streams: list[list[int]] = [[] for _ in range(6)]
+
+    def listen(index: int):
+        return lambda tokens: streams[index].extend(tokens)
+
+    ids = prompt(policy)
+    samples = await asyncio.gather(*(policy.sample(ids, PARAMS, listen(i)) for i in range(6)))
+    assert [tuple(stream) for stream in streams] == [sample.token_ids for sample in samples]
+    assert len({sample.token_ids for sample in samples}) > 1
+    for sample in samples:
+        assert sample.policy_version == 0
+        torch.testing.assert_close(torch.tensor(sample.logprobs), scored(policy._model, ids, sample), atol=1e-4, rtol=0)
+
+
+async def test_training_changes_the_weights_that_are_sampled_and_raises_the_version(policy: LocalPolicy) -> None:
+    ids = prompt(policy)
+    before = await policy.sample(ids, PARAMS)
+    metrics = await policy.train([training_sample(ids, before)])
+    assert metrics["grad_norm"] > 0
+    assert policy.policy_version == 1
+    after = await policy.sample(ids, PARAMS)
+    assert after.policy_version == 1
+    torch.testing.assert_close(torch.tensor(after.logprobs), scored(policy._model, ids, after), atol=1e-4, rtol=0)
+    assert scored(policy._model, ids, before).sum() > sum(before.logprobs)
+
+
+async def test_training_is_refused_while_answers_are_drawn(policy: LocalPolicy) -> None:
+    ids = prompt(policy)
+    sample = await policy.sample(ids, PARAMS)
+    started = asyncio.Event()
+    running = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200), lambda _: started.set()))
+    await started.wait()
+    with pytest.raises(PolicyError, match="under way"):
+        await policy.train([training_sample(ids, sample)])
+    await running
+    assert policy.policy_version == 0
+    await policy.train([training_sample(ids, sample)])
+
+
+async def test_a_failed_update_raises_its_own_error_and_leaves_no_gradient(policy: LocalPolicy) -> None:
+    ids = prompt(policy)
+    sample = await policy.sample(ids, SamplingParams(temperature=0.0, max_tokens=4))
+    with pytest.raises(UnfaithfulSampleError):
+        await policy.train([training_sample(ids, sample, temperature=0.0)])
+    with pytest.raises(PolicyError, match="TypeError"):
+        await policy.train([training_sample(ids, sample)], no_such_option=1)
+    assert policy.policy_version == 0
+    assert all(parameter.grad is None for parameter in policy._model.parameters())
+    await policy.sample(ids, PARAMS)
+
+
+async def test_a_run_continues_from_its_checkpoint_as_if_never_interrupted(
+    policy: LocalPolicy, checkpoint: Path, tmp_path: Path
+) -> None:
+    ids = prompt(policy)
+    await policy.train([training_sample(ids, await policy.sample(ids, PARAMS))])
+    await policy.save(tmp_path / "deep" / "step-1", training_state=True)
+    other = open_policy(checkpoint, seed=5)
+    await other.load(tmp_path / "deep" / "step-1")
+    assert other.policy_version == 1
+    futures: list[tuple[list[Sample], dict[str, float], Sample]] = []
+    for each in (policy, other):
+        drawn = list(await asyncio.gather(*(each.sample(ids, PARAMS) for _ in range(3))))
+        metrics = await each.train([training_sample(ids, sample) for sample in drawn[:1]])
+        futures.append((drawn, dict(metrics), await each.sample(ids, PARAMS)))
+    await other.close()
+    assert futures[0] == futures[1]
+
+
+async def test_a_checkpoint_is_an_ordinary_model_and_replaces_an_older_one(policy: LocalPolicy, tmp_path: Path) -> None:
+    ids = prompt(policy)
+    target = tmp_path / "final"
+    await policy.save(target, training_state=True)
+    await policy.train([training_sample(ids, await policy.sample(ids, PARAMS))])
+    await policy.save(target)
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    sample = await policy.sample(ids, PARAMS)
+    torch.testing.assert_close(torch.tensor(sample.logprobs), scored(loaded, ids, sample), atol=1e-4, rtol=0)
+    assert AutoTokenizer.from_pretrained(target).chat_template
+    assert os.listdir(tmp_path) == ["final"]
+    with pytest.raises(PolicyError, match="training_state=True"):
+        await policy.load(target)
+
+
+async def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(policy: LocalPolicy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(PolicyError, match="cannot save"):
+        await policy.save(tmp_path / "file" / "step")
+    await policy.sample(prompt(policy), PARAMS)
+
+
+async def test_a_checkpoint_of_another_model_is_refused(policy: LocalPolicy, tmp_path: Path) -> None:
+    wider = open_policy(tiny_checkpoint(tmp_path / "wide", "qwen3"))
+    await wider.save(tmp_path / "wide-1", training_state=True)
+    await wider.close()
+    with pytest.raises(PolicyError, match="another model"):
+        await policy.load(tmp_path / "wide-1")
+
+
+async def test_cancelling_a_call_frees_the_engine(policy: LocalPolicy) -> None:
+    ids = prompt(policy)
+    started = asyncio.Event()
+    task = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200), lambda _: started.set()))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await policy.train([training_sample(ids, Sample((5,), (-1.0,), "stop", 0))])
+    assert policy.policy_version == 1
+
+
+async def test_a_listener_that_fails_fails_only_its_own_call(policy: LocalPolicy) -> None:
+    def broken(_: Sequence[int]) -> None:
+        raise RuntimeError("the listener broke")
+
+    ids = prompt(policy)
+    bad, good = await asyncio.gather(
+        policy.sample(ids, PARAMS, broken), policy.sample(ids, PARAMS), return_exceptions=True
+    )
+    assert isinstance(bad, RuntimeError)
+    assert isinstance(good, Sample)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("the kernel broke"), "RuntimeError: the kernel broke"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory.*lower max_batch_size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+    ],
+)
+async def test_an_engine_that_failed_tells_every_caller_why_and_works_again(
+    policy: LocalPolicy, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise error
+
+    ids = prompt(policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(policy._model, "forward", broken)
+        failures = await asyncio.gather(*(policy.sample(ids, PARAMS) for _ in range(3)), return_exceptions=True)
+    for failure in failures:
+        with pytest.raises(PolicyError, match=words) as caught:
+            raise failure
+        assert caught.value.__cause__ is error
+    sample = await policy.sample(ids, PARAMS)
+    torch.testing.assert_close(torch.tensor(sample.logprobs), scored(policy._model, ids, sample), atol=1e-4, rtol=0)
+
+
+async def test_an_idle_policy_uses_no_processor_time(policy: LocalPolicy) -> None:
+    await policy.sample(prompt(policy), PARAMS)
+    await asyncio.sleep(0.1)
+    start = time.process_time()
+    await asyncio.sleep(0.4)
+    assert time.process_time() - start < 0.2
+
+
+async def test_closing_fails_those_who_wait_and_can_be_done_twice(checkpoint: Path) -> None:
+    policy = open_policy(checkpoint)
+    ids = prompt(policy)
+    started = asyncio.Event()
+    task = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=230), lambda _: started.set()))
+    await started.wait()
+    await policy.close()
+    await policy.close()
+    with pytest.raises(PolicyError, match="closed"):
+        await task
+    with pytest.raises(PolicyError, match="closed"):
+        await policy.sample(ids, PARAMS)
+
+
+def test_one_policy_serves_several_event_loops(checkpoint: Path) -> None:
+    policy = open_policy(checkpoint)
+    ids = prompt(policy)
+    for _ in range(2):
+        assert asyncio.run(policy.sample(ids, PARAMS)).token_ids
+    asyncio.run(policy.close())
+
+
+async def test_what_a_request_asks_is_checked_before_it_waits(policy: LocalPolicy) -> None:
+    with pytest.raises(ContextLengthError, match="context holds 256"):
+        await policy.sample([5] * 256, PARAMS)
+    with pytest.raises(ConfigError, match="top_p=2"):
+        await policy.sample([5], SamplingParams(top_p=2.0))
+
+
+async def test_the_context_can_be_made_shorter_but_not_longer(checkpoint: Path) -> None:
+    short = open_policy(checkpoint, max_context=64)
+    assert short.context_length == 64
+    await short.close()
+    with pytest.raises(ConfigError, match="at most 256"):
+        open_policy(checkpoint, max_context=512)
+
+
+def test_a_model_that_cannot_be_opened_is_named_with_the_way_out(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"nowhere is not a directory"):
+        open_policy(tmp_path / "nowhere")
+    bare = tmp_path / "bare"
+    tiny_model().save_pretrained(bare)
+    with pytest.raises(PolicyError, match=r"bare holds no tokenizer"):
+        open_policy(bare)
+    broken = tiny_checkpoint(tmp_path / "broken")
+    (broken / "config.json").unlink()
+    with pytest.raises(PolicyError, match=r"broken cannot be loaded"):
+        open_policy(broken)
+    mute = tiny_checkpoint(tmp_path / "mute")
+    tokenizer = AutoTokenizer.from_pretrained(mute)
+    tokenizer.chat_template = None
+    (mute / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(mute)
+    with pytest.raises(ConfigError, match=r"no chat template"):
+        open_policy(mute)
+    with pytest.raises(ConfigError, match='device="abacus"'):
+        open_policy(checkpoint, device="abacus")
+    with pytest.raises(ValidationError, match="no_such_key"):
+        LocalPolicyConfig.model_validate({"model": "x", "no_such_key": 1})
