@@ -363,6 +363,18 @@ async def test_signs_of_life_keep_an_attempt_alive(store: Store, sign: str) -> N
     assert await status_of(store, attempted.rollout_id) in ("preparing", "running")
 
 
+@pytest.mark.parametrize("before", ["preparing", "unresponsive"])
+async def test_an_attempt_that_is_said_to_run_is_watched_from_then_on(store: Store, before: str) -> None:
+    attempted = await claimed(store, RolloutConfig(unresponsive_seconds=0.3, max_attempts=2))
+    if before == "unresponsive":
+        await finish(store, attempted, "unresponsive")
+    await finish(store, attempted, "running")
+    assert await status_of(store, attempted.rollout_id) == "running"
+    again = await store.dequeue_rollout(timeout=20)
+    assert again is not None
+    assert again.attempt.sequence_id == 2
+
+
 async def test_an_unresponsive_attempt_may_come_back_while_it_is_the_latest(store: Store) -> None:
     attempted = await claimed(store, RolloutConfig(max_attempts=2))
     await finish(store, attempted, "unresponsive")
