@@ -1,0 +1,121 @@
+"""A source asks for rollouts, and gets trajectories; asking again continues."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from agentlightning.errors import TrainingStopped
+from agentlightning.rollouts import RolloutConfig
+from agentlightning.source import RolloutPlan, RolloutSource
+from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id
+from agentlightning.store import InMemoryLightningStore
+
+PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
+
+
+@pytest.fixture
+async def store():
+    made = InMemoryLightningStore()
+    yield made
+    await made.close()
+
+
+@contextlib.asynccontextmanager
+async def agents(store, behave):
+    """Run `behave(task)` for every rollout: its number is the reward, an exception a failure."""
+
+    async def work():
+        while True:
+            claimed = await store.dequeue_rollout(timeout=5)
+            if claimed is None:
+                continue
+            ids = claimed.rollout_id, claimed.attempt.attempt_id
+            try:
+                reward = behave(claimed.input)
+            except ValueError as error:
+                failure = {"error": {"type": "ValueError", "message": str(error), "traceback": f"line 1\n{error}"}}
+                await store.update_attempt(*ids, status="failed", metadata=failure)
+            else:
+                span = Span(*ids, REWARD, 0.0, span_id=new_span_id(), attributes={SCORE_VALUE: reward})
+                await store.add_span(span)
+                await store.update_attempt(*ids, status="succeeded")
+
+    worker = asyncio.create_task(work())
+    yield
+    worker.cancel()
+    await asyncio.gather(worker, return_exceptions=True)
+
+
+async def collect(source, plans=PLANS):
+    resources = await source.store.add_resources({})
+    return await source.collect(plans, resources_id=resources.resources_id)
+
+
+async def test_trajectories_come_back_in_the_order_asked_for_with_their_groups(store):
+    async with agents(store, lambda task: float(task["n"])):
+        collected = await collect(RolloutSource(store))
+    assert [trajectory.rollout_id for trajectory in collected.trajectories] == [plan.rollout_id for plan in PLANS]
+    assert [trajectory.reward for trajectory in collected.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    assert [trajectory.group for trajectory in collected.trajectories] == ["g0", "g0", "g1", "g1"]
+
+
+async def test_asking_again_runs_no_rollout_twice(store):
+    runs = []
+    async with agents(store, lambda task: runs.append(task["n"]) or 1.0):
+        await collect(RolloutSource(store), PLANS[:2])
+        collected = await collect(RolloutSource(store))
+    assert sorted(runs) == [0, 1, 2, 3]
+    assert len(collected.trajectories) == 4
+
+
+async def test_asking_again_gives_a_failed_rollout_another_chance(store):
+    broken = True
+
+    def behave(task):
+        if broken and task["n"] == 1:
+            raise ValueError("no luck")
+        return 1.0
+
+    async with agents(store, behave):
+        first = await collect(RolloutSource(store))
+        broken = False
+        second = await collect(RolloutSource(store))
+    assert [rollout.rollout_id for rollout in first.failed] == ["run-1"]
+    assert len(first.trajectories) == 3
+    assert not second.failed
+    assert len(second.trajectories) == 4
+
+
+async def test_a_failed_rollout_is_retried_as_often_as_the_configuration_says(store):
+    tries = []
+
+    def behave(task):
+        tries.append(task["n"])
+        if len(tries) == 1:
+            raise ValueError("once")
+        return 1.0
+
+    async with agents(store, behave):
+        collected = await collect(RolloutSource(store, RolloutConfig(max_attempts=2)), PLANS[:1])
+    assert tries == [0, 0]
+    assert not collected.failed
+
+
+async def test_too_many_failures_stop_training_with_the_first_traceback(store):
+    def behave(task):
+        raise ValueError("the tool is gone")
+
+    async with agents(store, behave):
+        with pytest.raises(TrainingStopped, match=r"4 of 4 rollouts failed.*\nline 1\nthe tool is gone\n"):
+            await collect(RolloutSource(store))
+
+
+async def test_what_a_dead_process_had_claimed_is_queued_again(store):
+    await store.enqueue_rollout({"n": 0}, rollout_id="run-0")
+    claimed = await store.dequeue_rollout()
+    source = RolloutSource(store)
+    assert await source.recover("it died") == 1
+    async with agents(store, lambda task: 1.0):
+        collected = await collect(source, PLANS[:1])
+    assert collected.trajectories[0].attempt_id != claimed.attempt.attempt_id
