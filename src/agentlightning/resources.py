@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import jinja2
-import jinja2.sandbox
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentlightning.rollouts import attempt_path
@@ -56,6 +54,8 @@ class PromptTemplate(BaseModel):
             return self.template
         if self.engine == "f-string":
             return self.template.format(**values)
+        import jinja2.sandbox
+
         environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
         return environment.from_string(self.template).render(**values)
 
