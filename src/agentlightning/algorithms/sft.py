@@ -215,12 +215,11 @@ def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str,
     if isinstance(record, Mapping):
         fields = cast("Mapping[str, Any]", record)
         messages, tools = fields.get("messages"), fields.get("tools")
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and "role" in m for m in cast("list[Any]", messages)
-    ):
+    turns = cast("list[Any]", messages) if isinstance(messages, list) else []
+    if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
         shown = repr(record)[:80]
         raise DatasetError(f'{name} is {shown}; give {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    return cast("list[Message]", messages), tools
+    return cast("list[Message]", turns), tools
 
 
 def _transitions(

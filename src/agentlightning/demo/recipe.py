@@ -25,14 +25,12 @@ SFT_OPTIMIZER: Final = OptimizerConfig(
 
 # -- reinforcement learning ------------------------------------------------------------------------------------------
 
-RL_STEPS: Final = 16
+RL_STEPS: Final = 20
 TASKS_PER_STEP: Final = 16
 GROUP_SIZE: Final = 8
-MINIBATCHES: Final = 4
+MINIBATCHES: Final = 2
 RL_OPTIMIZER: Final = OptimizerConfig(
-    lr=3e-4, schedule="cosine", total_steps=RL_STEPS * MINIBATCHES, warmup_steps=4, clip_norm=1.0
+    lr=2e-4, schedule="cosine", total_steps=RL_STEPS * MINIBATCHES, warmup_steps=4, clip_norm=1.0
 )
-MAX_TOKENS: Final = 48
-"""Of one answer; a tool call takes about 25."""
 HELD_OUT: Final = 128
 VALIDATION: Final = 64

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-MARKERS = re.compile("|".join(map(re.escape, (PAD, START, END, CALL, CALL_END))))
+MARKERS = re.compile(rf"{re.escape(START)}(\w+\n)|{'|'.join(map(re.escape, (PAD, END, CALL, CALL_END)))}")
+"""Where rendered text is cut into what is encoded by itself: at the special tokens, and where an answer begins."""
 ROPE_THETA = 500.0
 """Lower than usual: with turns this short, positions must differ where the policy learns to copy."""
 MOST_RECORDS = 2000
@@ -152,7 +153,7 @@ def _texts(record: Any) -> Iterator[str]:
             yield record
         case {"messages": list(messages)}:
             text = _renderer().apply_chat_template(messages, tools=record.get("tools"), tokenize=False)
-            yield from MARKERS.split(cast(str, text))
+            yield from filter(None, MARKERS.split(cast(str, text)))
         case dict():
             yield from (text for value in cast("dict[str, Any]", record).values() for text in _texts(value))
         case list():

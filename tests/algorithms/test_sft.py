@@ -1,0 +1,199 @@
+"""Supervised learning: only the assistant's tokens are learned, in the order asked for; the checkpoint loads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, batches, to_sample, to_trajectories
+from agentlightning.demo.problems import TOOLS, demonstrations
+from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.policy.chat import HFChatFormat
+from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.tiny import make_tiny
+from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+
+FAST = OptimizerConfig(type="muon", lr=6e-3)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), demonstrations(200), hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def chat(directory: Path) -> HFChatFormat:
+    return HFChatFormat(AutoTokenizer.from_pretrained(directory))
+
+
+class RecordingPolicy:
+    """A policy that keeps what it is trained on."""
+
+    context_length = 512
+
+    def __init__(self, chat: HFChatFormat) -> None:
+        self.chat = chat
+        self.samples: list[TrainingSample] = []
+
+    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        self.samples.extend(samples)
+        return {"loss": 1.0 / len(self.samples)}
+
+
+def trained_texts(sample: TrainingSample, chat: HFChatFormat) -> list[str]:
+    nodes = zip(sample.tree.nodes, sample.weights, strict=True)
+    return [chat.decode(node.token_ids) for node, weights in nodes if any(weights)]
+
+
+def question(text: str, answer: str = "yes") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
+
+
+def test_only_what_the_assistant_wrote_is_trained_with_its_end_of_turn(chat: HFChatFormat) -> None:
+    demonstration = demonstrations(1)[0]
+    sample = to_sample(to_trajectories([demonstration], chat, 512))
+    call, answer = trained_texts(sample, chat)
+    assert call.startswith("<tool_call>")
+    assert call.endswith("</tool_call><|im_end|>")
+    assert answer == demonstration["messages"][-1]["content"] + "<|im_end|>"
+
+
+def test_the_tokens_are_those_of_the_rendered_conversation(chat: HFChatFormat) -> None:
+    messages = demonstrations(1)[0]["messages"]
+    tree = to_sample(to_trajectories([{"messages": messages, "tools": TOOLS}], chat, 512)).tree
+    (leaf,) = tree.leaves()
+    tokens = [token for index in tree.path(leaf) for token in tree.nodes[index].token_ids]
+    rendered = chat.render(messages, TOOLS, add_generation_prompt=False)
+    assert chat.decode(tokens) == rendered.removesuffix("\n")
+    prompt = chat.encode(chat.render(messages[:2], TOOLS))
+    assert tokens[: len(prompt)] == prompt
+
+
+def test_a_batch_weighs_every_trained_token_the_same_and_stores_a_common_prompt_once(chat: HFChatFormat) -> None:
+    course = demonstrations(6)
+    alone = [to_sample(to_trajectories([each], chat, 512)).tree for each in course]
+    batch = to_sample(to_trajectories(course, chat, 512))
+    weights = [weight for row in batch.weights for weight in row]
+    assert sum(weights) == pytest.approx(1.0)
+    assert set(weights) == {weights[0]}
+    assert batch.tree.num_sampled == sum(tree.num_sampled for tree in alone)
+    assert batch.tree.num_tokens < sum(tree.num_tokens for tree in alone)
+
+
+def test_a_conversation_that_stands_twice_in_a_batch_is_trained_twice(chat: HFChatFormat) -> None:
+    sample = to_sample(to_trajectories([question("Is it?")] * 2, chat, 512))
+    assert trained_texts(sample, chat) == ["yes<|im_end|>"] * 2
+
+
+def test_a_template_that_rewrites_earlier_answers_trains_each_answer_after_its_own_prompt(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ 'old' if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = HFChatFormat(tokenizer)
+    messages = question("first", "one")["messages"] + question("second", "two")["messages"]
+    (example,) = to_trajectories([messages], chat, 512)
+    prompts = [chat.decode(call.prompt_token_ids) for call in example.transitions]
+    assert [chat.decode(call.response_token_ids) for call in example.transitions] == ["one<|im_end|>", "two<|im_end|>"]
+    assert "old" in prompts[1]
+    assert "one" not in prompts[1]
+
+
+def test_trajectories_are_imitated_as_they_were_sampled(chat: HFChatFormat) -> None:
+    call = Transition("r", "a", "s", 1, (5, 6, 7), (8, 9), (-1.0, -2.0))
+    sample = to_sample(to_trajectories([Trajectory("r", "a", (call,), reward=1.0)] * 2, chat, 512))
+    trained = [n for n, w in zip(sample.tree.nodes, sample.weights, strict=True) if any(w)]
+    assert [node.token_ids for node in trained] == [(8, 9), (8, 9)]
+
+
+async def test_without_shuffling_the_dataset_keeps_its_order(chat: HFChatFormat) -> None:
+    policy = RecordingPolicy(chat)
+    dataset = [question(f"number {n}", f"answer {n}") for n in range(5)]
+    await SFTAlgorithm(model=policy, dataset=dataset, batch_size=2, shuffle=False, steps=4).run()
+    seen = [sorted(trained_texts(sample, chat)) for sample in policy.samples]
+    assert seen == [[f"answer {n}<|im_end|>" for n in batch] for batch in ([0, 1], [2, 3], [4], [0, 1])]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 3), st.booleans())
+def test_each_epoch_sees_every_conversation_once(count: int, size: int, epochs: int, shuffle: bool) -> None:
+    config = SFTConfig(batch_size=size, shuffle=shuffle, seed=1)
+    per_epoch = -(-count // size)
+    drawn = list(batches(count, per_epoch * epochs, config))
+    for epoch in range(epochs):
+        part = drawn[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sorted(index for batch in part for index in batch) == list(range(count))
+
+
+async def test_progress_is_told_after_each_step(chat: HFChatFormat) -> None:
+    told: list[tuple[int, float]] = []
+    result = await SFTAlgorithm(
+        model=RecordingPolicy(chat),
+        dataset=[question("a"), question("b"), question("c")],
+        batch_size=1,
+        on_step=lambda step, figures: told.append((step, figures["loss"])),
+    ).run()
+    assert told == [(1, 1.0), (2, 1 / 2), (3, 1 / 3)]
+    assert (result.steps, result.conversations, result.losses) == (3, 3, (1.0, 1 / 2, 1 / 3))
+    assert result.tokens == 3 * len(chat.encode("yes<|im_end|>"))
+
+
+def test_a_model_learns_a_few_conversations_and_its_checkpoint_loads(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in demonstrations(8)))
+    result = SFTAlgorithm(
+        model=directory, dataset=path, steps=20, batch_size=8, optimizer=FAST, output=tmp_path / "out"
+    ).train()
+    assert len(result.losses) == 20
+    assert result.losses[-1] < 0.5 * result.losses[0]
+    assert result.checkpoint == tmp_path / "out"
+    before = AutoModelForCausalLM.from_pretrained(directory).model.layers[0].mlp.up_proj.weight
+    after = AutoModelForCausalLM.from_pretrained(result.checkpoint).model.layers[0].mlp.up_proj.weight
+    assert not torch.equal(before, after)
+    assert AutoTokenizer.from_pretrained(result.checkpoint).chat_template
+
+
+async def test_an_open_policy_is_trained_in_place_and_stays_open(directory: Path) -> None:
+    policy = LocalPolicy.open(LocalPolicyConfig(model=directory, optimizer=FAST))
+    try:
+        await SFTAlgorithm(model=policy, dataset=demonstrations(4), steps=2).run()
+        assert policy.policy_version == 2
+        await SFTAlgorithm(model=policy, dataset=demonstrations(4), steps=1).run()
+        assert policy.policy_version == 3
+    finally:
+        await policy.close()
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ("hello", "conversation 2 is 'hello'"),
+        ({"question": "hello"}, "conversation 2 is"),
+        ({"messages": []}, "conversation 2 is"),
+        ([{"content": "no role"}], "conversation 2 is"),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "conversation 2 has no assistant turn"),
+        (question("word " * 2000), "conversation 2 has .* tokens, the model holds 512"),
+    ],
+)
+def test_a_conversation_that_cannot_be_trained_on_is_named(chat: HFChatFormat, record: Any, complaint: str) -> None:
+    with pytest.raises(DatasetError, match=complaint):
+        to_trajectories([question("fine"), record], chat, 512)
+
+
+def test_settings_that_cannot_work_are_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="give output=DIRECTORY"):
+        SFTAlgorithm(model=directory, dataset=[question("a")])
+    with pytest.raises(ConfigError, match="not both"):
+        SFTAlgorithm(model=directory, dataset=[], output="out", config=SFTConfig(), steps=3)
+    with pytest.raises(DatasetError, match="holds no conversation"):
+        SFTAlgorithm(model=directory, dataset=[], output="out").train()
+    with pytest.raises(ValueError, match="batchsize"):
+        SFTAlgorithm(model=directory, dataset=[], output="out", batchsize=3)
