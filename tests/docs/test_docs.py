@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 
@@ -63,7 +63,8 @@ def test_every_setting_is_explained():
     def walk(model: type[BaseModel], path: str) -> None:
         for name, field in model.model_fields.items():
             assert field.description, f"{path}{name} has no docstring"
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                walk(field.annotation, f"{path}{name}.")
+            for part in (field.annotation, *get_args(field.annotation)):
+                if isinstance(part, type) and issubclass(part, BaseModel):
+                    walk(part, f"{path}{name}.")
 
     walk(TrainConfig, "")

@@ -48,7 +48,7 @@ class LossValue:
 class TokenLoss(BaseModel, ABC):
     """A loss over sampled tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     uses_advantages: ClassVar[bool]
     """Whether a token with advantage 0 has no gradient, and so costs no computation."""
@@ -70,8 +70,11 @@ class PPOLoss(TokenLoss):
     """
 
     type: Literal["ppo"] = "ppo"
+    """Which loss this is."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far a ratio may fall below 1 before it stops counting."""
     clip_high: float = Field(default=0.28, gt=0)
+    """How far a ratio may rise above 1 before it stops counting."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Where A < 0 the loss is at most dual_clip * |A| (Ye et al. 2020, arXiv:1912.09729, equation 5)."""
 
@@ -95,6 +98,7 @@ class NLLLoss(TokenLoss):
     """Supervised learning: loss_t = -log p(token). Advantages and sampled log-probabilities play no part."""
 
     type: Literal["nll"] = "nll"
+    """Which loss this is."""
 
     uses_advantages: ClassVar[bool] = False
     needs_sampled_logprobs: ClassVar[bool] = False

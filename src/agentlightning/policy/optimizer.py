@@ -19,12 +19,14 @@ from agentlightning.errors import ConfigError
 class OptimizerConfig(BaseModel):
     """How weights follow gradients."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     type: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon: hidden matrices by Muon, everything else by AdamW."""
     lr: float = Field(default=1e-5, gt=0)
     """The learning rate of AdamW: of all weights, or with `muon` of embeddings, head, norms and biases."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled; on matrices only."""
     muon_lr: float = Field(default=0.02, gt=0)
