@@ -42,6 +42,15 @@ def alive_in(group: int) -> list[str]:
     return [state for state, _, pgrp, *_ in states if int(pgrp) == group and state != "Z"]
 
 
+def emptied(group: int) -> bool:
+    """Whether a process group has nothing alive in it, once what was killed has had the time to die."""
+    for _ in range(1000):
+        if not alive_in(group):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_the_task_is_in_the_environment_and_on_stdin(make_call: Any) -> None:
     output = sh('printf "%s|" "$AGL_TASK"; cat').start(make_call({"q": "é"}))
     assert output == '{"q":"é"}|{"q":"é"}'
@@ -105,14 +114,15 @@ def test_a_stopped_program_is_gone_with_its_children_even_if_it_ignores_sigterm(
         except CommandError as error:
             errors.append(str(error))
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     group = int(wait_for(pid))
-    assert call.program is not None
+    while call.program is None:
+        time.sleep(0.01)
     call.program.terminate()
     thread.join(20)
     assert "was killed by SIG" in errors[0]
-    assert not alive_in(group)
+    assert emptied(group)
 
 
 def test_a_program_stopped_before_it_started_does_not_run_on(make_call: Any) -> None:

@@ -347,6 +347,7 @@ async def test_a_runner_whose_processes_cannot_start_says_so(start: Any, tmp_pat
         await start(f"{path}:agent")
 
 
+@pytest.mark.chaos
 async def test_a_runner_that_lost_its_processes_ends_with_an_error(start: Any, store: Any, caplog: Any) -> None:
     def agent(task: Any) -> None:
         os.kill(os.getppid(), 9)
@@ -438,6 +439,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.chaos
 def test_nothing_is_left_of_a_runner_that_was_killed(tmp_path: Any) -> None:
     path = tmp_path / "pids"
     subprocess.run([sys.executable, "-c", PARENT.format(path=path)], timeout=60, check=False)

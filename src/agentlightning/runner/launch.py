@@ -19,6 +19,9 @@ from agentlightning.runner.wire import Exited, Fork, Frames, Kill, Load, Loaded,
 OnMessage = Callable[[Loaded | LoadFailed | Exited], None]
 
 CLOSE_SECONDS = 5.0
+HOME = str(Path(__file__).resolve().parents[2])
+"""Where this package is, which a relative entry of the Python path would not say in another directory."""
+BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.zygote import main; main()"
 
 
 class ZygoteProcess:
@@ -43,7 +46,7 @@ class ZygoteProcess:
         if not self._cwd.is_dir():
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "agentlightning.runner.zygote", str(theirs.fileno())]
+        command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
         with theirs, _output(self._log) as output:
             # A session of its own: Ctrl-C is for the runner, which then decides what becomes of the attempts.
             self._process = subprocess.Popen(
@@ -110,6 +113,11 @@ class ZygoteProcess:
             socket.send_fds(self._socket, [encode(message)], fds)
         except (BrokenPipeError, ConnectionResetError):
             return  # `on_lost` follows
+
+    @property
+    def output(self) -> str:
+        """Where what it prints can be read."""
+        return "on stderr" if self._log is None else f"in {self._log}"
 
     def returncode(self) -> int | None:
         """How it ended, once it has said goodbye."""

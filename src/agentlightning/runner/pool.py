@@ -228,7 +228,11 @@ class HostPool:
         code = self._zygote.returncode()
         exited = Exited(0, -9 if code is None else code, "")
         if self._loaded is not None and not self._loaded.done():
-            text = f"the process that imports agent {self.agent} {describe_exit(exited.status)} before it was done"
+            how = describe_exit(exited.status)
+            text = (
+                f"the process that imports agent {self.agent} {how} before it was done; "
+                f"what it printed is {self._zygote.output}"
+            )
             self._loaded.set_exception(AgentError(text))
             return
         for host in self._hosts.values():

@@ -1,10 +1,8 @@
 """The zygote: a process that imports the agent once and forks agent hosts on demand.
 
-    python -m agentlightning.runner.zygote FD
-
-reads a `Load` message from stdin, imports, then answers the runner over the socket FD. It stays single threaded, so
-that a fork is safe and takes milliseconds, and it imports nothing heavy that the agent does not import. When the
-runner goes away its hosts get a moment to end by themselves, then they are killed.
+It reads a `Load` message from stdin, imports, then answers the runner over the socket it was given. It stays single
+threaded, so that a fork is safe and takes milliseconds, and it imports nothing heavy that the agent does not import.
+When the runner goes away its hosts get a moment to end by themselves, then they are killed.
 """
 
 from __future__ import annotations
@@ -194,7 +192,3 @@ def _reseed() -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
-
-
-if __name__ == "__main__":
-    main()
