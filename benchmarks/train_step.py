@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.batch import MicroBatch
@@ -298,11 +299,12 @@ def print_case(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=os.environ.get("AGL_TRL_PYTHON"), help="python of TRL's environment")
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions of every measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of every measurement")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     verdicts: list[tuple[str, bool]] = []
     if arguments.trl_python and Path(arguments.trl_python).exists():
         for size in arguments.sizes:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import span as names
@@ -248,6 +248,7 @@ def rollouts(draw: st.DrawFn) -> list[Transition]:
     return made
 
 
+@settings(deadline=None)
 @given(rollouts())
 def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
     tree = tree_of(*made)
@@ -261,6 +262,7 @@ def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
         assert path == [*each.prompt_token_ids, *each.response_token_ids]
 
 
+@settings(deadline=None)
 @given(rollouts())
 def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Transition]) -> None:
     tree = tree_of(*made)
@@ -271,6 +273,7 @@ def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Trans
     assert all(node.rollout_id is None and not node.logprobs for node in tree.nodes if not node.sampled)
 
 
+@settings(deadline=None)
 @given(rollouts(), st.randoms(use_true_random=False))
 def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
     shuffled = random.sample(made, len(made))

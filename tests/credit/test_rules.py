@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.credit import CreditRule, ReinforceCredit, UniformCredit, credit_rule
@@ -30,6 +30,7 @@ def test_every_call_of_a_rollout_gets_its_distance_from_the_mean_in_standard_dev
     assert UniformCredit(normalize_std=False).advantages(group(0.0, 1.0)) == [(-0.5,), (0.5,)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-100, 100).map(float), min_size=2, max_size=9))
 def test_uniform_advantages_are_standardised(rewards: list[float]) -> None:
     found = UniformCredit().advantages(group(*rewards))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.assemble import token_tree
@@ -139,6 +139,7 @@ def samples(draw: st.DrawFn) -> TrainingSample:
     return sample(*calls, zero=frozenset(draw(st.sets(st.sampled_from("abc"), max_size=1))))
 
 
+@settings(deadline=None)
 @given(st.lists(samples(), min_size=1, max_size=3), st.sampled_from(MODES), st.integers(1, 60), st.integers(0, 100))
 def test_every_trained_token_is_a_target_exactly_once(
     batch: list[TrainingSample], mode: Any, budget: int, launch: int

@@ -13,6 +13,8 @@ from torch import nn
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer import Optimizer, OptimizerConfig
 
+torch.set_num_threads(1)  # more threads cost more than they bring at this size
+
 
 class Tiny(nn.Module):
     """An embedding, a hidden matrix, a norm and a head."""

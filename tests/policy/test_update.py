@@ -32,6 +32,8 @@ from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.policy.update import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
+torch.set_num_threads(1)  # more threads cost more than they bring at this size
+
 VOCAB = 50
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}

@@ -153,13 +153,13 @@ def plan(
         return _pack_rows([row for tree in trees for row in tree.rows], token_budget, cost)
     if sharing == "shared":
         return _pack([tree.best_family(cost, force=True) for tree in trees], token_budget, cost)
-    plans = [_pack([(None, tree.rows) for tree in trees], token_budget, cost)]
-    for choice in (cost, replace(cost, launch=0.0)):
-        plans.append(_pack([tree.best_family(choice, force=False) for tree in trees], token_budget, cost))
+    choices: list[list[tuple[_Family | None, list[Row]]]] = [[(None, tree.rows) for tree in trees]]
+    choices += [[tree.best_family(each, force=False) for tree in trees] for each in (cost, replace(cost, launch=0.0))]
+    plans = [_pack(choice, token_budget, cost) for choice in choices]
     return min(plans, key=lambda batches: sum(_price(batch, cost) for batch in batches))
 
 
-def _pack(trees: list[tuple[_Family | None, list[Row]]], token_budget: int, cost: CostModel) -> list[MicroBatch]:
+def _pack(trees: Sequence[tuple[_Family | None, list[Row]]], token_budget: int, cost: CostModel) -> list[MicroBatch]:
     families: list[_Family] = []
     plain: list[Row] = []
     for family, rest in trees:
