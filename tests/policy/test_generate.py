@@ -266,7 +266,7 @@ def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
 
 
 def test_cancelling_the_last_request_leaves_the_generator_idle() -> None:
-    engine = generator(tiny_model(), prefill_tokens=16)
+    engine = generator(tiny_model(), prefill_tokens=8)
     drawing, prefilling = engine.submit([5, 6], GREEDY), engine.submit(prompts_of(1, shortest=60)[0], GREEDY)
     engine.step()
     waiting = engine.submit([5], GREEDY)

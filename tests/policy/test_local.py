@@ -276,3 +276,18 @@ def test_a_model_that_cannot_be_opened_is_named_with_the_way_out(checkpoint: Pat
         open_policy(checkpoint, device="abacus")
     with pytest.raises(ValidationError, match="no_such_key"):
         LocalPolicyConfig.model_validate({"model": "x", "no_such_key": 1})
+
+
+@pytest.mark.gpu
+async def test_an_accelerator_samples_and_learns_as_the_processor_does(checkpoint: Path, tmp_path: Path) -> None:
+    policy = open_policy(checkpoint, device="auto")
+    assert policy._model.device.type != "cpu"
+    ids = prompt(policy)
+    samples = await asyncio.gather(*(policy.sample(ids, PARAMS) for _ in range(6)))
+    await policy.train([training_sample(ids, samples[0])])
+    after = await policy.sample(ids, PARAMS)
+    await policy.save(tmp_path / "step", training_state=True)
+    await policy.load(tmp_path / "step")
+    await policy.close()
+    model = policy._model.cpu()
+    torch.testing.assert_close(torch.tensor(after.logprobs), scored(model, ids, after), atol=1e-3, rtol=0)

@@ -32,6 +32,8 @@ AHEAD = 256
 """Tokens of room made for an answer at the start, so that the slots seldom grow while it is drawn."""
 WORTH_WAITING = 16
 """A request waits for another's prefill when that saves it at least so many tokens."""
+BURST = 4
+"""How many times the budget a step may prefill while nobody draws, and so nobody is held up."""
 PADDING = 1.3
 """Rows are prefilled together while padding makes the forward at most so much larger."""
 
@@ -209,13 +211,14 @@ class TokenGenerator:
 
     def _prefill(self) -> None:
         """Admit and prefill until the budget is used or nothing can be admitted."""
-        budget = self._prefill_tokens
+        budget = self._prefill_tokens * (1 if self._rows else BURST)
         while budget > 0:
+            part = min(budget, self._prefill_tokens)
             if not self._prefilling:
-                self._admit(budget)
+                self._admit(part)
             if not self._prefilling:
                 return
-            budget -= self._prefill_some(budget)
+            budget -= self._prefill_some(part)
 
     def _admit(self, budget: int) -> None:
         """Take waiting requests while there is room and budget. Those with nothing to prefill are ready at once."""
