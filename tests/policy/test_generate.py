@@ -121,7 +121,7 @@ def test_what_requests_share_is_computed_once_and_changes_nothing(
     base = prompts_of(3, seed=5, shortest=50, longest=70)
     prompts = [[*base[i % 3], *([7, i + 10] if i % 2 else [])] for i in range(12)]
     plain = generator(model, prefix_cache_bytes=0)
-    plain._shares = False
+    plain._attends = False
     sharing = generator(model)
     computed = Counter(model)
     alone, apart = answers(plain, prompts, GREEDY), computed.pop()
@@ -155,6 +155,17 @@ def test_a_shared_prefix_is_read_through_the_group_while_drawing(monkeypatch: py
     drain(engine)
     assert_faithful(model, requests)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_with_another_attention_draws_the_same(architecture: Architecture) -> None:
+    model = tiny_model(architecture)
+    prompts = prompts_of(3, shortest=30) * 2
+    expected = [request.tokens for request in answers(generator(model), prompts, GREEDY)]
+    model.set_attn_implementation("eager")
+    requests = answers(generator(model), prompts, GREEDY)
+    assert [request.tokens for request in requests] == expected
+    assert_faithful(model, requests)
 
 
 def test_after_the_weights_change_nothing_old_is_used() -> None:

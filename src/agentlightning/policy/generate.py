@@ -14,6 +14,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -112,8 +113,8 @@ class TokenGenerator:
         """For `_rows`; None after they have changed."""
         self._shared: shared.SharedPrefix | None = None
         """Likewise: what they begin with in common."""
-        self._shares = model.device.type == "cpu"
-        """Where reading keys and values once for several rows was measured to pay."""
+        self._attends = shared.applies(model)
+        """Whether drawing has an attention of its own."""
         model.eval()
         layout = read_layout(model)
         self._cache = SlotCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
@@ -150,7 +151,7 @@ class TokenGenerator:
             limit=len(prompt) + min(room, params.max_tokens or room),
             params=params,
             policy_version=self.policy_version,
-            fingerprints=shared.fingerprints(prompt[:-1]) if self._shares else [],
+            fingerprints=shared.fingerprints(prompt[:-1]) if self._attends else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
             random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
         )
@@ -331,7 +332,7 @@ class TokenGenerator:
         if self._plan is None:
             self._plan = sampling.make_plan([request.params for request in rows], self.model.device)
             self._shared = self._find_shared()
-        with shared.sharing(self.model, self._shared):
+        with shared.attending(self.model, self._shared) if self._attends else nullcontext():
             logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
         uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
         tokens, logprobs = sampling.draw(logits, self._plan, uniform)
@@ -345,7 +346,7 @@ class TokenGenerator:
     def _find_shared(self) -> shared.SharedPrefix | None:
         """What the rows have in common, with its keys and values; those of the step before where they still fit."""
         layout = self._cache.layout
-        if not self._shares or layout.slides or any(request.missing for request in self._rows):
+        if not self._attends or layout.slides or any(request.missing for request in self._rows):
             return None
         groups = shared.find_groups(
             [request.fingerprints for request in self._rows],

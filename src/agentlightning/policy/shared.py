@@ -1,4 +1,4 @@
-"""Attention over a prefix that rows share: read from memory once for a whole group instead of once for each row.
+"""Attention while drawing, on the CPU: what rows share is read from memory once for the group, not once for each.
 
 Drawing one token for many rows is bound by reading keys and values. Where rows begin with the same tokens, one
 matrix product of all their queries with one copy of the prefix gives the same scores; the rest of each row is read
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-NAME = "agentlightning_shared_prefix"
+NAME = "agentlightning_drawing"
 BLOCK = 16
 """Prefixes are compared in whole blocks of so many tokens."""
 CANDIDATES = 32
@@ -107,13 +107,16 @@ def layout(groups: Groups, device: torch.device) -> tuple[Tensor | None, Tensor 
 _current: ContextVar[SharedPrefix | None] = ContextVar("shared_prefix", default=None)
 
 
-@contextmanager
-def sharing(model: PreTrainedModel, shared: SharedPrefix | None) -> Generator[None]:
-    """Within, `model` attends to `shared` as this module does. Only a model that uses SDPA is changed."""
+def applies(model: PreTrainedModel) -> bool:
+    """Whether `model` runs where this was measured to pay, and with an attention function this can stand in for."""
     config: Any = model.config.get_text_config(decoder=True)
-    if shared is None or config._attn_implementation != "sdpa":
-        yield
-        return
+    return model.device.type == "cpu" and config._attn_implementation == "sdpa"
+
+
+@contextmanager
+def attending(model: PreTrainedModel, shared: SharedPrefix | None) -> Generator[None]:
+    """Within, `model`, to which this `applies`, draws tokens with `attend`."""
+    config: Any = model.config.get_text_config(decoder=True)
     token = _current.set(shared)
     config._attn_implementation = NAME
     try:
@@ -132,20 +135,35 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [N, H x R, 1, D], key and value [N, H, T, D], additive mask [N, 1, 1, T]; returns [N, 1, H x R, D]."""
-    shared = _current.get()
-    layer = getattr(module, "layer_idx", None)
-    if shared is None or layer is None or attention_mask is None or any(kwargs.get(name) for name in UNSUPPORTED):
+    """query [N, H x R, 1, D], key and value [N, H, T, D], additive mask [N, 1, 1, T]; returns [N, 1, H x R, D].
+
+    Anything else goes to SDPA, which takes longer for single queries on the CPU."""
+    if query.shape[2] != 1 or attention_mask is None or any(kwargs.get(name) is not None for name in UNSUPPORTED):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    prefix, (keys, values) = shared.groups.length, shared.layers[cast(int, layer)]
     count, heads, dim = query.shape[0], key.shape[1], query.shape[3]
     queries = (query * (dim**-0.5 if scaling is None else scaling)).reshape(count, heads, -1, dim)
-    head = _by_row(_by_group(queries, shared) @ keys.transpose(2, 3), shared)
-    tail = queries @ key[:, :, prefix:].transpose(2, 3) + attention_mask[..., prefix:]
-    weights = torch.cat([head, tail], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    output = _by_row(_by_group(weights[..., :prefix], shared) @ values, shared)
-    output = output + weights[..., prefix:] @ value[:, :, prefix:]
+    shared, layer = _current.get(), getattr(module, "layer_idx", None)
+    if shared is None or layer is None:
+        weights = _softmax(queries @ key.transpose(2, 3) + attention_mask, query.dtype)
+        output = weights @ value
+    else:
+        output = _attend_shared(queries, key, value, attention_mask, shared, cast(int, layer))
     return output.reshape(count, 1, -1, value.shape[3]), None
+
+
+def _attend_shared(
+    queries_NHRD: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, shared: SharedPrefix, layer: int
+) -> Tensor:
+    prefix, (keys, values) = shared.groups.length, shared.layers[layer]
+    head = _by_row(_by_group(queries_NHRD, shared) @ keys.transpose(2, 3), shared)
+    tail = queries_NHRD @ key[:, :, prefix:].transpose(2, 3) + attention_mask[..., prefix:]
+    weights = _softmax(torch.cat([head, tail], dim=-1), queries_NHRD.dtype)
+    output = _by_row(_by_group(weights[..., :prefix], shared) @ values, shared)
+    return output + weights[..., prefix:] @ value[:, :, prefix:]
+
+
+def _softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    return scores.softmax(dim=-1, dtype=torch.float32).to(dtype)
 
 
 def _by_group(x_NHRD: Tensor, shared: SharedPrefix) -> Tensor:
