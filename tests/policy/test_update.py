@@ -29,6 +29,7 @@ from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, UnfaithfulSampleError
 from agentlightning.policy.losses import NLLLoss, PPOLoss, TokenLoss
 from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.positions import last_block
 from agentlightning.policy.update import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
@@ -321,13 +322,36 @@ def test_a_resumed_updater_makes_the_very_same_steps() -> None:
     assert torch.equal(weights(one.model), weights(other.model))
 
 
-def test_the_output_head_sees_trained_positions_only(updater: Updater) -> None:
+@pytest.mark.parametrize("part", ["lm_head", "model.layers.1.mlp.up_proj"])
+def test_what_follows_the_last_attention_is_computed_at_trained_positions_only(updater: Updater, part: str) -> None:
     seen: list[int] = []
-    head = updater.model.get_output_embeddings()
-    handle = head.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
+    module = updater.model.get_submodule(part)
+    handle = module.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
     metrics = updater.accumulate(updater.plan(samples(groups()), sharing="shared"), PPOLoss())
     handle.remove()
     assert sum(seen) == metrics["tokens_trained"] < metrics["tokens_computed"]
+
+
+class Mixing(torch.nn.Module):
+    """A block in which tokens see one another."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.cumsum(1)
+
+
+class Demanding(torch.nn.Module):
+    """A block that wants more than hidden states."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return hidden + residual
+
+
+@pytest.mark.parametrize("block", [Mixing(), Demanding(), None])
+def test_a_last_block_that_does_not_treat_tokens_alone_is_left_as_it_is(block: torch.nn.Module | None) -> None:
+    model = made(llama)
+    assert last_block(model) is model.model.layers[-1].mlp
+    model.model.layers[-1].mlp = block
+    assert last_block(model) is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it

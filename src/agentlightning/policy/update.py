@@ -1,8 +1,8 @@
 """One update of a policy: training samples in, an optimiser step done.
 
 Works with any `transformers` causal language model through its own forward and `DynamicCache`, on any device. Only
-the hidden states at trained positions reach the output head, so that no [B, T, V] logits exist. The model stays in
-evaluation mode: the probabilities that are trained are those that were sampled from.
+the hidden states at trained positions reach the output head (`policy.positions`), so that no [B, T, V] logits exist.
+The model stays in evaluation mode: the probabilities that are trained are those that were sampled from.
 
 Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabulary, H hidden.
 """
@@ -10,8 +10,7 @@ Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleErro
 from agentlightning.policy.batch import CostModel, MicroBatch, Sharing, plan, predictions
 from agentlightning.policy.losses import PPOLoss, TokenBatch, TokenLoss, token_loss
 from agentlightning.policy.optimizer import Optimizer, OptimizerConfig
+from agentlightning.policy.positions import last_block, only_positions
 from agentlightning.trajectory import TrainingSample
 
 LAUNCH_CPU = 1.5e7
@@ -40,6 +40,7 @@ class Updater:
         self.model = model
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig())
         self.cost = cost_model(model)
+        self._last_block = last_block(model)
 
     def step(
         self,
@@ -150,7 +151,8 @@ class Updater:
     def _forward(self, ids_BT: Tensor, positions: Sequence[int], cache: DynamicCache | None) -> Tensor:
         """logits_NV at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
         does not look, so that no mask is needed."""
-        with _only_positions(self.model, self._longs(positions)):
+        block = None if _checkpoints_activations(self.model) else self._last_block
+        with only_positions(self.model, self._longs(positions), block):
             output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
         return output.logits[0]
 
@@ -212,23 +214,6 @@ def refuse_unfaithful(samples: Sequence[TrainingSample]) -> None:
                     f"call {node.call} of rollout {node.rollout_id} was sampled with temperature={node.temperature:g}; "
                     'sample training rollouts with a temperature above 0, or train with loss="nll"'
                 )
-
-
-@contextmanager
-def _only_positions(model: PreTrainedModel, positions_N: Tensor) -> Generator[None]:
-    """Let the output head see only the hidden states at `positions_N`; what the model does to logits stays its own."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise PolicyError(f"{type(model).__name__} has no output embeddings; train a causal language model")
-
-    def select(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0].flatten(0, 1).index_select(0, positions_N).unsqueeze(0), *args[1:])
-
-    handle = head.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _score(logits_NV: Tensor, chosen_N: Tensor, temperatures_N: Tensor | None) -> tuple[Tensor, Tensor]:

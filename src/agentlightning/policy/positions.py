@@ -1,0 +1,79 @@
+"""A forward pass that computes its last steps only where somebody asks for them.
+
+Behind the last attention every token is on its own: the last layer's feed-forward block and the output head see only
+the positions whose logits are wanted. Nothing of a model is rewritten: its own modules get hooks for the time of a
+pass.
+
+Shapes: B rows, T tokens of a row, N wanted positions, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentlightning.errors import PolicyError
+
+
+@contextmanager
+def only_positions(model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None) -> Generator[None]:
+    """Let the output head, and `block` (see `last_block`), compute at `positions_N` of the flattened [B, T] input only.
+
+    The model's logits are then [1, N, V]; what it does to them after the head stays its own.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise PolicyError(f"{type(model).__name__} has no output embeddings; train a causal language model")
+
+    def select(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].flatten(0, 1).index_select(0, positions_N).unsqueeze(0), *args[1:])
+
+    shapes: list[torch.Size] = []
+
+    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        shapes.append(args[0].shape)
+        return select(module, args)
+
+    def widen(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        shape = shapes.pop()
+        empty = output.new_zeros(shape[0] * shape[1], shape[2])
+        return empty.index_copy(0, positions_N, output[0]).view(shape)
+
+    with ExitStack() as hooks:
+        hooks.callback(head.register_forward_pre_hook(select).remove)
+        if block is not None:
+            hooks.callback(block.register_forward_pre_hook(narrow).remove)
+            hooks.callback(block.register_forward_hook(widen).remove)
+        yield
+
+
+def last_block(model: PreTrainedModel) -> nn.Module | None:
+    """The feed-forward block of the last layer, where it treats every token on its own; else None.
+
+    It is found by the name transformers gives it in most models, and tried out.
+    """
+    layers: Sequence[Any] = list(getattr(model.get_decoder(), "layers", []))
+    block = getattr(layers[-1], "mlp", None) if layers else None
+    return block if isinstance(block, nn.Module) and _treats_tokens_alone(block, model) else None
+
+
+@torch.no_grad()
+def _treats_tokens_alone(block: nn.Module, model: PreTrainedModel) -> bool:
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    probe = torch.linspace(-1, 1, 6 * hidden, device=model.device, dtype=model.dtype).sin().view(2, 3, hidden)
+    training = block.training
+    block.eval()
+    try:
+        whole, part = block(probe), block(probe[1:, 1:2])
+    except (TypeError, RuntimeError):  # It wants more than hidden states: no block of the plain kind.
+        return False
+    finally:
+        block.train(training)
+    if not isinstance(whole, Tensor) or whole.shape != probe.shape:
+        return False
+    return torch.allclose(whole[1:, 1:2], part, rtol=1e-3, atol=1e-3)
