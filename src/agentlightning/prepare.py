@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import sys
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -194,7 +195,13 @@ def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, st
     )
 
 
+SWITCH_SECONDS = 2e-4
+"""torch gives the interpreter lock up at every operation of its thread, and with Python's own 5 ms between switches
+waits long to have it back from a busy event loop: sampling beside one then takes 1.6 times as long."""
+
+
 async def open_policy(config: LocalPolicyConfig) -> Policy:
     from agentlightning.policy.local import LocalPolicy
 
+    sys.setswitchinterval(SWITCH_SECONDS)
     return await asyncio.to_thread(LocalPolicy.open, config)

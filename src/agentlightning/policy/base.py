@@ -70,6 +70,7 @@ class ChatFormat(Protocol):
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a turn."""
         ...
+
     tool_call_markers: tuple[str, str]
     """What opens and what closes a tool call: while an answer streams, text between them is held back."""
 

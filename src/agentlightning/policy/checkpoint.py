@@ -5,16 +5,30 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from agentlightning.errors import PolicyError
 
 TRAINING_STATE = "training_state.pt"
+
+
+@contextmanager
+def without_bars() -> Generator[None]:
+    """transformers draws a progress bar for each file, across whatever else is on the terminal."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def save(
@@ -29,8 +43,9 @@ def save(
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
             new = Path(beside) / "new"
-            model.save_pretrained(new)
-            tokenizer.save_pretrained(new)
+            with without_bars():
+                model.save_pretrained(new)
+                tokenizer.save_pretrained(new)
             if state is not None:
                 torch.save(dict(state), new / TRAINING_STATE)
             _flush(new)
@@ -45,7 +60,8 @@ def save(
 def load_weights(directory: Path, model: PreTrainedModel) -> None:
     """Copy the weights saved in `directory` into `model`, in place. Raises PolicyError where they do not fit."""
     try:
-        saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
+        with without_bars():
+            saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         raise PolicyError(f"{directory} holds no model that transformers loads: {error}") from error
     weights, own = saved.state_dict(), model.state_dict()

@@ -195,7 +195,8 @@ def _load(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreTraine
     source = str(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
+        with checkpoint.without_bars():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise PolicyError(
             f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "

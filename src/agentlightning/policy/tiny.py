@@ -19,6 +19,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agentlightning.policy.checkpoint import without_bars
+
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 MARKERS = re.compile(rf"{re.escape(START)}(\w+\n)|{'|'.join(map(re.escape, (PAD, END, CALL, CALL_END)))}")
@@ -98,7 +100,8 @@ def make_tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    model.save_pretrained(directory)
+    with without_bars():
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
