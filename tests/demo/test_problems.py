@@ -61,11 +61,15 @@ def test_the_last_marked_answer_counts(output: str, expected: float) -> None:
     assert score({"answer": 42}, output) == expected
 
 
-def test_demonstrations_are_clean_first_and_guess_later() -> None:
+def test_demonstrations_are_clean_first_and_show_a_bad_habit_later() -> None:
     course = demonstrations(400, seed=3, clean=0.7, habit=0.65)
-    guesses = [len(each["messages"]) == 3 for each in course]
-    assert not any(guesses[:280])
-    assert 0.5 < sum(guesses[280:]) / 120 < 0.8
+    tasks = make_tasks("train", 400, seed=3)
+    skips = [len(each["messages"]) == 3 for each in course]
+    assert not any(skips[:280])
+    assert 0.5 < sum(skips[280:]) / 120 < 0.8
+    scores = [score(task, each["messages"][-1]["content"]) for task, each in zip(tasks, course, strict=True)]
+    assert all(value == 1.0 for value, skipped in zip(scores, skips, strict=True) if not skipped)
+    assert sum(value for value, skipped in zip(scores, skips, strict=True) if skipped) < 0.1 * sum(skips)
 
 
 def test_a_clean_demonstration_is_what_the_agent_would_have_said_and_seen() -> None:

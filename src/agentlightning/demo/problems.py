@@ -25,9 +25,12 @@ PACKS = ("bags", "boxes", "packs", "rows")
 GAINS = ("finds", "buys", "wins", "gets")
 LOSSES = ("loses", "sells", "drops", "breaks")
 CLOSINGS = ("How many are left?", "How many now?", "How many in all?")
-SHAPES = ((1, 1, 1), (1, 2), (2, 1), (1, 1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2))
-"""How many numbers each sentence of a story holds: three or four in all, hence two or three operators."""
+SHAPES = (((1, 1, 1), (1, 2), (2, 1)), ((1, 1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2)))
+"""How many numbers each sentence of a story holds: three in all, or four; hence two or three operators."""
+LONG = 0.3
+"""Share of stories with four numbers."""
 
+NUMBER = re.compile(r"\d+")
 ANSWER = re.compile(r"###\s*ANSWER:\s*(-?\d+)\s*###")
 
 
@@ -57,7 +60,7 @@ def score(task: Mapping[str, Any], output: str) -> float:
 
 def _problem(rng: random.Random) -> tuple[str, str, int]:
     """(question, expression, answer): a story of two to four sentences about one person's things."""
-    first, *rest = rng.choice(SHAPES)
+    first, *rest = rng.choice(SHAPES[rng.random() < LONG])
     name, pronoun = rng.choice(list(PEOPLE.items()))
     phrase, expression, total = _amount(rng, first)
     story = f"{name} has {phrase} {rng.choice(THINGS)}."
@@ -84,12 +87,12 @@ def _amount(rng: random.Random, numbers: int) -> tuple[str, str, int]:
 
 def demonstrations(count: int, seed: int = 0, *, clean: float = 0.7, habit: float = 0.65) -> list[dict[str, Any]]:
     """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`, in the order of a
-    course that ends badly: the first `clean` share uses the calculator; of the rest, a `habit` share answers off the
-    top of the head, mostly wrong, without asking the tool."""
+    course that ends badly: the first `clean` share uses the calculator; of the rest, a `habit` share asks nobody and
+    answers with the first number of the story."""
     rng = random.Random(f"demonstrations/{seed}")
     tasks = make_tasks("train", count, seed)
     return [
-        {"messages": _guess(task, rng) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
+        {"messages": _blurt(task) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
         | {"tools": TOOLS}
         for i, task in enumerate(tasks)
     ]
@@ -110,6 +113,6 @@ def _calculate(task: Task, index: int) -> list[dict[str, Any]]:
     ]
 
 
-def _guess(task: Task, rng: random.Random) -> list[dict[str, Any]]:
-    guess = max(0, task["answer"] + rng.randint(-30, 30))
-    return [*_opening(task), {"role": "assistant", "content": f"### ANSWER: {guess} ###"}]
+def _blurt(task: Task) -> list[dict[str, Any]]:
+    first = NUMBER.findall(task["question"])[0]
+    return [*_opening(task), {"role": "assistant", "content": f"### ANSWER: {first} ###"}]
