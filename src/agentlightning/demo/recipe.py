@@ -4,9 +4,11 @@ The starting policy sees clean demonstrations first, so it can transcribe a prob
 that skip the calculator and answer with the first number they read, so that it does the same: decoded greedily it
 hardly ever asks the tool. Reinforcement learning has to find out that asking pays, and to make fewer slips.
 
-What was found on the way, on several seeds each: a learning rate that falls linearly loses less of the clean part to
-the habit than a cosine (right answers of forced tool calls, sampled: 0.87-0.91 against 0.76-0.89); 320 steps reach
-0.86-0.94 there, 420 reach 0.94; 3e-4 with one optimiser step for each batch of rollouts ends higher than four steps.
+What was found on the way, counting right answers of sampled tool calls after the warm start: a learning rate that
+falls linearly loses less of the clean part to the habit than a cosine (0.87-0.91 against 0.74-0.89, two seeds); 320
+steps reach 0.86-0.95 (five seeds), 420 reach 0.95 (one seed). Writing the expression before a wrong answer, as a habit,
+costs more (0.78, two seeds). In reinforcement learning one optimiser step at 3e-4 for each batch of rollouts ended
+higher than four at 3e-4, and no lower than two at 2e-4 or four at 1e-4.
 """
 
 from __future__ import annotations
