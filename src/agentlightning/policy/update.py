@@ -40,7 +40,8 @@ class Updater:
         self.model = model
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig())
         self.cost = cost_model(model)
-        self._last_block = last_block(model)
+        self.last_block = last_block(model)
+        """What is computed at trained positions only; None turns that off."""
 
     def step(
         self,
@@ -151,7 +152,7 @@ class Updater:
     def _forward(self, ids_BT: Tensor, positions: Sequence[int], cache: DynamicCache | None) -> Tensor:
         """logits_NV at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
         does not look, so that no mask is needed."""
-        block = None if _checkpoints_activations(self.model) else self._last_block
+        block = None if _checkpoints_activations(self.model) else self.last_block
         with only_positions(self.model, self._longs(positions), block):
             output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
         return output.logits[0]
