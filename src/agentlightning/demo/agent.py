@@ -3,33 +3,16 @@
 import ast
 import functools
 import json
-import operator
+import operator as do
 from typing import Any
 
 from openai import OpenAI
 
 SYSTEM = "Use the calculator, then reply ### ANSWER: number ###"
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Evaluate an arithmetic expression.",
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string"}},
-                "required": ["expression"],
-            },
-        },
-    }
-]
-OPERATORS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+CALCULATOR = {"name": "calculator", "description": "Evaluate an arithmetic expression.", "parameters": PARAMETERS}
+TOOLS: list[Any] = [{"type": "function", "function": CALCULATOR}]
+BINARY: dict[type, Any] = {ast.Add: do.add, ast.Sub: do.sub, ast.Mult: do.mul, ast.Div: do.truediv}
 
 
 @functools.cache
@@ -43,20 +26,17 @@ def evaluate(node: ast.AST) -> float:
             return evaluate(body)
         case ast.Constant(value=int() | float() as value):
             return value
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](evaluate(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](evaluate(left), evaluate(right))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -evaluate(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+            return BINARY[type(op)](evaluate(left), evaluate(right))
         case _:
             raise ValueError("only numbers, + - * / and parentheses")
 
 
 def calculator(arguments: str) -> str:
     try:
-        expression = json.loads(arguments)["expression"]
-        if len(expression) > 200:
-            raise ValueError("the expression is too long")
-        return str(evaluate(ast.parse(expression, mode="eval")))
+        return str(evaluate(ast.parse(json.loads(arguments)["expression"][:200], mode="eval")))
     except (ValueError, TypeError, KeyError, SyntaxError, ArithmeticError) as error:
         return f"error: {error}"
 

@@ -19,7 +19,6 @@ from agentlightning.config import (
 from agentlightning.demo import recipe
 from agentlightning.demo.problems import demonstrations, make_tasks
 
-
 FRESH = 1_000_000
 """Added to the seed of the tasks to train on, so that few of them were in the demonstrations."""
 
