@@ -168,7 +168,10 @@ def beside_trl(size: str, python: str, rounds: int) -> float:
         save_model(model, Path(directory) / "model")
         updater = Updater(model, OptimizerConfig(lr=LR))
         for seed in range(rounds):
-            for step in run_trl(python, Path(directory), steps=4, seed=seed)[1:]:  # the first step pays for warming up
+            first, *steps = run_trl(python, Path(directory), steps=4, seed=seed)  # both arms warm up on the first step
+            for sharing in ("merged", "auto"):
+                our_step(updater, as_samples(model, first), sharing)
+            for step in steps:
                 answers = sum(len(answer) for _, answer in step["rows"])
                 width = max(len(p) for p, _ in step["rows"]) + max(len(a) for _, a in step["rows"])
                 arms["TRL"].append({**step["phases"], "tokens": float(width * len(step["rows"])), "answers": answers})
