@@ -7,7 +7,6 @@ never imports torch.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version("agentlightning")
+        return import_module("importlib.metadata").version("agentlightning")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'agentlightning' has no attribute {name!r}")

@@ -34,8 +34,11 @@ TINY = "tiny"
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in an event loop of its own; SIGTERM ends it as Ctrl-C does."""
-    return uvloop.run(_until_signalled(work))
+    """Run `work` in an event loop of its own; SIGTERM ends it as Ctrl-C does, with KeyboardInterrupt."""
+    try:
+        return uvloop.run(_until_signalled(work))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:

@@ -42,13 +42,14 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job):
     assert "--resume" in again.stderr
 
 
-def test_ctrl_c_says_how_to_go_on_and_the_run_goes_on(job):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on_and_goes_on(job, ending):
     process = subprocess.Popen(
         job.command("--run-dir", "run", "algorithm.steps=6"),
         cwd=job.directory, env=job.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_step(job.directory / "run", 1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ending)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "agl train --resume run" in errors
