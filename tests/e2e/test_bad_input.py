@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
@@ -101,3 +102,9 @@ def test_a_port_in_use_is_named(job, agl):
         done = agl("train", *job.arguments, "--run-dir", "run", f"run.port={port}")
     assert done.exit_code == 2
     assert f"127.0.0.1:{port}" in done.stderr
+
+
+def test_the_program_says_its_version(agl):
+    done = agl("--version")
+    assert done.exit_code == 0
+    assert done.stdout.strip() == version("agentlightning")

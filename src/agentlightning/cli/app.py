@@ -48,10 +48,18 @@ def build() -> typer.Typer:
     return app
 
 
-def _program(show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if show_version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(version("agentlightning"))
         raise typer.Exit
+
+
+def _program(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Train any AI agent, and know whether it helped."""
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from agentlightning.cli.app import Output, reported
-from agentlightning.cli.train import Agent, Dataset, Json, Model, Reward
+from agentlightning.cli.train import Agent, Dataset, Json, Reward
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +19,7 @@ def evaluate(
     agent: Agent = None,
     reward: Reward = None,
     dataset: Dataset = None,
-    model: Model = None,
+    model: Annotated[str | None, typer.Option(help="A directory that transformers loads.")] = None,
     run: Annotated[Path | None, typer.Option(help="Take agent, held-out tasks and checkpoint from this run.")] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
