@@ -115,7 +115,7 @@ async def test_what_a_dead_process_had_claimed_is_queued_again(store):
     await store.enqueue_rollout({"n": 0}, rollout_id="run-0")
     claimed = await store.dequeue_rollout()
     source = RolloutSource(store)
-    assert await source.recover("it died") == 1
+    assert await source.recover("run", "it died") == 1
     async with agents(store, lambda task: 1.0):
         collected = await collect(source, PLANS[:1])
     assert collected.trajectories[0].attempt_id != claimed.attempt.attempt_id

@@ -20,7 +20,6 @@ RolloutMode = Literal["train", "val", "test"]
 WAITING: frozenset[str] = frozenset({"queuing", "requeuing"})
 """A runner may claim these."""
 FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
-ATTEMPT_FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "timeout", "unresponsive"})
 
 ROLLOUT_TRANSITIONS: dict[str, frozenset[str]] = {
     "queuing": frozenset({"preparing", "cancelled", "failed"}),

@@ -123,9 +123,9 @@ class RolloutSource:
             found[rollout_id] = trajectory(rollout_id, attempt_id, spans, group=groups[rollout_id])
         return tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
 
-    async def recover(self, reason: str) -> int:
-        """After a crash: queue again what was claimed by a process that is gone. Returns how many."""
-        left = await self.store.query_rollouts(status_in=["preparing", "running"])
+    async def recover(self, run_id: str, reason: str) -> int:
+        """After a crash: queue again what a process that is gone had claimed of this run. Returns how many."""
+        left = await self.store.query_rollouts(status_in=["preparing", "running"], rollout_id_contains=run_id)
         for rollout in left:
             await self.store.requeue_rollout(rollout.rollout_id, reason)
         return len(left)

@@ -139,6 +139,8 @@ class Trainer:
         self, train: Sequence[Any] | None, validation: Sequence[Any] | None, held_out: Sequence[Any] | None
     ) -> tuple[RunDir, RunState, Tasks]:
         if self._resuming:
+            if any(part is not None for part in (train, validation, held_out)):
+                raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
             run_dir = RunDir.open(self.run_dir)
             return run_dir, run_dir.read_state(), read_tasks(run_dir)
         self.config = with_absolute_paths(self.config)
@@ -176,7 +178,7 @@ class Trainer:
             if store is None:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
-            runner = self._runner(agent, store, secret, run_dir.path / "agent.log")
+            runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             await _load_agent(runner, stack)
             await make_start(config, run_dir, tasks, self.progress)
             policy = await _open_policy(config, run_dir, state)
@@ -185,7 +187,7 @@ class Trainer:
             server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)
             await stack.enter_async_context(server)
             source = RolloutSource(store, _rollout_config(config.runner), config.runner.max_failed_share)
-            await source.recover("the process that ran it ended")
+            await source.recover(state.run_id, "the process that ran it ended")
             await runner.start(server.url)
             stack.push_async_callback(runner.stop)
             run = TrainingRun(
@@ -204,20 +206,6 @@ class Trainer:
                 since=since,
             )
             yield runner, run
-
-    def _runner(self, agent: Any, store: LightningStoreBase, secret: str, log: Path) -> Runner:
-        config = self.config.runner
-        return Runner(
-            store,
-            agent,
-            secret=secret,
-            reward=self.reward,
-            concurrency=config.concurrency,
-            hosts=config.hosts,
-            env=config.env or None,
-            cwd=config.cwd,
-            log=log,
-        )
 
 
 def evaluate(
@@ -255,17 +243,7 @@ async def _evaluate(
         stack.enter_context(progress)
         store = InMemoryLightningStore()
         stack.push_async_callback(store.close)
-        runner = Runner(
-            store,
-            agent,
-            secret=secret,
-            reward=reward,
-            redirect=model is not None,
-            concurrency=config.concurrency,
-            hosts=config.hosts,
-            env=config.env or None,
-            cwd=config.cwd,
-        )
+        runner = _runner(config, store, agent, reward, secret, redirect=model is not None)
         await _load_agent(runner, stack)
         gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
         server = await stack.enter_async_context(Server(store, gateway, secret=secret))
@@ -294,6 +272,30 @@ def settings_of_run(run_dir: Path) -> TrainConfig:
     if not path.exists():
         raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
     return load_settings(TrainConfig, toml=path)
+
+
+def _runner(
+    config: RunnerConfig,
+    store: LightningStoreBase,
+    agent: Any,
+    reward: Any | None,
+    secret: str,
+    *,
+    redirect: bool = True,
+    log: Path | None = None,
+) -> Runner:
+    return Runner(
+        store,
+        agent,
+        secret=secret,
+        reward=reward,
+        redirect=redirect,
+        concurrency=config.concurrency,
+        hosts=config.hosts,
+        env=config.env or None,
+        cwd=config.cwd,
+        log=log,
+    )
 
 
 async def _load_agent(runner: Runner, stack: AsyncExitStack) -> None:

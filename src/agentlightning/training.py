@@ -73,7 +73,7 @@ class TrainingRun:
             for index, task in enumerate(drawn)
             for member in range(group_size)
         ]
-        resources_id = await self._publish(f"{prefix}", temperature)
+        resources_id = await self._publish(prefix, temperature)
         collected = await self.source.collect(plans, resources_id=resources_id)
         self.state.rollouts += len(plans)
         self.state.failed_rollouts += len(collected.failed)

@@ -84,6 +84,7 @@ def predictions(batch: MicroBatch) -> Predictions:
     rows: list[int] = []
     owners = [family for family, count in enumerate(batch.families) for _ in range(count)]
     early: list[tuple[bool, int]] = []
+    width = batch.width
     for b, row in enumerate(batch.rows):
         for target in row.targets:
             if target <= batch.cut:
@@ -91,7 +92,7 @@ def predictions(batch: MicroBatch) -> Predictions:
                 prefix.append(owners[b] * batch.cut + target - 1)
             else:
                 early.append((False, len(rows)))
-                rows.append(b * batch.width + target - 1 - batch.cut)
+                rows.append(b * width + target - 1 - batch.cut)
     return Predictions(prefix, rows, [place if is_early else len(prefix) + place for is_early, place in early])
 
 
