@@ -11,7 +11,9 @@
     │   ├── NotFoundError      an id the store does not know
     │   ├── ConflictError      an illegal status change, or an id that is already taken by something else
     │   ├── StoreFullError     the disk refused a write
-    │   └── StoreClosedError   the store was closed, or its database is not usable
+    │   ├── StoreClosedError   the store was closed, or its database is not usable
+    │   └── StoreServerError   the server of a remote store cannot be reached, or is another version
+    │       └── StoreAuthError it wants a token, or another one
     ├── PolicyError            a model that cannot be loaded, sampled from or trained
     │   ├── ContextLengthError a prompt that leaves no room for an answer
     │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
@@ -77,6 +79,14 @@ class StoreFullError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was closed, or its database is not usable."""
+
+
+class StoreServerError(StoreError):
+    """The server of a remote store cannot be reached, or does not speak our version."""
+
+
+class StoreAuthError(StoreServerError):
+    """The server wants a token, or another one."""
 
 
 class PolicyError(AgentLightningError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,6 +91,10 @@ class Rollout:
     end_time: float | None = None
     config: RolloutConfig = field(default_factory=RolloutConfig)
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    queue: str = "default"
+    """The queue it waits in: the one named when it was made, else its mode, else "default"."""
+    priority: int = 0
+    """Higher is claimed first."""
 
     @property
     def finished(self) -> bool:
@@ -114,7 +119,13 @@ class EnqueueRolloutRequest:
     metadata: dict[str, Any] | None = None
     rollout_id: str | None = None
     """Made by the caller to make a repeated request harmless; the store makes one otherwise."""
+    queue: str | None = None
+    """None: the mode's name, or "default"."""
+    priority: int = 0
+    """Higher is claimed first."""
 
+
+_attempt_digits = re.compile(r"[0-9a-f]{24}")
 
 # -- the addresses of an attempt -------------------------------------------------------------------------------------
 
@@ -129,6 +140,27 @@ def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
     body = f"{rollout_id}.{attempt_id}"
     signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
     return f"agl-{body}.{signature}"
+
+
+def attempt_secret(token: str | None) -> str:
+    """The secret that attempts' keys are signed with where a server and its runners share an access token: both can
+    make it, and an agent that knows its own key can make no other. Without a token it protects from mix-ups only."""
+    return hmac.new(b"agentlightning attempt keys", (token or "").encode(), hashlib.sha256).hexdigest()
+
+
+def trace_id_of(attempt_id: str) -> str | None:
+    """The W3C trace id of an attempt (32 hexadecimal digits), from which `attempt_of_trace` gets its id back without
+    looking anything up. None for an id the store did not make."""
+    digits = attempt_id.removeprefix("at-")
+    if not attempt_id.startswith("at-") or not _attempt_digits.fullmatch(digits):
+        return None
+    return digits + hashlib.blake2b(digits.encode(), digest_size=4).hexdigest()
+
+
+def attempt_of_trace(trace_id: str) -> str | None:
+    """The attempt whose `trace_id_of` this is, else None."""
+    attempt_id = f"at-{trace_id[:24]}"
+    return attempt_id if trace_id_of(attempt_id) == trace_id else None
 
 
 def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:

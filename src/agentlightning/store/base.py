@@ -17,6 +17,16 @@ How the status of a rollout follows its latest attempt:
     attempt succeeded               -> rollout succeeded
     attempt failed/timeout/unresponsive
         in config.retry_condition and attempts are left  -> rollout requeuing, else failed
+
+How a rollout is chosen to be claimed: by priority, higher first, then by order of creation, among the queues whose
+limit of open (claimed and unfinished) rollouts is not reached. A rollout's queue is the one named when it was enqueued,
+else its mode, else "default"; so a limit on "train" keeps room for "val".
+
+Calls that can be repeated after a lost answer, without doing anything twice: with a `rollout_id`, a `claim_id`, the
+`span_id` of each span or the `resources_id` made by the caller, a repeat returns what the first call made.
+
+Lists take `after`: the id of the last item the caller has. Together with `limit` it pages through any number of them
+at a constant cost per page, whatever is added meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
@@ -59,6 +69,52 @@ class Worker:
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
+    status: Literal["idle", "busy", "lost"] = "idle"
+    """busy: it has an open attempt; lost: its lease has run out."""
+    lease_seconds: float | None = None
+    """Silent for longer than this, the worker is lost and its open attempts become unresponsive. None: never."""
+    last_error: dict[str, Any] | None = None
+    """Of the last attempt of this worker that failed: rollout_id, attempt_id, type, message, time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """One of the queues that rollouts wait in. It exists once it was named."""
+
+    name: str
+    limit: int | None = None
+    """How many of its rollouts may be open at once; None: any number."""
+    waiting: int = 0
+    open: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What `prune` keeps of the finished rollouts; None: no limit. The oldest go first."""
+
+    max_age_seconds: float | None = None
+    """Since they finished."""
+    max_rollouts: int | None = None
+    max_bytes: int | None = None
+    """Of rollouts, attempts and spans, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` removed, or would remove."""
+
+    rollouts: int
+    spans: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """Everything about one rollout: what is exported and imported."""
+
+    rollout: Rollout
+    attempts: tuple[Attempt, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 class LightningStoreBase(ABC):
@@ -72,7 +128,8 @@ class LightningStoreBase(ABC):
 
     @abstractmethod
     async def statistics(self) -> dict[str, int]:
-        """Counts: rollouts by status (`rollouts.succeeded`, ...), `attempts`, `spans`, `resources`, `workers`."""
+        """Counts: rollouts by status (`rollouts.succeeded`, ...), `attempts`, `spans`, `resources`, `workers`, and
+        `bytes`, the size of the database."""
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
 
@@ -86,8 +143,12 @@ class LightningStoreBase(ABC):
         metadata: dict[str, Any] | None = None,
         worker_id: str | None = None,
         rollout_id: str | None = None,
+        *,
+        queue: str | None = None,
+        claim_id: str | None = None,
     ) -> AttemptedRollout:
-        """A rollout that the caller executes itself: made and claimed in one step, never in the queue."""
+        """A rollout that the caller executes itself: made and claimed in one step, never waiting. It counts as open
+        in its queue, and is not held back by its limit."""
 
     @abstractmethod
     async def enqueue_rollout(
@@ -98,6 +159,9 @@ class LightningStoreBase(ABC):
         config: RolloutConfig | None = None,
         metadata: dict[str, Any] | None = None,
         rollout_id: str | None = None,
+        *,
+        queue: str | None = None,
+        priority: int = 0,
     ) -> Rollout:
         """Queue a rollout. With a `rollout_id` that exists already, returns the existing one unchanged."""
 
@@ -107,19 +171,33 @@ class LightningStoreBase(ABC):
 
     @abstractmethod
     async def dequeue_rollout(
-        self, worker_id: str | None = None, timeout: float | None = None
+        self,
+        worker_id: str | None = None,
+        timeout: float | None = None,
+        *,
+        queues: Sequence[str] | None = None,
+        claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        """Claim the oldest waiting rollout and start an attempt. Waits up to `timeout` seconds; None if there
-        is none."""
+        """Claim the next waiting rollout (of `queues`, where given) and start an attempt. Waits up to `timeout`
+        seconds; None if there is none."""
 
     @abstractmethod
     async def dequeue_many_rollouts(
-        self, limit: int = 1, worker_id: str | None = None, timeout: float | None = None
+        self,
+        limit: int = 1,
+        worker_id: str | None = None,
+        timeout: float | None = None,
+        *,
+        queues: Sequence[str] | None = None,
+        claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        """Claim up to `limit` waiting rollouts. Waits only while there is none at all."""
+        """Claim up to `limit` waiting rollouts. Waits only while there is none at all. With the `claim_id` of an
+        earlier call that claimed something, returns what that one claimed; the ids of the attempts follow from it."""
 
     @abstractmethod
-    async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
+    async def start_attempt(
+        self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
+    ) -> AttemptedRollout:
         """Start another attempt of a rollout, whatever its state unless it has succeeded (a ConflictError); earlier
         ones are superseded."""
 
@@ -142,10 +220,25 @@ class LightningStoreBase(ABC):
         status_in: Sequence[RolloutStatus] | None = None,
         rollout_id_in: Sequence[str] | None = None,
         rollout_id_contains: str | None = None,
+        queue_in: Sequence[str] | None = None,
+        mode_in: Sequence[RolloutMode] | None = None,
+        newest_first: bool = False,
+        after: str | None = None,
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        """Rollouts that fit every filter given. limit -1: no limit."""
+        """Rollouts that fit every filter given. limit -1: no limit. `after` is a rollout_id."""
+
+    async def count_rollouts(
+        self,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        queue_in: Sequence[str] | None = None,
+        mode_in: Sequence[RolloutMode] | None = None,
+    ) -> int:
+        """How many `query_rollouts` would return without a limit."""
 
     @abstractmethod
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None: ...
@@ -177,6 +270,9 @@ class LightningStoreBase(ABC):
     @abstractmethod
     async def query_attempts(self, rollout_id: str) -> list[Attempt]:
         """In order of `sequence_id`."""
+
+    async def get_attempt(self, attempt_id: str) -> Attempt | None:
+        """By its id alone; the attempt names its rollout."""
 
     @abstractmethod
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None: ...
@@ -216,10 +312,16 @@ class LightningStoreBase(ABC):
         attempt_id: str | None = None,
         *,
         name: str | None = None,
+        name_contains: str | None = None,
+        trace_id: str | None = None,
+        span_id: str | None = None,
+        parent_id: str | None = None,
+        after: str | None = None,
         limit: int = -1,
         offset: int = 0,
     ) -> list[Span]:
-        """Spans of a rollout by (attempt, sequence_id). attempt_id "latest": only those of the latest attempt."""
+        """Spans of a rollout by (attempt, sequence_id), those that fit every filter given. attempt_id "latest": only
+        those of the latest attempt. `after` is a span_id."""
 
     @abstractmethod
     def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
@@ -229,7 +331,8 @@ class LightningStoreBase(ABC):
 
     @abstractmethod
     async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
-        """Publish a new version; it becomes the latest. With a `resources_id` that exists, a ConflictError."""
+        """Publish a new version; it becomes the latest. With a `resources_id` that exists, a ConflictError, unless its
+        content is the same: then that one is returned."""
 
     @abstractmethod
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
@@ -242,13 +345,50 @@ class LightningStoreBase(ABC):
     async def get_latest_resources(self) -> ResourcesUpdate | None: ...
 
     @abstractmethod
-    async def query_resources(self, *, limit: int = -1, offset: int = 0) -> list[ResourcesUpdate]: ...
+    async def query_resources(
+        self, *, after: str | None = None, limit: int = -1, offset: int = 0
+    ) -> list[ResourcesUpdate]:
+        """`after` is a resources_id."""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def update_worker(self, worker_id: str, stats: dict[str, Any] | None = None) -> Worker:
-        """A heartbeat of a worker; it also keeps the worker's open attempts alive."""
+    async def update_worker(
+        self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
+    ) -> Worker:
+        """A heartbeat of a worker; it also keeps the worker's open attempts alive. `lease_seconds` stays as it was
+        where it is not given. A worker that was lost is back with its next heartbeat."""
+
+    async def get_worker(self, worker_id: str) -> Worker | None: ...
 
     @abstractmethod
-    async def query_workers(self) -> list[Worker]: ...
+    async def query_workers(self, *, after: str | None = None, limit: int = -1) -> list[Worker]:
+        """In order of first appearance. `after` is a worker_id."""
+
+    # -- queues ----------------------------------------------------------------------------------------------------
+
+    async def update_queue(self, name: str, limit: int | None) -> Queue:
+        """Set how many rollouts of a queue may be open at once (at least 0: paused); None lifts the limit."""
+
+    async def query_queues(self) -> list[Queue]:
+        """Every queue that was ever named or given a limit, by name."""
+
+    # -- keeping the store small -----------------------------------------------------------------------------------
+
+    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
+        """Remove finished rollouts with their attempts and spans; returns how many. Unknown ids are skipped, an
+        unfinished one is a ConflictError and nothing is removed."""
+
+    async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
+        """Remove finished rollouts until what is left fits `retention`, in small transactions."""
+
+    async def vacuum(self) -> None:
+        """Drop tokens nothing refers to any more, and give free space back to the system."""
+
+    async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
+        """Everything about these rollouts, in the order asked for."""
+
+    async def add_records(self, records: Sequence[RolloutRecord]) -> int:
+        """Keep rollouts as another store recorded them, in one transaction; returns how many are new. One whose id is
+        known is skipped. An unfinished one waits again: its attempts are fenced off and one still open becomes
+        `unresponsive`."""
