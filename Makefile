@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench docs clean
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers docs clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ bench: $(STAMP)  ## Run the benchmarks that need no peer installed
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/store.py
+
+peers:  ## Make the environments of the peers for the benchmarks (.peers/)
+	benchmarks/peers.sh
 
 docs: $(STAMP)  ## Run every code block of the documentation
 	$(BIN)/pytest tests/docs

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes the environments of the peers that the benchmarks run beside: .peers/agl03 and .peers/agl1 in this checkout.
+#
+#     benchmarks/peers.sh            (or: make peers)
+#
+# Each gets the exact packages of benchmarks/peers/NAME.txt and nothing else; neither brings torch. An environment that
+# is complete is left alone; remove its folder to make it anew. AGL_PEER_PYTHON_03 (3.10 to 3.13) and AGL_PEER_PYTHON_1
+# (3.12 or newer) name the interpreters where the ones found by themselves are not right.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+usable() {  # usable OLDEST INTERPRETER: it runs, is at least that version, and can make environments
+    "$2" -c "import sys, venv; sys.exit(not sys.version_info >= tuple(map(int, '$1'.split('.'))))" 2>/dev/null
+}
+
+find_python() {  # find_python OLDEST
+    local each
+    for each in python3 python3.11 python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[123]*/bin/python; do
+        if usable "$1" "$each"; then echo "$each"; return; fi
+    done
+    return 1
+}
+
+make_peer() {  # make_peer NAME OLDEST INTERPRETER
+    local home=".peers/$1" pins="benchmarks/peers/$1.txt" python
+    if cmp -s "$pins" "$home/.installed"; then echo "$home: ready"; return; fi
+    python="${3:-$(find_python "$2")}" || { echo "$home: left out, it needs Python $2 or newer" >&2; return; }
+    rm -rf "$home"
+    "$python" -m venv "$home"
+    "$home/bin/pip" install --quiet --disable-pip-version-check --no-deps -r "$pins"
+    "$home/bin/python" -W ignore -c 'import agentlightning, importlib.metadata as m; print(m.version("agentlightning"))'
+    cp "$pins" "$home/.installed"
+    echo "$home: ready"
+}
+
+make_peer agl03 3.10 "${AGL_PEER_PYTHON_03:-}"
+make_peer agl1 3.12 "${AGL_PEER_PYTHON_1:-}"
