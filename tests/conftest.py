@@ -1,6 +1,35 @@
-"""What holds for all tests."""
+"""What holds for all tests, and what many of them need."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from agentlightning.testing.postgres import PostgresCluster
 
 # Two workers with two torch threads each on two cores wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresCluster]:
+    """A PostgreSQL server of this test process. Tests that stop it make one of their own."""
+    from agentlightning.testing.postgres import PostgresCluster, PostgresNotFoundError
+
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'agentlightning[postgres]'")
+    try:
+        cluster = PostgresCluster()
+    except PostgresNotFoundError as error:
+        pytest.skip(str(error))
+    with cluster:
+        yield cluster
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresCluster) -> str:
+    """The address of an empty database on it."""
+    return postgres.new_database()
