@@ -1,17 +1,40 @@
-"""Every kind of store the contract is tested on."""
+"""Every kind of store the contract is tested on. A kind is a function in KINDS: it opens a store and closes it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 
+Opened = AsyncIterator[LightningStoreBase]
 
-@pytest.fixture(params=["memory", "file"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LightningStoreBase]:
-    store = InMemoryLightningStore() if request.param == "memory" else LightningStore(tmp_path / "store.db")
+
+@asynccontextmanager
+async def memory(request: pytest.FixtureRequest) -> Opened:
+    store = InMemoryLightningStore()
     yield store
     await store.close()
+
+
+@asynccontextmanager
+async def file(request: pytest.FixtureRequest) -> Opened:
+    folder: Path = request.getfixturevalue("tmp_path")
+    store = LightningStore(folder / "store.db")
+    yield store
+    await store.close()
+
+
+KINDS: dict[str, Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[LightningStoreBase]]] = {
+    "memory": memory,
+    "file": file,
+}
+
+
+@pytest.fixture(params=list(KINDS))
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[LightningStoreBase]:
+    async with KINDS[request.param](request) as store:
+        yield store
