@@ -1,0 +1,156 @@
+"""What a span must be to be stored: looked at closely only where a quick test says that something may be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.errors import ConfigError
+from agentlightning.span import Span
+
+MAX_SEQUENCE_ID: Final = 2**53
+"""Beyond it, JSON readers in other languages round."""
+MAX_ID_CHARACTERS: Final = 512
+
+_USUAL: Final = frozenset(
+    (str, start, end, str, parent, str, message, dict)
+    for start in (float, int)
+    for end in (float, int, bool)
+    for parent in (str, bool)
+    for message in (str, bool)
+)
+"""The types of a span's fields as a pack writes them, None being False."""
+
+
+def is_usual(row: tuple[Any, ...]) -> bool:
+    """Whether the fields of a span are of the usual types; else `check_fields` looks closer."""
+    return tuple(map(type, row)) in _USUAL
+
+
+def check_fields(span: Span) -> None:
+    """For a span whose fields are not of the usual types: subclasses will do."""
+    texts = {"name": span.name, "trace_id": span.trace_id, "status_code": span.status_code}
+    texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
+    for field, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{field}={value!r} of span {span.name!r} is no text")
+    for field, time in (("start_time", span.start_time), ("end_time", span.end_time)):
+        if not isinstance(time, int | float | None) or isinstance(time, bool):
+            raise ConfigError(f"{field}={time!r} of span {span.name!r} is no number of seconds since 1970")
+    if not isinstance(span.attributes, dict):
+        raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is no dict")
+
+
+def check_text(spans: Sequence[Span], span_ids: Sequence[str]) -> None:
+    """Raise ConfigError for an id or a name that not every database can hold."""
+    parts = [*span_ids]
+    for span in spans:
+        parts += (span.name, span.trace_id, span.parent_id or "")
+    text = "".join(parts)
+    if "\0" not in text and text.isascii() and len(text) <= MAX_ID_CHARACTERS:
+        return
+    for span, span_id in zip(spans, span_ids, strict=True):
+        ids = (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or ""))
+        for field, value in (*ids, ("name", span.name)):
+            _check_one_text(field, value, span)
+        for field, value in ids:
+            if len(value) > MAX_ID_CHARACTERS:
+                raise ConfigError(
+                    f"{field} of span {span.name!r} has {len(value)} characters; the store takes {MAX_ID_CHARACTERS}"
+                )
+
+
+def _check_one_text(field: str, value: str, span: Span) -> None:
+    if "\0" in value:
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} holds a NUL character; leave it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} is not Unicode text: {error.reason}") from error
+
+
+def check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> None:
+    if set(map(type, sequence_ids)) <= {int} and (
+        not sequence_ids or 0 <= min(sequence_ids) <= max(sequence_ids) <= MAX_SEQUENCE_ID
+    ):
+        return
+    for span in spans:
+        if not isinstance(span.sequence_id, int) or not 0 <= span.sequence_id <= MAX_SEQUENCE_ID:
+            raise ConfigError(
+                f"sequence_id={span.sequence_id!r} of span {span.name!r}: use 0 for the next, or 1 to {MAX_SEQUENCE_ID}"
+            )
+
+
+def _parts(span: Span) -> list[tuple[str, Any]]:
+    """Everything of a span that a user fills with what they like, and its name in an error."""
+    fields: tuple[str, ...] = ("name", "start_time", "end_time", "status_code", "status_message")
+    parts = [(field, getattr(span, field)) for field in fields]
+    parts += [(f"attributes[{name!r}]", value) for name, value in span.attributes.items()]
+    parts += [(f"resource[{name!r}]", value) for name, value in span.resource.items()]
+    for index, event in enumerate(span.events):
+        parts += [(f"events[{index}].name", event.name), (f"events[{index}].timestamp", event.timestamp)]
+        parts += [(f"events[{index}].attributes[{name!r}]", value) for name, value in event.attributes.items()]
+    return parts
+
+
+def refuse_unusual(span: Span) -> None:
+    """Raise ConfigError for a value that orjson does not take."""
+    containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
+    for name in (name for container in containers for name in container):
+        if not isinstance(name, str):
+            raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is no text")
+    for name, value in _parts(span):
+        try:
+            orjson.dumps(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name} of span {span.name!r} cannot be stored as JSON: {error}; "
+                "use str, int, float, bool, None, list, dict"
+            ) from error
+
+
+def refuse_not_finite(span: Span) -> None:
+    """Raise ConfigError for NaN or infinity, which orjson writes as null without a word."""
+    if _all_finite((span.start_time, span.end_time, span.attributes, span.resource)) and all(
+        _all_finite((event.timestamp, event.attributes)) for event in span.events
+    ):
+        return
+    for name, value in _parts(span):
+        place = _not_finite(value)
+        if place is not None:
+            raise ConfigError(
+                f"{name}{place[0]} is {place[1]} in span {span.name!r}, which JSON cannot hold; "
+                "leave it out or send it as text"
+            )
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_all_finite, cast("dict[str, Any]", value).values()))
+    if isinstance(value, list | tuple):
+        return all(map(_all_finite, cast("Sequence[Any]", value)))
+    return not is_dataclass(value) or all(_all_finite(getattr(value, field.name)) for field in fields(value))
+
+
+def _not_finite(value: Any) -> tuple[str, float] | None:
+    """(where in `value` it is, the number), for the first that is not finite."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", value)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(cast("Sequence[Any]", value))
+    elif is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    for key, item in items:
+        place = _not_finite(item)
+        if place is not None:
+            return f"[{key!r}]{place[0]}", place[1]
+    return None
