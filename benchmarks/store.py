@@ -1,88 +1,76 @@
-"""How many durable rollouts the store carries: `python benchmarks/store.py [--callers 64] [--seconds 5]`.
+"""How many rollouts a store in process carries, ours beside Agent Lightning 0.3's: `python benchmarks/store.py`.
 
-A cycle is what one rollout costs: enqueue, dequeue, eight spans (two with tokens) in one call, finish, query its
-spans. Every answer is on the disk before the next call is made; throughput comes from many callers at once.
+A cycle is what one rollout costs: enqueue, dequeue, eight spans of 1.5 KB, finish, query its spans. Ours is durable:
+every answer is on the disk before the caller sees it, and throughput comes from many callers at once (64). 0.3 keeps
+everything in memory, and is measured with the number of callers that suits it best. The arms are processes of their
+own and take turns; each round begins with a new store. For orientation: bare rows into SQLite, and COPY into
+PostgreSQL with `--postgres URL` (which also measures ours there).
+
+    python benchmarks/store.py [--rounds 5] [--seconds 2] [--callers 64] [--postgres URL] [--uvloop] [--check] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import tempfile
-import time
-from pathlib import Path
+import sys
 
-from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
-from agentlightning.store import LightningStore, LightningStoreBase
+from harness import Arm, Case, Limit, add_options, best, report, take_turns
 
-SPANS = 8
-TOKENS = {
-    PROMPT_TOKEN_IDS: list(range(100)),
-    RESPONSE_TOKEN_IDS: list(range(48)),
-    LOGPROBS: [-0.5] * 48,
-}
+ONE, BATCH = "ours, durable file, add_span one by one", "ours, durable file, add_many_spans of 8"
+PEER_ONE, PEER_BATCH = "0.3 in memory, add_span one by one", "0.3 in memory, add_many_spans of 8"
+LIMITS = [
+    Limit("ours, durable, one by one / 0.3 in memory, one by one", ONE, PEER_ONE, 10),
+    Limit("ours, durable, batches / 0.3 in memory, one by one", BATCH, PEER_ONE, 10),
+    Limit("ours, durable, batches / 0.3 in memory, batches", BATCH, PEER_BATCH, 4),
+]
 
 
-def spans_of(rollout_id: str, attempt_id: str) -> list[Span]:
-    plain = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "calculator", "gen_ai.usage.input_tokens": 10}
-    attributes = [{**plain, **TOKENS} if index % 4 == 0 else plain for index in range(SPANS)]
-    return [Span(rollout_id, attempt_id, "execute_tool calculator", 1.0, 2.0, attributes=each) for each in attributes]
-
-
-async def cycle(store: LightningStoreBase) -> None:
-    await store.enqueue_rollout({"question": "What is 6 x 7?"})
-    rollout = await store.dequeue_rollout(timeout=10)
-    assert rollout is not None
-    ids = rollout.rollout_id, rollout.attempt.attempt_id
-    await store.add_many_spans(spans_of(*ids))
-    await store.update_attempt(*ids, status="succeeded")
-    assert len(await store.query_spans(ids[0])) == SPANS
-
-
-async def measure(store: LightningStoreBase, callers: int, seconds: float) -> tuple[int, float, float]:
-    """(cycles, wall seconds, CPU seconds)."""
-    end = time.monotonic() + seconds
-    counts = [0] * callers
-
-    async def caller(index: int) -> None:
-        while time.monotonic() < end:
-            await cycle(store)
-            counts[index] += 1
-
-    wall, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(caller(index) for index in range(callers)))
-    return sum(counts), time.perf_counter() - wall, time.process_time() - cpu
-
-
-async def run(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        for where in (Path(folder) / "store.db", ":memory:"):
-            store = LightningStore(where)
-            await measure(store, options.callers, 0.3)
-            cycles, wall, cpu = await measure(store, options.callers, options.seconds)
-            await store.close()
-            name = "durable file" if isinstance(where, Path) else "in memory"
-            print(
-                f"{name}: {cycles / wall:,.0f} cycles/s, {cycles * SPANS / wall:,.0f} spans/s "
-                f"({options.callers} callers, {cpu / cycles * 1e6:.0f} us of CPU for a cycle, "
-                f"{cpu / wall:.2f} cores busy)"
-            )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--callers", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--directory", type=Path, default=None, help="where the database file goes")
-    parser.add_argument("--uvloop", action="store_true")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, rounds=5, seconds=2.0)
+    parser.add_argument("--callers", type=int, default=64, help="tasks that call our store at once")
+    parser.add_argument("--postgres", metavar="URL", help="an empty PostgreSQL database to measure ours on as well")
+    parser.add_argument("--uvloop", action="store_true", help="all arms on uvloop instead of asyncio's own loop")
     options = parser.parse_args()
-    if options.uvloop:
-        import uvloop
+    cases = take_turns(make_cases(options), options.rounds)
+    return report("store in process", cases, LIMITS, options, extra=cost)
 
-        uvloop.run(run(options))
-    else:
-        asyncio.run(run(options))
+
+def cost(case: Case) -> str:
+    answer = case.answers[-1]
+    return f"  {answer['cpu_us']:,.0f} us of CPU each, p99 {answer['p99_ms']:.0f} ms" if "cpu_us" in answer else ""
+
+
+def make_cases(options: argparse.Namespace) -> list[Case]:
+    environment = {"BENCH_UVLOOP": "1"} if options.uvloop else {}
+    ours, raw, peer = Arm("ours", environment), Arm("raw"), Arm("agl03", environment)
+    where = {"directory": str(options.directory)} if options.directory else {}
+    common = {"callers": options.callers, "seconds": options.seconds, **where}
+    cases = [
+        Case(BATCH, ours, "cycles", {"url": "file", "batched": True, **common}),
+        Case(ONE, ours, "cycles", {"url": "file", "batched": False, **common}),
+        Case("ours, in memory, add_many_spans of 8", ours, "cycles", {"url": ":memory:", "batched": True, **common}),
+    ]
+    if not options.ours:
+        cases += peer_cases(peer, options.seconds)
+    cases.append(Case("raw SQLite, rows/s", raw, "sqlite", {"seconds": options.seconds, **where}, "rows_per_second"))
+    if options.postgres:
+        there = {"url": options.postgres}
+        arguments = {"batched": True, **common, **there}
+        cases.append(Case("ours, PostgreSQL, add_many_spans of 8", ours, "cycles", arguments))
+        copy = {"seconds": options.seconds, **there}
+        cases.append(Case("PostgreSQL COPY, rows/s", raw, "postgres_copy", copy, "rows_per_second"))
+    return cases
+
+
+def peer_cases(peer: Arm, seconds: float) -> list[Case]:
+    cases = []
+    for name, batched in ((PEER_ONE, False), (PEER_BATCH, True)):
+        callers = best(peer, "cycles", "callers", (1, 8, 64), {"batched": batched, "seconds": 0.7})
+        arguments = {"batched": batched, "callers": callers, "seconds": seconds}
+        cases.append(Case(name, peer, "cycles", arguments))
+    return cases
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

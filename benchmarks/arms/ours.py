@@ -1,0 +1,126 @@
+"""Our arm: the store in process, over HTTP, and rollouts end to end. See line.py for the protocol."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from line import ATTRIBUTES, SPANS, drive, free_port, serve, serving
+
+from agentlightning.span import Span
+from agentlightning.store import LightningStore, LightningStoreBase
+
+TASK = {"question": "What is 6 x 7?"}
+_numbers = count()
+
+
+def make_spans(ids: tuple[str, str], number: int = SPANS) -> list[Span]:
+    return [
+        Span(*ids, "chat policy", 1e9, 1e9 + 1, attributes=ATTRIBUTES[next(_numbers) % len(ATTRIBUTES)])
+        for _ in range(number)
+    ]
+
+
+async def cycle(store: LightningStoreBase, batched: bool) -> int:
+    await store.enqueue_rollout(TASK)
+    claimed = await store.dequeue_rollout(timeout=10)
+    assert claimed is not None
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    spans = make_spans(ids)
+    if batched:
+        await store.add_many_spans(spans)
+    else:
+        for span in spans:
+            await store.add_span(span)
+    await store.update_attempt(*ids, status="succeeded")
+    assert len(await store.query_spans(ids[0])) == SPANS
+    return 1
+
+
+@asynccontextmanager
+async def opened(url: str, directory: str | None) -> AsyncIterator[LightningStoreBase]:
+    """A new store: `url` is "file" (in `directory`), ":memory:" or the address of a PostgreSQL database."""
+    folder = tempfile.mkdtemp(prefix="agl-bench-", dir=directory)
+    store = LightningStore(Path(folder) / "store.db" if url == "file" else url)
+    try:
+        yield store
+    finally:
+        await store.close()
+        shutil.rmtree(folder)
+
+
+async def cycles(
+    url: str, batched: bool, callers: int, seconds: float, directory: str | None = None
+) -> dict[str, float]:
+    async with opened(url, directory) as store:
+        return await drive(lambda _: cycle(store, batched), callers, seconds)
+
+
+# -- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def agl() -> str:
+    return str(Path(sys.executable).with_name("agl"))
+
+
+@asynccontextmanager
+async def client(database: str, directory: str | None) -> AsyncIterator[LightningStoreBase]:
+    """A client of `agl serve` in a process of its own on a new database."""
+    from agentlightning.store.client import LightningStoreClient
+
+    folder = tempfile.mkdtemp(prefix="agl-bench-", dir=directory)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    where = str(Path(folder) / "store.db") if database == "file" else database
+    command = [agl(), "serve", "--port", str(port), "--db", where]
+    try:
+        with serving(command, f"{url}/health", cwd=folder):
+            store = LightningStoreClient(url)
+            try:
+                yield store
+            finally:
+                await store.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+async def http_cycles(
+    batched: bool, callers: int, seconds: float, database: str = "file", directory: str | None = None
+) -> dict[str, float]:
+    async with client(database, directory) as store:
+        return await drive(lambda _: cycle(store, batched), callers, seconds)
+
+
+async def http_spans(
+    batch: int, callers: int, seconds: float, database: str = "file", directory: str | None = None
+) -> dict[str, float]:
+    """Spans into attempts that run, one attempt for each caller; `batch` of them in a call."""
+    async with client(database, directory) as store:
+        return await drive(await adder(store, batch, callers), callers, seconds)
+
+
+async def adder(store: LightningStoreBase, batch: int, callers: int) -> Callable[[int], Awaitable[int]]:
+    started = [await store.start_rollout(TASK) for _ in range(callers)]
+    ids = [(each.rollout_id, each.attempt.attempt_id) for each in started]
+
+    async def add(caller: int) -> int:
+        spans = make_spans(ids[caller], batch)
+        await (store.add_span(spans[0]) if batch == 1 else store.add_many_spans(spans))
+        return batch
+
+    return add
+
+
+async def spans(batch: int, callers: int, seconds: float, url: str = "file", directory: str | None = None) -> Any:
+    async with opened(url, directory) as store:
+        return await drive(await adder(store, batch, callers), callers, seconds)
+
+
+if __name__ == "__main__":
+    serve({"cycles": cycles, "spans": spans, "http_cycles": http_cycles, "http_spans": http_spans})
