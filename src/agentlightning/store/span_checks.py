@@ -33,13 +33,13 @@ def is_usual(row: tuple[Any, ...]) -> bool:
 
 def check_fields(span: Span) -> None:
     """For a span whose fields are not of the usual types: subclasses will do."""
-    texts = {"name": span.name, "trace_id": span.trace_id, "status_code": span.status_code}
+    texts: dict[str, Any] = {"name": span.name, "trace_id": span.trace_id, "status_code": span.status_code}
     texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
     for field, value in texts.items():
         if not isinstance(value, str):
             raise ConfigError(f"{field}={value!r} of span {span.name!r} is no text")
-    for field, time in (("start_time", span.start_time), ("end_time", span.end_time)):
-        if not isinstance(time, int | float | None) or isinstance(time, bool):
+    for field, time in (("start_time", span.start_time), ("end_time", 0 if span.end_time is None else span.end_time)):
+        if not isinstance(time, int | float) or isinstance(time, bool):
             raise ConfigError(f"{field}={time!r} of span {span.name!r} is no number of seconds since 1970")
     if not isinstance(span.attributes, dict):
         raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is no dict")
@@ -50,7 +50,11 @@ def check_text(spans: Sequence[Span], span_ids: Sequence[str]) -> None:
     parts = [*span_ids]
     for span in spans:
         parts += (span.name, span.trace_id, span.parent_id or "")
-    text = "".join(parts)
+    try:
+        text = "".join(parts)
+    except TypeError as error:
+        bad = next(value for value in span_ids if not isinstance(value, str))
+        raise ConfigError(f"span_id={bad!r} is no text") from error
     if "\0" not in text and text.isascii() and len(text) <= MAX_ID_CHARACTERS:
         return
     for span, span_id in zip(spans, span_ids, strict=True):
