@@ -55,7 +55,7 @@ def check_text(spans: Sequence[Span], span_ids: Sequence[str]) -> None:
     except TypeError as error:
         bad = next(value for value in span_ids if not isinstance(value, str))
         raise ConfigError(f"span_id={bad!r} is no text") from error
-    if "\0" not in text and text.isascii() and len(text) <= MAX_ID_CHARACTERS:
+    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_ID_CHARACTERS:
         return
     for span, span_id in zip(spans, span_ids, strict=True):
         ids = (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or ""))
