@@ -130,7 +130,7 @@ def take_turns(cases: Sequence[Case], rounds: int) -> list[Case]:
             try:
                 case.measure()
             except ArmError as error:
-                print(f"{case.name} is left out: {str(error).strip()}", file=sys.stderr)
+                print(f"{case.name} is left out: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
                 left.remove(case)
     for arm in {id(case.arm): case.arm for case in cases}.values():
         arm.close()

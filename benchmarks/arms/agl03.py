@@ -11,7 +11,7 @@ from typing import Any
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch its table of prices on import
 
 from agentlightning.types import OtelResource, Span, TraceStatus
-from line import ATTRIBUTES, SPANS, drive, free_port, serve, serving
+from line import ATTRIBUTES, SPANS, drive, fill, free_port, fresh, serve, serving
 
 from agentlightning import InMemoryLightningStore
 from agentlightning.store import LightningStoreClient
@@ -64,6 +64,20 @@ async def cycles(batched: bool, callers: int, seconds: float, thread_safe: bool 
     return await drive(lambda _: cycle(store, batched), callers, seconds)
 
 
+async def memory(spans: int) -> Any:
+    store = InMemoryLightningStore()
+
+    async def kept() -> str:
+        claimed = await store.start_rollout(TASK)
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        made = [span.model_copy(update={"attributes": fresh(span.attributes)}) for span in make_spans(ids)]
+        await store.add_many_spans(made)
+        await store.update_attempt(*ids, status="succeeded")
+        return ids[0]
+
+    return await fill(kept, store.query_spans, spans // SPANS)
+
+
 # -- over HTTP -------------------------------------------------------------------------------------------------------
 
 
@@ -103,4 +117,4 @@ async def http_spans(batch: int, callers: int, seconds: float) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    serve({"cycles": cycles, "http_cycles": http_cycles, "http_spans": http_spans})
+    serve({"cycles": cycles, "memory": memory, "http_cycles": http_cycles, "http_spans": http_spans})

@@ -116,14 +116,37 @@ async def drive(cycle: Callable[[int], Awaitable[int]], callers: int, seconds: f
     }
 
 
+async def fill(kept: Callable[[], Awaitable[str]], read: Callable[[str], Awaitable[Any]], rollouts: int) -> Any:
+    """How much memory this process takes up more, once so many rollouts are kept and each has been read again."""
+    ids = [await kept() for _ in range(100)]
+    for each in ids:
+        await read(each)
+    gc.collect()
+    before = resident_mb()
+
+    async def caller(number: int) -> None:
+        mine = [await kept() for _ in range(number)]
+        for each in mine:
+            await read(each)
+
+    await asyncio.gather(*(caller(rollouts // 16) for _ in range(16)))
+    gc.collect()
+    return {"grown_mb": resident_mb() - before, "before_mb": before, "peak_mb": resident_mb(what="VmHWM")}
+
+
+def fresh(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes whose texts belong to nobody else, as from an agent."""
+    return json.loads(json.dumps(attributes))
+
+
 def quantile(ordered: list[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
 
-def resident_mb(pid: int | str = "self") -> float:
-    """Memory of a process that is in RAM and its own or shared, in megabytes."""
+def resident_mb(pid: int | str = "self", what: str = "VmRSS") -> float:
+    """Memory of a process that is in RAM, in megabytes; VmHWM is the most it ever was."""
     with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+        return next(int(line.split()[1]) for line in file if line.startswith(what)) / 1024
 
 
 # -- servers ---------------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from line import ATTRIBUTES, SPANS, drive, free_port, serve, serving
+from line import ATTRIBUTES, SPANS, drive, fill, free_port, fresh, serve, serving
 
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
@@ -60,6 +61,20 @@ async def cycles(
 ) -> dict[str, float]:
     async with opened(url, directory) as store:
         return await drive(lambda _: cycle(store, batched), callers, seconds)
+
+
+async def memory(url: str, spans: int, directory: str | None = None) -> Any:
+    async with opened(url, directory) as store:
+
+        async def kept() -> str:
+            claimed = await store.start_rollout(TASK)
+            ids = claimed.rollout_id, claimed.attempt.attempt_id
+            made = [replace(span, attributes=fresh(span.attributes)) for span in make_spans(ids)]
+            await store.add_many_spans(made)
+            await store.update_attempt(*ids, status="succeeded")
+            return ids[0]
+
+        return await fill(kept, store.query_spans, spans // SPANS)
 
 
 # -- over HTTP -------------------------------------------------------------------------------------------------------
@@ -123,4 +138,4 @@ async def spans(batch: int, callers: int, seconds: float, url: str = "file", dir
 
 
 if __name__ == "__main__":
-    serve({"cycles": cycles, "spans": spans, "http_cycles": http_cycles, "http_spans": http_spans})
+    serve({"cycles": cycles, "memory": memory, "spans": spans, "http_cycles": http_cycles, "http_spans": http_spans})
