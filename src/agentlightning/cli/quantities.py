@@ -1,0 +1,71 @@
+"""Durations and sizes as people write them: `30d`, `1.5h`, `10GB`, `512 MiB`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from agentlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentlightning.store.base import Retention
+
+_quantity = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+
+SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+BYTES: Final = {
+    "": 1.0,
+    "b": 1.0,
+    **{f"{letter}b": 1000.0**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgt", start=1)},
+}
+
+
+def read_duration(text: str) -> float:
+    """Seconds of `90s`, `15m`, `12h`, `30d` or `2w`. ConfigError for anything else."""
+    return _read(text, SECONDS, "a duration such as 90s, 15m, 12h, 30d or 2w")
+
+
+def read_size(text: str) -> int:
+    """Bytes of `500MB` (millions), `512MiB` (powers of 1024), `10GB` ... or a plain number. ConfigError for anything
+    else."""
+    return round(_read(text, BYTES, "a size such as 500MB, 10GB or 512MiB"))
+
+
+def _read(text: str, units: Mapping[str, float], what: str) -> float:
+    found = _quantity.fullmatch(text)
+    factor = None if found is None else units.get(found[2].lower())
+    if found is None or factor is None:
+        raise ConfigError(f"{text!r} is not {what}")
+    value = float(found[1]) * factor
+    if not math.isfinite(value) or value >= 2**63:
+        raise ConfigError(f"{text!r} is too large for {what}")
+    return value
+
+
+def show_size(size: int) -> str:
+    """`512 bytes`, `1.5 KB`, `10 GB`: in powers of 1000, three digits or so."""
+    value, unit = float(size), "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if value >= 99.5 or unit == "bytes" else f"{value:.2g} {unit}"
+
+
+def retention_from(older_than: str | None, keep: int | None, max_size: str | None) -> Retention:
+    """What to keep, from how people say it: an age, a number of rollouts, a size. ConfigError for what is none, for a
+    negative number, and where nothing is given, which would keep everything."""
+    from agentlightning.store.base import Retention
+
+    if older_than is None and keep is None and max_size is None:
+        raise ConfigError("say what to remove: --older-than 30d, --keep 100000 or --max-size 10GB")
+    if keep is not None and keep < 0:
+        raise ConfigError(f"--keep {keep}: a number of rollouts is at least 0")
+    return Retention(
+        max_age_seconds=None if older_than is None else read_duration(older_than),
+        max_rollouts=keep,
+        max_bytes=None if max_size is None else read_size(max_size),
+    )
