@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
@@ -57,8 +58,7 @@ class PostgresCluster:
     """One PostgreSQL server and its databases. Raises PostgresNotFoundError where it is not installed, and
     ServerError where it does not start.
 
-    `settings` are PostgreSQL's own, such as `{"max_connections": 20}`. Durability is on as in production. On Linux
-    the server ends with the thread that started it.
+    `settings` are PostgreSQL's own, such as `{"max_connections": 20}`. Durability is on as in production.
     """
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
@@ -68,6 +68,8 @@ class PostgresCluster:
         self._password = secrets.token_hex(12)
         self._folder = Path(tempfile.mkdtemp(prefix="agl-postgres-"))
         self._process: subprocess.Popen[bytes] | None = None
+        self._launcher = ThreadPoolExecutor(1, "agl-postgres")
+        """The kernel tells the server to stop when the thread that started it ends: so that one must last."""
         self._databases = 0
         self.port = 0
         """Where it listens, on 127.0.0.1."""
@@ -107,7 +109,7 @@ class PostgresCluster:
             fresh = self.port == 0
             if fresh:
                 self.port = _free_port()
-            self._process = self._launch()
+            self._process = self._launcher.submit(self._launch).result()
             if self._answers():
                 return
             self.stop()
@@ -131,6 +133,7 @@ class PostgresCluster:
     def close(self) -> None:
         """End the server and remove everything. Safe to call twice."""
         self.stop()
+        self._launcher.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- how ---------------------------------------------------------------------------------------------------------
@@ -161,7 +164,6 @@ class PostgresCluster:
 
     def _spawn(self, program: str, options: Sequence[str], output: int | IO[bytes]) -> subprocess.Popen[bytes]:
         setpriv = shutil.which("setpriv")
-        # Where this process is killed, the kernel tells the server to stop.
         bound = [setpriv, "--pdeathsig", "INT"] if setpriv and os.uname().sysname == "Linux" else []
         person: dict[str, Any] = {}
         if self._user is not None:

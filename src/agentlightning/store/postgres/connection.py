@@ -1,0 +1,181 @@
+"""A connection to PostgreSQL that survives the loss of the one below it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import ClientCursor, sql
+from sqlalchemy import Table
+
+from agentlightning.store.database import Insert, Row, Statement, Update
+from agentlightning.store.postgres import errors
+from agentlightning.store.postgres.dialect import DIALECT, TABLES, insert_sql, update_sql
+from agentlightning.store.postgres.errors import ConnectError, UnknownOutcomeError
+from agentlightning.store.postgres.listener import payloads
+
+if TYPE_CHECKING:
+    from agentlightning.store.postgres.database import PostgresDatabase
+
+FORGET_SECONDS = 7 * 86_400
+"""The row of a server that was killed goes after this."""
+
+
+class PostgresConnection:
+    """One connection, made again when it is lost. Raises ConnectError where it cannot be had."""
+
+    def __init__(self, database: PostgresDatabase, read_only: bool) -> None:
+        self._database = database
+        self._read_only = read_only
+        self._begin = b"BEGIN ISOLATION LEVEL " + (b"REPEATABLE READ READ ONLY" if read_only else b"READ COMMITTED")
+        self._number = 0
+        """Of the last transaction that writes."""
+        self._writes = False
+        self._notices: list[str] = []
+        self._use(database.open())
+        if not read_only:
+            self._forget_servers()
+
+    def _use(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+        self._cursor = connection.cursor(binary=True)
+        self._backend = row(connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+
+    def _forget_servers(self) -> None:
+        """Of those that were killed, nobody will ask any more."""
+        old = f"DELETE FROM servers WHERE seen < now() - interval '{FORGET_SECONDS} seconds'"
+        self._connection.execute(old.encode())
+
+    # -- transactions ------------------------------------------------------------------------------------------------
+
+    def begin(self, write: bool) -> None:
+        self._writes = write
+        self._notices.clear()
+        for again in (True, False):
+            try:
+                if self._connection.closed:
+                    self._use(self._database.reopen())
+                self._connection.execute(self._begin)
+                return
+            except psycopg.Error as error:
+                if not errors.is_lost(error) or not again:
+                    raise
+                self._connection.close()
+
+    def commit(self) -> None:
+        """Where the answer of the server is lost, it is asked again over a new connection."""
+        if not self._writes:
+            self._connection.execute(b"COMMIT")
+            return
+        self._number += 1
+        try:
+            self._seal()
+        except psycopg.Error as error:
+            if not errors.is_lost(error):
+                raise
+            self._connection.close()
+            if not self._was_committed():
+                raise
+
+    def _seal(self) -> None:
+        """Say who committed what, and commit: one message to the server and back."""
+        script = [
+            "INSERT INTO servers (server, number) VALUES (%s, %s) "
+            "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
+        ]
+        values: list[Any] = [self._database.server, self._number]
+        for notice in self._notices:
+            script.append("SELECT pg_notify(%s, %s)")
+            values += [self._database.channel, notice]
+        ClientCursor(self._connection).execute("; ".join([*script, "COMMIT"]).encode(), values)
+
+    def _was_committed(self) -> bool:
+        backend = self._backend
+        try:
+            self._use(self._database.reopen())
+            self._end_backend(backend)
+            query = "SELECT (SELECT number FROM servers WHERE server = %s)"
+            return value(self._connection, query, self._database.server) == self._number
+        except (psycopg.Error, ConnectError) as error:
+            raise UnknownOutcomeError(
+                f"the connection was lost while this call was committed, and the server did not come back to say "
+                f"whether it was ({str(error).strip()}); look before calling again"
+            ) from error
+
+    def _end_backend(self, backend: tuple[Any, ...]) -> None:
+        """Whatever the lost connection still has under way is over when this returns."""
+        end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
+        while self._connection.execute(end.encode(), backend).fetchall():
+            time.sleep(0.01)
+
+    def rollback(self) -> None:
+        if self._connection.closed:
+            return
+        try:
+            self._connection.execute(b"ROLLBACK")
+        except psycopg.Error:
+            self._connection.close()  # the server undoes it
+
+    def close(self) -> None:
+        if not self._read_only:
+            with contextlib.suppress(psycopg.Error):
+                self._connection.execute("DELETE FROM servers WHERE server = %s", [self._database.server])
+        self._connection.close()
+
+    # -- statements --------------------------------------------------------------------------------------------------
+
+    def all(self, statement: Statement, *values: Any) -> list[Any]:
+        compiled = statement.compiled(DIALECT)
+        return self._cursor.execute(compiled.sql.encode(), compiled.arrange(values), prepare=True).fetchall()
+
+    def run(self, statement: Statement, *values: Any) -> int:
+        compiled = statement.compiled(DIALECT)
+        return self._cursor.execute(compiled.sql.encode(), compiled.arrange(values), prepare=True).rowcount
+
+    def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
+        if not rows:
+            return 0
+        self._cursor.executemany(insert_sql(insert), rows)
+        return self._cursor.rowcount
+
+    def update(self, update: Update, rows: Sequence[Row]) -> None:
+        if rows:
+            moved = [(*row[1:], row[0]) for row in rows]
+            self._cursor.executemany(update_sql(update), moved)
+
+    def keys(self, table: Table, count: int) -> Sequence[int]:
+        query = b"SELECT nextval(%s::regclass) FROM generate_series(1, %s::bigint)"
+        rows = self._cursor.execute(query, (f"{table.name}_key_seq", count), prepare=True).fetchall()
+        return [row[0] for row in rows]
+
+    def changed(self) -> bool:
+        return True
+
+    def notify(self, queued: bool, finished: Sequence[str]) -> None:
+        if queued or finished:
+            self._notices += payloads(self._database.server, queued, finished)
+
+    # -- the whole database ------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Of our tables with their indexes."""
+        query = "SELECT sum(pg_total_relation_size(to_regclass(n))) FROM unnest(%s::text[]) n"
+        return int(value(self._connection, query, list(TABLES)))
+
+    def vacuum(self) -> None:
+        """Rewrites the tables one by one; nobody can use the one that is being rewritten."""
+        for name in TABLES:
+            self._connection.execute(sql.SQL("VACUUM (FULL, ANALYZE) {}").format(sql.Identifier(name)))
+
+
+def value(connection: psycopg.Connection[Any], query: str, *values: Any) -> Any:
+    return row(connection, query, *values)[0]
+
+
+def row(connection: psycopg.Connection[Any], query: str, *values: Any) -> tuple[Any, ...]:
+    row = connection.execute(query.encode(), values).fetchone()
+    assert row is not None
+    return row
