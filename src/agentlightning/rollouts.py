@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -157,6 +160,13 @@ def trace_id_of(attempt_id: str) -> str | None:
     return digits + hashlib.blake2b(digits.encode(), digest_size=4).hexdigest()
 
 
+def root_span_id_of(attempt_id: str) -> str | None:
+    """The span id that TRACEPARENT names as the parent of what an agent records (16 hexadecimal digits). No such span
+    is kept: a child of it has no parent. None for an id the store did not make."""
+    trace_id = trace_id_of(attempt_id)
+    return None if trace_id is None else hashlib.blake2b(trace_id.encode(), digest_size=8).hexdigest()
+
+
 def attempt_of_trace(trace_id: str) -> str | None:
     """The attempt whose `trace_id_of` this is, else None."""
     attempt_id = f"at-{trace_id[:24]}"
@@ -174,12 +184,18 @@ def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
 
 
 def attempt_environment(
-    server_url: str, secret: str, rollout_id: str, attempt_id: str, redirect: bool = True
+    server_url: str,
+    secret: str,
+    rollout_id: str,
+    attempt_id: str,
+    redirect: bool = True,
+    inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment variables that lead an agent to its own attempt.
 
     With `redirect`, every name an SDK is known to read leads its model calls here; without, they go where they
-    always go, and only events have an address.
+    always go, and only events and traces have an address. What an OpenTelemetry SDK records says which attempt it
+    belongs to, and comes here unless `inherited` (by default this process's own environment) names an OTLP endpoint.
     """
     root = server_url.rstrip("/") + attempt_path(rollout_id, attempt_id)
     key = attempt_key(secret, rollout_id, attempt_id)
@@ -189,6 +205,7 @@ def attempt_environment(
         "AGL_ROLLOUT_ID": rollout_id,
         "AGL_ATTEMPT_ID": attempt_id,
     }
+    own |= _tracing_environment(server_url, key, rollout_id, attempt_id, os.environ if inherited is None else inherited)
     if not redirect:
         return own
     return own | {
@@ -198,4 +215,26 @@ def attempt_environment(
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": key,
+    }
+
+
+_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+def _tracing_environment(
+    server_url: str, key: str, rollout_id: str, attempt_id: str, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """What OpenTelemetry SDKs read. Only traces are sent here, as metrics and logs have no place in a store."""
+    ids = f"agentlightning.rollout_id={quote(rollout_id)},agentlightning.attempt_id={quote(attempt_id)}"
+    resource = ",".join(filter(None, (inherited.get("OTEL_RESOURCE_ATTRIBUTES", "").strip(), ids)))
+    variables = {"OTEL_RESOURCE_ATTRIBUTES": resource}
+    trace_id, parent_id = trace_id_of(attempt_id), root_span_id_of(attempt_id)
+    if trace_id is not None and parent_id is not None:
+        variables["TRACEPARENT"] = f"00-{trace_id}-{parent_id}-01"
+    if not server_url or any(inherited.get(name) for name in _OTLP_ENDPOINTS):
+        return variables
+    return variables | {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{server_url.rstrip('/')}/v1/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {key}')}",
     }

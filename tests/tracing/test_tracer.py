@@ -7,13 +7,19 @@ import logging
 import random
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from agentlightning.span import AGENT_NAME, MESSAGE_BODY
-from agentlightning.tracing.emit import emit_message, emit_reward, operation
+from agentlightning.rollouts import trace_id_of
+from agentlightning.span import AGENT_NAME, EXCEPTION, MESSAGE_BODY, OPERATION, REWARD, REWARD_VALUES, Span
+from agentlightning.store.ids import new_id
+from agentlightning.tracing import emit
+from agentlightning.tracing import tracer as tracing
+from agentlightning.tracing.emit import emit_exception, emit_message, emit_reward, operation
 from agentlightning.tracing.scope import scope, track_agent
 from agentlightning.tracing.tracer import ScopeProcessor, flush, tracer, tracer_provider
 
@@ -81,8 +87,54 @@ def test_a_seeded_agent_does_not_repeat_span_ids(recorded: Any) -> None:
     for _ in range(2):
         random.seed(0)
         emit_message("hello")
-    assert recorded[0].span_id != recorded[1].span_id
-    assert recorded[0].trace_id != recorded[1].trace_id
+        with operation("step"):
+            pass
+    assert len({span.span_id for span in recorded}) == 4
+
+
+def test_an_attempt_is_one_trace_whoever_starts_its_spans() -> None:
+    kept: list[Span] = []
+
+    class Sink:
+        def put(self, spans: Any) -> None:
+            kept.extend(spans)
+
+    attempt_id = new_id("at")
+    for _ in range(2):  # another process, perhaps
+        with scope("ro", attempt_id, Sink()):
+            emit_message("one")
+            with operation("step"):
+                emit_message("two")
+            tracer().start_span("three").end()
+    assert {span.trace_id for span in kept} == {trace_id_of(attempt_id)}
+    assert len({span.span_id for span in kept}) == len(kept) == 8
+
+
+class Listener(SpanProcessor):
+    def __init__(self) -> None:
+        self.ended: list[Any] = []
+
+    def on_end(self, span: Any) -> None:
+        self.ended.append(span)
+
+
+def test_a_processor_of_the_users_own_sees_what_is_emitted(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "tracer_provider", cache(tracing.tracer_provider.__wrapped__))
+    monkeypatch.setattr(tracing, "tracer", cache(tracing.tracer.__wrapped__))
+    monkeypatch.setattr(emit, "tracer", tracing.tracer)
+    listener = Listener()
+    emit_reward({"format": 0.5})
+    tracing.tracer_provider().add_span_processor(listener)
+    emit_reward({"format": 0.5})
+    with operation("plan"), track_agent("writer"):
+        emit_exception(ValueError("no"))
+    assert [span.name for span in listener.ended] == [REWARD, EXCEPTION, OPERATION]
+    assert listener.ended[0].attributes[REWARD_VALUES] == '{"format": 0.5}'
+    unseen, seen, exception, plan = recorded
+    assert replace(unseen, start_time=0, end_time=0, span_id="") == replace(seen, start_time=0, end_time=0, span_id="")
+    assert (exception.status_code, exception.status_message) == ("ERROR", "ValueError: no")
+    assert (exception.parent_id, exception.attributes[AGENT_NAME]) == (plan.span_id, "writer")
+    assert int(exception.span_id, 16) == listener.ended[1].get_span_context().span_id
 
 
 def test_an_agent_name_that_a_library_gave_is_kept(recorded: Any) -> None:

@@ -18,13 +18,12 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from opentelemetry.trace import Span as OtelSpan
-from opentelemetry.trace import Status, StatusCode
 from pydantic import BaseModel
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, Failure, RewardError
 from agentlightning.span import Span
-from agentlightning.tracing.tracer import tracer
+from agentlightning.tracing.tracer import record, tracer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,19 +43,17 @@ def emit_reward(value: float | bool | Mapping[str, float], *, name: str = "rewar
     The last one of an attempt is its final reward; an earlier one belongs to the model call it follows.
     Raises RewardError for anything else; a rollout without a reward emits none.
     """
-    attributes: dict[str, Attribute] = {names.EVALUATION_NAME: name}
     if isinstance(value, Mapping):
-        attributes[names.REWARD_VALUES] = json.dumps(_dimensions(value))
+        record(names.REWARD, {names.EVALUATION_NAME: name, names.REWARD_VALUES: _dimensions(value)})
     else:
-        attributes[names.SCORE_VALUE] = _number(value)
-    _emit(names.REWARD, attributes)
+        record(names.REWARD, {names.EVALUATION_NAME: name, names.SCORE_VALUE: _number(value)})
 
 
 def emit_message(text: str) -> None:
     """Record a line of text."""
     if not isinstance(text, str):
         raise ConfigError(f"emit_message takes text, not {type(text).__name__}; use emit_object for data")
-    _emit(names.MESSAGE, {names.MESSAGE_BODY: text})
+    record(names.MESSAGE, {names.MESSAGE_BODY: text})
 
 
 def emit_object(obj: Any) -> None:
@@ -67,7 +64,7 @@ def emit_object(obj: Any) -> None:
         shown = reprlib.repr(obj)
         raise ConfigError(f"emit_object({shown}) cannot be written as JSON: {error}; emit plain values") from error
     kind = type(obj)
-    _emit(names.OBJECT, {names.OBJECT_TYPE: f"{kind.__module__}.{kind.__qualname__}", names.OBJECT_JSON: text})
+    record(names.OBJECT, {names.OBJECT_TYPE: f"{kind.__module__}.{kind.__qualname__}", names.OBJECT_JSON: text})
 
 
 def emit_exception(error: BaseException) -> None:
@@ -78,7 +75,7 @@ def emit_exception(error: BaseException) -> None:
         names.EXCEPTION_MESSAGE: failure.message,
         names.EXCEPTION_STACKTRACE: failure.traceback,
     }
-    _emit(names.EXCEPTION, attributes, Status(StatusCode.ERROR, f"{failure.type}: {failure.message}"))
+    record(names.EXCEPTION, attributes, error=f"{failure.type}: {failure.message}")
 
 
 def emit_annotation(annotation: Mapping[str, Any]) -> None:
@@ -86,14 +83,7 @@ def emit_annotation(annotation: Mapping[str, Any]) -> None:
     attributes = dict(_flat(annotation, ""))
     if not attributes:
         raise ConfigError("emit_annotation({}) says nothing; give it at least one key")
-    _emit(names.ANNOTATION, attributes)
-
-
-def _emit(name: str, attributes: Mapping[str, Attribute], status: Status | None = None) -> None:
-    span = tracer().start_span(name, attributes=attributes)
-    if status is not None:
-        span.set_status(status)
-    span.end()
+    record(names.ANNOTATION, attributes)
 
 
 def _number(value: Any, dimension: str | None = None) -> float:

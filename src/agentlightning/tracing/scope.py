@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from agentlightning.errors import ConfigError
-from agentlightning.span import Span
+from agentlightning.rollouts import trace_id_of
+from agentlightning.span import Span, new_trace_id
 
 
 class SpanSink(Protocol):
@@ -35,6 +36,8 @@ class Scope:
     sink: SpanSink
     agent: str | None = None
     """Who speaks where `track_agent` names nobody."""
+    trace_id: str = field(default_factory=new_trace_id, kw_only=True)
+    """The trace that spans without a parent belong to: 32 hexadecimal digits."""
 
 
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
@@ -58,7 +61,7 @@ def current_agent() -> str | None:
 @contextmanager
 def scope(rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = None) -> Generator[Scope]:
     """What is emitted inside belongs to this attempt and goes to `sink`."""
-    inside = Scope(rollout_id, attempt_id, sink, agent)
+    inside = Scope(rollout_id, attempt_id, sink, agent, trace_id=trace_id_of(attempt_id) or new_trace_id())
     token = _scope.set(inside)
     try:
         yield inside

@@ -1,0 +1,75 @@
+"""Promises about the addresses of an attempt: what its agent finds in the environment, and its trace."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.rollouts import (
+    attempt_environment,
+    attempt_of_trace,
+    read_attempt_key,
+    root_span_id_of,
+    trace_id_of,
+)
+
+ATTEMPT = "at-019de2b4c1a3f00c55d0e6b1"
+SECRET = "secret"
+
+
+def environment(server_url: str = "http://127.0.0.1:4747", **inherited: str) -> dict[str, str]:
+    return attempt_environment(server_url, SECRET, "ro-1", ATTEMPT, inherited=inherited)
+
+
+@given(st.text("0123456789abcdef", min_size=24, max_size=24))
+def test_an_attempt_and_its_trace_find_one_another(digits: str) -> None:
+    trace_id = trace_id_of(f"at-{digits}")
+    assert trace_id is not None
+    assert len(trace_id) == 32
+    assert attempt_of_trace(trace_id) == f"at-{digits}"
+
+
+@given(st.text("0123456789abcdef", min_size=32, max_size=32))
+def test_a_trace_of_somebody_else_is_no_attempt(trace_id: str) -> None:
+    attempt_id = attempt_of_trace(trace_id)
+    assert attempt_id is None or trace_id_of(attempt_id) == trace_id
+
+
+def test_an_agent_in_any_language_starts_in_the_trace_of_its_attempt() -> None:
+    assert environment()["TRACEPARENT"] == f"00-{trace_id_of(ATTEMPT)}-{root_span_id_of(ATTEMPT)}-01"
+    assert "TRACEPARENT" not in attempt_environment("http://h", SECRET, "ro-1", "at-1", inherited={})
+
+
+def test_traces_of_an_agent_come_here_and_prove_whose_they_are() -> None:
+    found = environment()
+    assert found["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] == "http://127.0.0.1:4747/v1/traces"
+    assert found["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    name, _, value = found["OTEL_EXPORTER_OTLP_TRACES_HEADERS"].partition("=")
+    assert name == "authorization"
+    assert read_attempt_key(SECRET, unquote(value).removeprefix("Bearer ")) == ("ro-1", ATTEMPT)
+    assert found["OTEL_RESOURCE_ATTRIBUTES"] == f"agentlightning.rollout_id=ro-1,agentlightning.attempt_id={ATTEMPT}"
+
+
+def test_the_users_own_resource_attributes_stay() -> None:
+    found = environment(OTEL_RESOURCE_ATTRIBUTES="service.name=shop")["OTEL_RESOURCE_ATTRIBUTES"]
+    assert found.startswith("service.name=shop,agentlightning.rollout_id=ro-1,")
+
+
+def test_an_endpoint_the_user_has_configured_is_left_alone() -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        found = environment(**{name: "http://collector:4318"})
+        assert not [key for key in found if key.startswith("OTEL_EXPORTER")]
+        assert "TRACEPARENT" in found
+        assert "OTEL_RESOURCE_ATTRIBUTES" in found
+
+
+def test_without_a_server_traces_have_no_address() -> None:
+    assert not [key for key in environment(server_url="") if key.startswith("OTEL_EXPORTER")]
+
+
+def test_without_redirection_events_and_traces_still_have_an_address() -> None:
+    found = attempt_environment("http://h", SECRET, "ro-1", ATTEMPT, redirect=False, inherited={})
+    assert "OPENAI_BASE_URL" not in found
+    assert {"AGL_EVENT_URL", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"} <= set(found)
