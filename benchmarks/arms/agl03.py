@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import time
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -13,6 +15,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch 
 from agentlightning.types import OtelResource, Span, TraceStatus
 from line import ATTRIBUTES, SPANS, drive, fill, free_port, fresh, serve, serving
 
+import agentlightning as agl
 from agentlightning import InMemoryLightningStore
 from agentlightning.store import LightningStoreClient
 
@@ -116,5 +119,41 @@ async def http_spans(batch: int, callers: int, seconds: float) -> dict[str, floa
         return await drive(add, callers, seconds)
 
 
+# -- end to end ------------------------------------------------------------------------------------------------------
+
+
+class Trivial(agl.LitAgent[Any]):
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+        return 1.0
+
+
+def rollouts(number: int, strategy: str, runners: int) -> dict[str, float]:
+    """Trivial agents: `strategy` is "shm" (threads of one process) or "cs" (processes, its default)."""
+    measured = {}
+
+    @agl.algo
+    async def ask(store: Any) -> None:
+        await store.add_resources({"prompt": agl.PromptTemplate(template="{question}", engine="f-string")})
+        await finish(store, 4 * runners)
+        started = time.perf_counter()
+        await finish(store, number)
+        measured["rollouts_per_second"] = number / (time.perf_counter() - started)
+
+    tracer = agl.OtelTracer()
+    runner = agl.LitAgentRunner(tracer, poll_interval=0.05, interval_jitter=0.0)  # its default looks every 5 s only
+    options: Any = {"type": strategy, "n_runners": runners}
+    options |= {"main_thread": "algorithm"} if strategy == "shm" else {"server_port": free_port()}
+    trainer = agl.Trainer(n_runners=runners, algorithm=ask, runner=runner, tracer=tracer, strategy=options)
+    trainer.fit(Trivial())
+    return measured
+
+
+async def finish(store: Any, number: int) -> None:
+    ids = [(await store.enqueue_rollout(TASK)).rollout_id for _ in range(number)]
+    while len(done := await store.wait_for_rollouts(rollout_ids=ids, timeout=0)) < number:  # noqa: ASYNC110 (it waits no longer)
+        await asyncio.sleep(0.05)
+    assert all(rollout.status == "succeeded" for rollout in done)
+
+
 if __name__ == "__main__":
-    serve({"cycles": cycles, "memory": memory, "http_cycles": http_cycles, "http_spans": http_spans})
+    serve([cycles, memory, rollouts, http_cycles, http_spans])

@@ -122,4 +122,4 @@ async def terminal(api: Any) -> int:
 
 
 if __name__ == "__main__":
-    serve({"http_cycles": http_cycles, "http_spans": http_spans, "rollouts": rollouts})
+    serve([http_cycles, http_spans, rollouts])

@@ -63,16 +63,17 @@ def text(draw: random.Random, length: int) -> str:
 ATTRIBUTES = make_attributes()
 
 
-def serve(jobs: dict[str, Job]) -> None:
-    """Answer jobs until the other side hangs up."""
+def serve(jobs: list[Job]) -> None:
+    """Answer jobs, each by the name of its function, until the other side hangs up."""
+    by_name = {job.__name__: job for job in jobs}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes elsewhere
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            answer = jobs[order.pop("job")](**order)
+            answer = by_name[order.pop("job")](**order)
             if asyncio.iscoroutine(answer):
                 answer = run(answer)
         except Exception:  # noqa: BLE001 (told to the other side)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from line import ATTRIBUTES, SPANS, drive, fill, free_port, fresh, serve, serving
 
+from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
 
@@ -132,10 +134,54 @@ async def adder(store: LightningStoreBase, batch: int, callers: int) -> Callable
     return add
 
 
+# -- end to end ------------------------------------------------------------------------------------------------------
+
+
+def trivial(task: Any) -> float:
+    return 1.0
+
+
+async def rollouts(
+    number: int, hosts: int, concurrency: int, fresh_process: bool = False, directory: str | None = None
+) -> dict[str, float]:
+    """Trivial agents on a durable file, the runner in this process; with `fresh_process` each one in its own."""
+    from agentlightning.runner import Runner
+
+    async with opened("file", directory) as store:
+        runner = Runner(
+            store,
+            trivial,
+            secret="bench",
+            server_url="http://127.0.0.1:9",
+            redirect=False,
+            hosts=hosts,
+            concurrency=concurrency,
+            fresh_process=fresh_process,
+        )
+        await runner.start()
+        try:
+            await finish(store, 4 * concurrency)
+            started = time.perf_counter()
+            await finish(store, number)
+            return {"rollouts_per_second": number / (time.perf_counter() - started)}
+        finally:
+            await runner.stop()
+
+
+async def finish(store: LightningStoreBase, number: int) -> None:
+    ids = [made.rollout_id for made in await store.enqueue_many_rollouts([EnqueueRolloutRequest(TASK)] * number)]
+    done = await store.wait_for_rollouts(rollout_ids=ids)
+    assert all(rollout.status == "succeeded" for rollout in done)
+    assert len(await store.query_spans(ids[-1])) == 1  # the reward
+
+
+# -- spans alone -----------------------------------------------------------------------------------------------------
+
+
 async def spans(batch: int, callers: int, seconds: float, url: str = "file", directory: str | None = None) -> Any:
     async with opened(url, directory) as store:
         return await drive(await adder(store, batch, callers), callers, seconds)
 
 
 if __name__ == "__main__":
-    serve({"cycles": cycles, "memory": memory, "spans": spans, "http_cycles": http_cycles, "http_spans": http_spans})
+    serve([cycles, rollouts, memory, spans, http_cycles, http_spans])

@@ -56,4 +56,4 @@ def postgres_copy(url: str, seconds: float, batch: int = 100) -> dict[str, float
 
 
 if __name__ == "__main__":
-    serve({"sqlite": sqlite, "postgres_copy": postgres_copy})
+    serve([sqlite, postgres_copy])
