@@ -132,7 +132,7 @@ class PostgresCluster:
 
     def close(self) -> None:
         """End the server and remove everything. Safe to call twice."""
-        self.stop()
+        self.kill()  # what it would take care to write is thrown away
         self._launcher.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -73,8 +73,15 @@ class PostgresDatabase:
 
     def prepare(self) -> None:
         try:
-            with contextlib.closing(self.open()) as connection, connection.transaction():
+            with contextlib.closing(self.open()) as connection:
                 self._check(connection)
+                if self._version(connection) == SCHEMA_VERSION:
+                    return
+                # Servers that start at the same time wait here for the first, until its connection is closed.
+                lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
+                value(connection, lock, self._schema)
+                with connection.transaction():
+                    self._bring_up(connection)
         except self.errors as error:
             raise self.explain(error) from error
 
@@ -83,10 +90,8 @@ class PostgresDatabase:
             raise StoreError(f"{self.name} is PostgreSQL {connection.info.server_version // 10_000}; use 13 or newer")
         if value(connection, "SELECT pg_is_in_recovery()"):
             raise StoreError(f"{self.name} is a standby, which takes no writes; give the address of the primary")
-        if self._version(connection) == SCHEMA_VERSION:
-            return
-        # Servers that start at the same time wait here for the first.
-        value(connection, "SELECT pg_advisory_xact_lock(hashtextextended('agentlightning ' || %s, 0))", self._schema)
+
+    def _bring_up(self, connection: psycopg.Connection[Any]) -> None:
         version = self._version(connection)
         if version == 0:
             self._make(connection)
@@ -95,7 +100,7 @@ class PostgresDatabase:
                 f"{self.name} was written by a newer version of agentlightning (its schema is {version}, this one "
                 f"knows {SCHEMA_VERSION}); run: pip install --upgrade agentlightning, or give another database"
             )
-        elif version < SCHEMA_VERSION:
+        else:
             self._migrate(connection, version)
 
     def _version(self, connection: psycopg.Connection[Any]) -> int:
