@@ -76,7 +76,7 @@ class Relay:
 
 
 @pytest.fixture
-def relay(postgres_url: str) -> Iterator[Relay]:
-    relay = Relay(postgres_url)
+def relay(postgres_store_url: str) -> Iterator[Relay]:
+    relay = Relay(postgres_store_url)
     yield relay
     relay.close()
