@@ -199,8 +199,9 @@ class ParquetReader:
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
                 self._check(file.schema_arrow)
-                for batch in file.iter_batches(BATCH_ROWS):
-                    yield from cast("list[dict[str, Any]]", batch.to_pylist())
+                for group in range(file.num_row_groups):  # one by one: a batch must not span several
+                    for batch in file.iter_batches(BATCH_ROWS, row_groups=[group]):
+                        yield from cast("list[dict[str, Any]]", batch.to_pylist())
         except (pyarrow.ArrowException, OSError) as error:
             raise DatasetError(f"{self._path} is no Parquet file, or cut off: {error}") from error
 
