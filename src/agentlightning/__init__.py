@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout, RolloutConfig
     from agentlightning.runner import LitAgent, Runner, llm_rollout, prompt_rollout, rollout
     from agentlightning.span import Span
-    from agentlightning.store import InMemoryLightningStore, LightningStore
+    from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreClient
     from agentlightning.task import Dataset
     from agentlightning.tracing import (
         emit_annotation,
@@ -48,6 +48,7 @@ _HOMES = {
     "LightningRL": "algorithms.lightning_rl",
     "LightningRLConfig": "algorithms.lightning_rl",
     "LightningStore": "store",
+    "LightningStoreClient": "store.client",
     "LitAgent": "runner",
     "NamedResources": "resources",
     "PromptTemplate": "resources",
@@ -91,6 +92,7 @@ __all__ = [
     "LightningRL",
     "LightningRLConfig",
     "LightningStore",
+    "LightningStoreClient",
     "LitAgent",
     "NamedResources",
     "PromptTemplate",

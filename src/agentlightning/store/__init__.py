@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from agentlightning.store.base import UNSET, LightningStoreBase, Unset, Worker
 
-__all__ = ["UNSET", "InMemoryLightningStore", "LightningStore", "LightningStoreBase", "Unset", "Worker"]
+if TYPE_CHECKING:
+    from agentlightning.store.client import LightningStoreClient
+
+__all__ = [
+    "UNSET",
+    "InMemoryLightningStore",
+    "LightningStore",
+    "LightningStoreBase",
+    "LightningStoreClient",
+    "Unset",
+    "Worker",
+]
 
 
 def LightningStore(url: str | Path | None = None) -> LightningStoreBase:  # noqa: N802
@@ -24,3 +36,11 @@ def LightningStore(url: str | Path | None = None) -> LightningStoreBase:  # noqa
 def InMemoryLightningStore() -> LightningStoreBase:  # noqa: N802
     """Open a store that is gone with the process: for tests and quick tries."""
     return LightningStore(":memory:")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LightningStoreClient":
+        raise AttributeError(f"module 'agentlightning.store' has no attribute {name!r}")
+    from agentlightning.store.client import LightningStoreClient
+
+    return LightningStoreClient

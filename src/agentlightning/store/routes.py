@@ -1,145 +1,97 @@
-"""The store's REST routes that agents need: posting events to their own attempt, and a health check.
-
-An event is `{"event_type": "reward", "data": {"value": 1.0}}`. A reward becomes a reward span; any other type becomes
-a span of that name with its data as attributes. The caller proves with its key that the attempt is its own.
-"""
+"""The store's routes: the REST API under /v1/agl, calls in batches, events of agents, and health checks."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping
 from typing import Any, Final
 
-import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from agentlightning import span as names
-from agentlightning.errors import AgentLightningError, NotFoundError, RewardError, StoreClosedError, StoreFullError
-from agentlightning.rollouts import read_attempt_key
-from agentlightning.span import Span, new_span_id, new_trace_id
+from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.store.api import OPERATIONS, Operation
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.calls import PROTOCOL_HEADER, Calls, Once
+from agentlightning.store.events import event_routes, read_event
+from agentlightning.store.openapi import document
+from agentlightning.store.requests import admit, answer, headers_of, presented_key, refuse
+from agentlightning.store.rest import Endpoint
+from agentlightning.store.wire import BASE, MAX_BODY_BYTES, PROTOCOL, encode, version
 
-MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
-_EVENT_PATHS: Final = (
-    "/rollout/{rollout_id}/attempt/{attempt_id}/events",
-    "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events",
-)
+__all__ = ["event_routes", "presented_key", "read_event", "store_routes"]
 
-
-class EventError(AgentLightningError, ValueError):
-    """An event that cannot be understood."""
-
-
-class _KeyError(AgentLightningError):
-    """A key that is missing or not this attempt's."""
+_FIXED_FIRST: Final = "~"
+"""Sorts after every character of a path."""
 
 
-def presented_key(headers: Mapping[str, str]) -> str:
-    """The API key of a request, by `Authorization: Bearer` or `x-api-key`; "" without one."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
-    return key if key.isascii() else ""
+def store_routes(
+    store: LightningStoreBase,
+    secret: str,
+    token: str | None = None,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> list[Route]:
+    """Routes for a Starlette application.
+
+    `secret` is the one the attempts' keys are made with, `token` what everything under /v1/agl but its health check
+    asks for (None: nothing). Bodies are refused over `max_body_bytes`, as sent and as inflated.
+    """
+    once = Once()
+    calls = Calls(store, token, max_body_bytes, once)
+    paths: dict[str, list[Operation]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, []).append(operation)
+    ordered = sorted(paths, key=lambda path: path.replace("{", _FIXED_FIRST))  # names before parameters
+    told = {"status": "ok", "version": version(), "protocol": PROTOCOL}
+    return [
+        Route(f"{BASE}/calls", calls),
+        Route(f"{BASE}/waits/calls", calls),
+        *(Route(BASE + path, Endpoint(paths[path], store, token, max_body_bytes, once)) for path in ordered),
+        Route(f"{BASE}/health", _Health(store, told), methods=["GET"]),
+        Route(f"{BASE}/openapi.json", _Document(token), methods=["GET"]),
+        Route(BASE + "/{path:path}", _Nowhere(token)),
+        *event_routes(store, secret),
+        Route("/health", _Health(store, {"status": "ok"}), methods=["GET"]),
+    ]
 
 
-def store_routes(store: LightningStoreBase, secret: str) -> list[Route]:
-    """Routes for a Starlette application; `secret` is the one the attempts' keys are made with."""
+class _Health:
+    """Whether the store answers."""
 
-    async def post_event(request: Request) -> Response:
-        rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
+    def __init__(self, store: LightningStoreBase, told: dict[str, Any]) -> None:
+        self._store = store
+        self._body = encode(told)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            _check_key(request, secret, rollout_id, attempt_id)
-            kept = await store.add_span(read_event(await _body(request), rollout_id, attempt_id))
+            await self._store.get_latest_resources()
         except AgentLightningError as error:
-            return _refusal(error)
-        superseded = bool(kept.attributes.get(names.SUPERSEDED))
-        return _json({"span_id": kept.span_id, "sequence_id": kept.sequence_id, "superseded": superseded})
+            return await refuse(send, error, [PROTOCOL_HEADER])
+        await answer(send, 200, self._body, [PROTOCOL_HEADER])
 
-    async def health(request: Request) -> Response:
+
+class _Document:
+    """The OpenAPI document."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await store.get_latest_resources()
+            admit(headers_of(scope), self._token)
         except AgentLightningError as error:
-            return _refusal(error)
-        return _json({"status": "ok"})
-
-    events = [Route(path, post_event, methods=["POST"]) for path in _EVENT_PATHS]
-    return [*events, Route("/health", health, methods=["GET"])]
+            return await refuse(send, error)
+        await answer(send, 200, encode(document(with_token=self._token is not None)))
 
 
-def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
-    """The span of a posted event. Raises EventError, or RewardError on a reward that is not a finite number."""
-    try:
-        event = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
-    kind = event.get("event_type") if isinstance(event, dict) else None
-    if not isinstance(kind, str) or not kind:
-        raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
-    name, attributes = _meaning(kind, event.get("data"))
-    now = time.time()
-    return Span(
-        rollout_id, attempt_id, name, now, now, trace_id=new_trace_id(), span_id=new_span_id(), attributes=attributes
-    )
+class _Nowhere:
+    """Any other path under /v1/agl."""
 
+    def __init__(self, token: str | None) -> None:
+        self._token = token
 
-def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
-    """(name of the span, its attributes)."""
-    if kind == "reward":
-        return names.REWARD, _reward(data.get("value") if isinstance(data, dict) else data)
-    attributes: dict[str, Any] = data if isinstance(data, dict) else {"value": data}
-    if kind != "message":
-        return kind, attributes
-    body = attributes.get("message", attributes.get("content", attributes.get("body")))
-    text = body if isinstance(body, str) else orjson.dumps(data).decode()
-    return names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
-
-
-def _reward(value: Any) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _finite(key, value[key]) for key in value}}
-    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _finite("value", value)}
-
-
-def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        shown = orjson.dumps(value).decode()[:80]
-        raise RewardError(f"the reward {name}={shown} is not a finite number; send one, or no reward at all")
-    return float(value)
-
-
-def _check_key(request: Request, secret: str, rollout_id: str, attempt_id: str) -> None:
-    key = presented_key(request.headers)
-    if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
-        raise _KeyError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`")
-
-
-async def _body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_EVENT_BYTES:
-            raise EventError(f"the event is larger than {MAX_EVENT_BYTES} bytes; send less")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _refusal(error: AgentLightningError) -> Response:
-    body = orjson.dumps({"error": {"message": str(error), "type": type(error).__name__.lstrip("_")}})
-    return Response(body, _status(error), media_type="application/json")
-
-
-def _status(error: AgentLightningError) -> int:
-    if isinstance(error, _KeyError):
-        return 401
-    if isinstance(error, EventError | RewardError):
-        return 400
-    if isinstance(error, NotFoundError):
-        return 404
-    return 503 if isinstance(error, StoreFullError | StoreClosedError) else 500
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            admit(headers_of(scope), self._token)
+            raise NotFoundError(f"there is nothing at {scope['path']!r}; {BASE}/openapi.json says what there is")
+        except AgentLightningError as error:
+            await refuse(send, error)

@@ -1,0 +1,225 @@
+"""The REST API: each path of the table in api.py as an ASGI endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final, cast, get_args
+from urllib.parse import parse_qsl
+
+import msgspec
+import orjson
+from msgspec import Struct
+from starlette.types import Receive, Scope, Send
+
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
+from agentlightning.store.api import Operation
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.calls import Once
+from agentlightning.store.refusals import RequestError, refusal
+from agentlightning.store.requests import (
+    MAX_WAIT_SECONDS,
+    ClientGone,
+    Headers,
+    admit,
+    answer,
+    body_of,
+    headers_of,
+    refuse,
+    while_wanted,
+)
+from agentlightning.store.wire import argument, encode, read_hook, rendered
+
+PAGE: Final = 500
+"""Items read from the store at once: a list is answered in such pieces, however long it is."""
+_MAX_FIELDS: Final = 10_000
+
+
+class Endpoint:
+    """Everything at one path."""
+
+    def __init__(
+        self,
+        operations: list[Operation],
+        store: LightningStoreBase,
+        token: str | None,
+        max_body_bytes: int,
+        once: Once,
+    ) -> None:
+        self._operations = {operation.verb: operation for operation in operations}
+        self._store = store
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+        self._once = once
+        self._allowed = (b"allow", ", ".join(sorted(self._operations)).encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        more: Headers = ()
+        try:
+            headers = headers_of(scope)
+            admit(headers, self._token)
+            operation = self._operations.get(scope["method"])
+            if operation is None:
+                more = [self._allowed]
+                raise RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
+            arguments = await self._arguments(operation, scope, headers, receive)
+            if operation.pages:
+                await self._answer_page(operation, arguments, send)
+            else:
+                value = await self._do(operation, arguments, headers.get("idempotency-key"), receive)
+                await answer(send, operation.status, _body(operation, value))
+        except AgentLightningError as error:
+            await refuse(send, error, more)
+        except (OverflowError, UnicodeError) as error:
+            await refuse(send, ConfigError(f"a value cannot be stored: {error}"))
+        except ClientGone:
+            return
+
+    # -- the question ----------------------------------------------------------------------------------------------
+
+    async def _arguments(
+        self, operation: Operation, scope: Scope, headers: dict[str, str], receive: Receive
+    ) -> dict[str, Any]:
+        body = b"" if operation.body is None else await body_of(headers, receive, self._max_body_bytes)
+        arguments: dict[str, Any] = {}
+        if operation.body is None:
+            arguments |= operation.arguments(_query(scope, operation.request))
+        elif operation.whole is not None:
+            arguments[operation.whole] = operation.read(body)
+            arguments |= operation.arguments(_query(scope, operation.query_request))
+        elif body not in (b"", b"null") or not operation.empty_is_allowed:  # 0.x clients send null for nothing
+            arguments |= operation.arguments(operation.read(body))
+        for name in operation.path_names:
+            arguments[name] = scope["path_params"][name]
+        if operation.single:
+            arguments[operation.single] = [arguments.pop(operation.path_names[0])]
+        return {name: argument(value) for name, value in arguments.items()}
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    async def _do(self, operation: Operation, arguments: dict[str, Any], key: str | None, receive: Receive) -> Any:
+        work = getattr(self._store, operation.method)
+        if operation.waits:
+            timeout = arguments.get("timeout", None if operation.method == "wait_for_rollouts" else 0.0)
+            arguments["timeout"] = MAX_WAIT_SECONDS if timeout is None else min(timeout, MAX_WAIT_SECONDS)
+            if arguments["timeout"] > 0:
+                return await while_wanted(receive, work(**arguments))
+        if key is None or operation.verb == "GET":
+            return await work(**arguments)
+        return await self._once.run(f"{operation.method} {key}", lambda: work(**arguments))
+
+    async def _answer_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
+        """Read and answer in pieces of `PAGE` items, so that a list of any length takes little memory."""
+        limit, offset = arguments["limit"], arguments["offset"]
+        pieces = self._pieces(operation, arguments)
+        first = await anext(pieces)
+        count, piece, start = len(first), first, b'{"items":['
+        streaming = False
+        async for piece in pieces:
+            if not streaming:
+                streaming = True
+                await _start(send, operation.status)
+            await _part(send, start + _items(first))
+            start, first, count = b"," if first else start, piece, count + len(piece)
+        total = await self._total(operation, arguments, count)
+        end = b'],"limit":%d,"offset":%d,"total":%d}' % (limit, offset, total)
+        items = _items(first)
+        text = (start if items or start != b"," else b"") + items + end
+        if streaming:
+            await _part(send, text, last=True)
+        else:
+            await answer(send, operation.status, text)
+
+    async def _pieces(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[list[Any]]:
+        """At least one."""
+        work = getattr(self._store, operation.method)
+        filters = {name: value for name, value in arguments.items() if name in operation.parameters}
+        left, offset = arguments["limit"], arguments["offset"]
+        if "offset" not in operation.parameters:
+            filters.pop("limit", None)
+            items = await work(**filters)
+            yield items[offset : None if left < 0 else offset + left]
+            return
+        while True:
+            wanted = PAGE if left < 0 else min(PAGE, left)
+            filters |= {"limit": wanted, "offset": offset}
+            items = await work(**filters)
+            yield items
+            left -= len(items) if left > 0 else 0
+            if len(items) < wanted or left == 0:
+                return
+            filters["after"] = getattr(items[-1], cast("str", operation.pages))
+            offset = 0
+
+    async def _total(self, operation: Operation, arguments: dict[str, Any], count: int) -> int:
+        """How many there are without limit and offset."""
+        limit, offset = arguments["limit"], arguments["offset"]
+        if "after" not in arguments and (limit < 0 or count < limit) and (count or not offset):
+            return offset + count
+        filters = {name: value for name, value in arguments.items() if name not in ("limit", "offset", "after")}
+        if operation.method == "query_rollouts":
+            filters.pop("newest_first", None)
+            return await self._store.count_rollouts(**filters)
+        total = 0
+        async for piece in self._pieces(operation, filters | {"limit": -1, "offset": 0}):
+            total += len(piece)
+        return total
+
+
+def _query(scope: Scope, kind: type[Struct]) -> Struct:
+    """The query string as a request. Raises RequestError where it does not fit."""
+    given: dict[str, Any] = {}
+    try:
+        pairs = parse_qsl(
+            scope["query_string"].decode("ascii"),
+            keep_blank_values=True,
+            errors="strict",
+            max_num_fields=_MAX_FIELDS,
+        )
+    except ValueError as error:
+        raise RequestError(f"the query string cannot be read: {error}") from None
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in pairs:
+        if _is_list(fields.get(name)):
+            given.setdefault(name, []).append(value)
+        else:
+            given[name] = value if _is_text(fields.get(name)) else _scalar(value)
+    try:
+        return msgspec.convert(given, kind, dec_hook=read_hook)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise refusal(error, orjson.dumps(given)) from None
+
+
+def _scalar(value: str) -> Any:
+    """A number, true, false or null as such."""
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+
+
+def _is_list(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) is list or any(_is_list(each) for each in get_args(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether text fits it as it is: str, or one of some words."""
+    return kind is str or any(isinstance(each, str) or _is_text(each) for each in get_args(kind))
+
+
+def _body(operation: Operation, value: Any) -> bytes:
+    if value is None and not operation.absent and operation.method != "vacuum":
+        raise NotFoundError(f"there is none of this id at {operation.path}")
+    shown = rendered(value)
+    return encode({operation.scalar: shown} if operation.scalar else shown)
+
+
+def _items(items: list[Any]) -> bytes:
+    return encode(rendered(items))[1:-1]
+
+
+async def _start(send: Send, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+
+
+async def _part(send: Send, data: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not last})
