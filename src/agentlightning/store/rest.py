@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
 from agentlightning.store.api import Operation
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.calls import Once
+from agentlightning.store.batches import Once
 from agentlightning.store.refusals import RequestError, refusal
 from agentlightning.store.requests import (
     MAX_WAIT_SECONDS,

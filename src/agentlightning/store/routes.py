@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.api import OPERATIONS, Operation
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.calls import PROTOCOL_HEADER, Calls, Once
+from agentlightning.store.batches import PROTOCOL_HEADER, Batches, Once
 from agentlightning.store.events import event_routes, read_event
 from agentlightning.store.openapi import document
 from agentlightning.store.requests import admit, answer, headers_of, presented_key, refuse
@@ -36,7 +36,7 @@ def store_routes(
     asks for (None: nothing). Bodies are refused over `max_body_bytes`, as sent and as inflated.
     """
     once = Once()
-    calls = Calls(store, token, max_body_bytes, once)
+    calls = Batches(store, token, max_body_bytes, once)
     paths: dict[str, list[Operation]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, []).append(operation)
