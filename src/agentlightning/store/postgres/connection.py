@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import ClientCursor, sql
@@ -20,8 +20,12 @@ from agentlightning.store.postgres.listener import payloads
 if TYPE_CHECKING:
     from agentlightning.store.postgres.database import PostgresDatabase
 
-FORGET_SECONDS = 7 * 86_400
+FORGET_SECONDS: Final = 7 * 86_400
 """The row of a server that was killed goes after this."""
+
+_WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+_READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+"""Everything that is read in one transaction is of one moment."""
 
 
 class PostgresConnection:
@@ -30,10 +34,10 @@ class PostgresConnection:
     def __init__(self, database: PostgresDatabase, read_only: bool) -> None:
         self._database = database
         self._read_only = read_only
-        self._begin = b"BEGIN ISOLATION LEVEL " + (b"REPEATABLE READ READ ONLY" if read_only else b"READ COMMITTED")
         self._number = 0
         """Of the last transaction that writes."""
-        self._writes = False
+        self._wrote = False
+        """Something, in this transaction."""
         self._notices: list[str] = []
         self._use(database.open())
         if not read_only:
@@ -52,13 +56,13 @@ class PostgresConnection:
     # -- transactions ------------------------------------------------------------------------------------------------
 
     def begin(self, write: bool) -> None:
-        self._writes = write
+        self._wrote = False
         self._notices.clear()
         for again in (True, False):
             try:
                 if self._connection.closed:
                     self._use(self._database.reopen())
-                self._connection.execute(self._begin)
+                self._connection.execute(_WRITE if write else _READ)
                 return
             except psycopg.Error as error:
                 if not errors.is_lost(error) or not again:
@@ -67,7 +71,7 @@ class PostgresConnection:
 
     def commit(self) -> None:
         """Where the answer of the server is lost, it is asked again over a new connection."""
-        if not self._writes:
+        if not self._wrote and not self._notices:
             self._connection.execute(b"COMMIT")
             return
         self._number += 1
@@ -132,17 +136,20 @@ class PostgresConnection:
         return self._cursor.execute(compiled.sql.encode(), compiled.arrange(values), prepare=True).fetchall()
 
     def run(self, statement: Statement, *values: Any) -> int:
+        self._wrote = True
         compiled = statement.compiled(DIALECT)
         return self._cursor.execute(compiled.sql.encode(), compiled.arrange(values), prepare=True).rowcount
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
         if not rows:
             return 0
+        self._wrote = True
         self._cursor.executemany(insert_sql(insert), rows)
         return self._cursor.rowcount
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
         if rows:
+            self._wrote = True
             moved = [(*row[1:], row[0]) for row in rows]
             self._cursor.executemany(update_sql(update), moved)
 

@@ -68,6 +68,7 @@ class PostgresDatabase:
         self.server = new_hex()
         """Which of the servers of the database this is."""
         self._closing = threading.Event()
+        """Set with the listener's end, which is that of the store: nothing waits for a lost server any more."""
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class PostgresDatabase:
 
     def listen(self, wake: Wake) -> PostgresListener:
         try:
-            return PostgresListener(self.open, self.channel, self.server, wake)
+            return PostgresListener(self.open, self.channel, self.server, wake, self._closing)
         except self.errors as error:
             raise self.explain(error) from error
 

@@ -55,14 +55,15 @@ def read_payload(text: str) -> tuple[str, bool, list[str] | None]:
 
 
 class PostgresListener:
-    """Calls `wake` for what servers other than `server` said on `channel`. It listens once this is made."""
+    """Calls `wake` for what servers other than `server` said on `channel`. It listens once this is made. `closed` is
+    set when it is closed."""
 
-    def __init__(self, connect: Connect, channel: str, server: str, wake: Wake) -> None:
+    def __init__(self, connect: Connect, channel: str, server: str, wake: Wake, closed: threading.Event) -> None:
         self._connect = connect
         self._channel = channel
         self._server = server
         self._wake = wake
-        self._closed = threading.Event()
+        self._closed = closed
         self._ended, self._end = os.pipe()
         self._connection: psycopg.Connection[Any] | None = self._listen()
         self._thread = threading.Thread(target=self._work, name="agl-store-listener", daemon=True)
