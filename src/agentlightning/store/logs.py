@@ -1,0 +1,146 @@
+"""What a server or a runner writes to its log: for people or, as JSON lines, for machines; and what was slow.
+
+Every line can say which rollout, attempt and worker it is about: `about(rollout_id=...)` says it of everything logged
+inside, `extra={"rollout_id": ...}` of one line. No key and no token ever reaches a log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import orjson
+
+from agentlightning.store.observe import Observed, ids_of
+
+logger = logging.getLogger(__name__)
+
+LogFormat = Literal["text", "json"]
+FIELDS: Final = ("rollout_id", "attempt_id", "worker_id", "queue", "route", "method", "status", "seconds", "unreported")
+"""What a line may carry beside its message."""
+SLOW_SECONDS: Final = 0.25
+SLOW_LINES: Final = 10
+"""Slow operations mentioned in one minute; the rest is counted."""
+
+_fields: ContextVar[Mapping[str, str]] = ContextVar("agentlightning_log_fields", default=MappingProxyType({}))
+_secrets = re.compile(r"agl-[\w:-]+\.[\w:-]+\.[0-9a-f]{8,}|(?<=[Bb]earer )[^\s'\"]+|(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
+
+
+@contextmanager
+def about(**fields: str | None) -> Generator[None]:
+    """Everything logged inside is about these ids."""
+    token = _fields.set({**_fields.get(), **{name: value for name, value in fields.items() if value is not None}})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+def configure(kind: LogFormat = "text", level: int = logging.INFO, *, secret: str | None = None) -> logging.Handler:
+    """Send this process' log to stderr. `secret` is blotted out wherever it would appear. Returns the handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(secret) if kind == "json" else TextFormatter(secret))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("agentlightning").setLevel(level)
+    return handler
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, secret: str | None = None) -> None:
+        super().__init__()
+        self._secret = secret
+
+    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        own = {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
+        return {**_fields.get(), **own}
+
+    def clean(self, text: str) -> str:
+        """Without keys, tokens and the passwords of URLs."""
+        if self._secret:
+            text = text.replace(self._secret, "[token]")
+        return _secrets.sub("[key]", text)
+
+    def trace(self, record: logging.LogRecord) -> str:
+        return self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, the ids it is about, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self.fields(record),
+        }
+        if trace := self.trace(record):
+            line["exception"] = trace
+        return self.clean(orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode())
+
+
+class TextFormatter(_Formatter):
+    """`18:05:07 WARNING message (rollout_id=...)`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = ", ".join(f"{name}={_short(value)}" for name, value in self.fields(record).items())
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{clock} {record.levelname:<7} {record.getMessage()}{f' ({fields})' if fields else ''}"
+        trace = self.trace(record)
+        return self.clean(f"{line}\n{trace}" if trace else line)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+class SlowLog:
+    """Mentions what took longer than `seconds`, at most `SLOW_LINES` times a minute. An observer of stores."""
+
+    def __init__(self, seconds: float = SLOW_SECONDS) -> None:
+        self._limit = seconds
+        self._minute = 0
+        self._lines = 0
+        self._unreported = 0
+
+    def began(self, method: str) -> None:
+        """Nothing is slow yet."""
+
+    def ended(self, call: Observed) -> None:
+        if call.seconds >= self._limit and not call.waits:
+            how = "" if call.error is None else f" and failed with {type(call.error).__name__}"
+            self._mention(
+                f"slow: the store took {1000 * call.seconds:.0f} ms for {call.method}{how}",
+                {"method": call.method, "seconds": round(call.seconds, 4), **ids_of(call)},
+            )
+
+    def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Told of each HTTP request; its time is without waiting for rollouts."""
+        if seconds >= self._limit:
+            self._mention(
+                f"slow: {method} {route} took {1000 * seconds:.0f} ms and was answered with {status}",
+                {"route": route, "method": method, "status": status, "seconds": round(seconds, 4)},
+            )
+
+    def _mention(self, message: str, fields: dict[str, Any]) -> None:
+        minute = int(time.monotonic() // 60)
+        if minute != self._minute:
+            self._minute, self._lines = minute, 0
+        self._lines += 1
+        if self._lines > SLOW_LINES:
+            self._unreported += 1
+            return
+        if self._unreported:
+            fields["unreported"], self._unreported = self._unreported, 0
+        logger.warning(message, extra=fields)
