@@ -39,7 +39,7 @@ class Upstream:
             return model, self._engines[model]
         if self._default is not None and (self._accept_any or model is None):
             return self._default, self._engines[self._default]
-        known = ", ".join(sorted(self._engines)) or "none"
+        known = ", ".join(sorted(self._engines)) or "none, start the server with one: agl serve --model DIR"
         if model is None:
             raise bad("model", f"the request names no model; this server has: {known}")
         raise Problem(
