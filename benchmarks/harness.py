@@ -41,15 +41,22 @@ class Arm:
     def there(self) -> bool:
         return PYTHONS[self.name].exists()
 
-    def ask(self, job: str, **arguments: Any) -> dict[str, float]:
+    def ask(self, job: str, **arguments: Any) -> dict[str, Any]:
+        self.send(job, **arguments)
+        return self.receive(job)
+
+    def send(self, job: str, **arguments: Any) -> None:
         if self._process is None:
             command = [str(PYTHONS[self.name]), "-W", "ignore", str(HERE / "arms" / f"{self.name}.py")]
             environment = os.environ | self._environment
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps({"job": job, **arguments}), file=self._process.stdin, flush=True)
+
+    def receive(self, job: str) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
         answer = json.loads(self._process.stdout.readline() or '{"error": "it ended"}')
         if "error" in answer:
             raise ArmError(f"{self.name}, {job}: {answer['error']}")

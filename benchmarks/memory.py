@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from harness import Arm, Case, Limit, add_options, report, take_turns
 
@@ -20,7 +21,7 @@ LIMITS = [Limit("memory: ours, durable / 0.3", FILE, PEER, 0.1, at_most=True)]
 class FreshArm(Arm):
     """Another process for every job: memory once taken is seldom given back."""
 
-    def ask(self, job: str, **arguments: object) -> dict[str, float]:
+    def ask(self, job: str, **arguments: Any) -> dict[str, Any]:
         try:
             return super().ask(job, **arguments)
         finally:
