@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from agentlightning.runner.agent import load_agent
     from agentlightning.runner.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
     from agentlightning.runner.spec import AgentLike
-    from agentlightning.runner.worker import Runner, RunnerStatistics
+    from agentlightning.runner.tally import RunnerStatistics
+    from agentlightning.runner.worker import Runner
 
 _HOMES = {
     "AgentLike": "spec",
     "LitAgent": "litagent",
     "Runner": "worker",
-    "RunnerStatistics": "worker",
+    "RunnerStatistics": "tally",
     "llm_rollout": "litagent",
     "load_agent": "agent",
     "prompt_rollout": "litagent",

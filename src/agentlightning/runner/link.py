@@ -51,6 +51,8 @@ class HostLink(asyncio.Protocol):
         self.killed: str | None = None
         """Why we kill it while attempts run in it."""
         self.ready = False
+        self.used = False
+        """It has been given an attempt."""
         self.retired = False
         self.exited: Exited | None = None
         self._on_change = on_change
@@ -72,6 +74,7 @@ class HostLink(asyncio.Protocol):
         """Run a job; the future is its end."""
         done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self.running[job.job_id] = Open(done, on_spans)
+        self.used = True
         self._send(job)
         return done
 

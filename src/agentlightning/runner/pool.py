@@ -33,11 +33,11 @@ STILLBORN = 3
 class HostPool:
     """Processes that run one agent.
 
-    `concurrency` attempts run at once, spread over `hosts` processes. `env` maps environment variables to the fields
-    of a dict task they hold (default: each field under its name in upper case). `cwd` is where the agent runs, `log`
-    the file its stdout and stderr are appended to (default: this process's stderr). `grace` is the seconds a stopped
-    attempt has to end by itself. `on_change` is told whenever there may be more room, `on_broken` when there will
-    never be any again.
+    `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each in a process of its own that
+    ends with it. `env` maps environment variables to the fields of a dict task they hold (default: each field under its
+    name in upper case). `cwd` is where the agent runs, `log` the file its stdout and stderr are appended to (default:
+    this process's stderr). `grace` is the seconds a stopped attempt has to end by itself. `on_change` is told whenever
+    there may be more room, `on_broken` when there will never be any again.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class HostPool:
         reward: Callable[..., Any] | str | None = None,
         concurrency: int = 32,
         hosts: int = 1,
+        fresh: bool = False,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         log: str | Path | None = None,
@@ -54,12 +55,15 @@ class HostPool:
         on_change: Callable[[], None] | None = None,
         on_broken: Callable[[AgentError], None] | None = None,
     ) -> None:
+        if fresh:
+            hosts = concurrency
         if not 1 <= hosts <= concurrency:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
         self.agent = agent_spec(agent)
         self.size = hosts
         self.slots = math.ceil(concurrency / hosts)
         self.grace = grace
+        self.fresh = fresh
         self.crashes = 0
         """Hosts that ended by themselves."""
         self._on_change, self._on_broken = on_change, on_broken
@@ -144,6 +148,15 @@ class HostPool:
         finally:
             del host.running[job.job_id]
             self._kill_if_idle(host)
+            self._retire_if_used(host)
+
+    def _retire_if_used(self, host: HostLink) -> None:
+        """Where every attempt has a fresh process, the one of an attempt that has ended goes too."""
+        if not self.fresh or not host.used or host.load or host.retired or host.exited is not None or self._closing:
+            return
+        host.retired = True
+        self._replace()
+        host.close()
 
     async def _least_busy(self) -> HostLink:
         while True:
@@ -192,6 +205,8 @@ class HostPool:
         await asyncio.get_running_loop().create_unix_connection(lambda: host, sock=sock)
 
     def _change(self) -> None:
+        for host in [host for host in self._hosts.values() if self.fresh and host.used]:
+            self._retire_if_used(host)
         self._changed.set()
         self._changed.clear()
         if self._on_change is not None:

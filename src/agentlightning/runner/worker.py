@@ -3,7 +3,8 @@
 It promises that all spans of an attempt, its reward included, are in the store before the attempt is `succeeded`; that
 every attempt it has claimed ends in exactly one report, unless the store has meanwhile given the rollout to somebody
 else or cancelled it (then the attempt is stopped and nobody reports); and that stopping it loses no rollout: what is
-not finished is queued again.
+not finished is queued again. Killed, it loses none either: its lease runs out, and the store gives its rollouts to
+others.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from agentlightning.errors import (
     AgentError,
@@ -27,45 +28,24 @@ from agentlightning.errors import (
     ConflictError,
     Failure,
     NotFoundError,
-    StoreFullError,
+    StoreError,
 )
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment
+from agentlightning.runner.heart import Heart
 from agentlightning.runner.inject import first_llm
+from agentlightning.runner.patience import Patience
 from agentlightning.runner.pool import HostPool
 from agentlightning.runner.spec import AgentLike
-from agentlightning.runner.writer import SpanWriter
-from agentlightning.span import (
-    EXCEPTION,
-    EXCEPTION_MESSAGE,
-    EXCEPTION_STACKTRACE,
-    EXCEPTION_TYPE,
-    Span,
-    new_span_id,
-    new_trace_id,
-)
+from agentlightning.runner.tally import RunnerStatistics
+from agentlightning.runner.writer import SpanWriter, failure_span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.ids import new_id
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerStatistics:
-    """What a runner has done so far, in attempts."""
-
-    claimed: int = 0
-    running: int = 0
-    succeeded: int = 0
-    failed: int = 0
-    timeout: int = 0
-    discarded: int = 0
-    """Stopped, or ended without a report, because the store had moved on."""
-    requeued: int = 0
-    """Given back when the runner stopped."""
-    crashes: int = 0
-    """Agent processes that died."""
+GIVE_BACK_SECONDS = 10.0
+"""How long a runner that is to stop at once waits for the store; what it cannot give back is left to the lease."""
 
 
 @dataclass(slots=True)
@@ -85,8 +65,14 @@ class Runner:
     spread over `hosts` processes. `env` maps environment variables to the fields of a dict task they hold; `cwd` is
     where the agent runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL
     may be given to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the
-    agent's model calls go where they always go. A store that is full is tried again for `patience` seconds.
-    `poll_seconds` is how long one claim waits, and so the longest an idle runner takes to stop.
+    agent's model calls go where they always go. A store that is full, or whose server is away, is tried again for
+    `patience` seconds. `poll_seconds` is how long one claim waits, and so the longest an idle runner takes to stop.
+
+    `queues` are the only ones claimed from (None: all), and after `max_rollouts` the runner ends. Silent for longer
+    than `lease_seconds`, the runner is lost to the store, which gives its rollouts to others (None: only each
+    rollout's own limits hold); it speaks every `heartbeat_seconds`, and looks as often whether an attempt was taken
+    from it. With `fresh_process` every attempt runs in a process of its own, forked from one that has imported the
+    agent, and gone with the attempt; `hosts` then means nothing.
     """
 
     def __init__(
@@ -100,11 +86,15 @@ class Runner:
         reward: Callable[..., Any] | str | None = None,
         concurrency: int = 32,
         hosts: int = 1,
+        fresh_process: bool = False,
+        queues: Sequence[str] | None = None,
+        max_rollouts: int | None = None,
         worker_id: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         log: str | Path | None = None,
         grace: float = 2.0,
+        lease_seconds: float | None = 30.0,
         heartbeat_seconds: float = 2.0,
         poll_seconds: float = 0.5,
         patience: float = 30.0,
@@ -117,6 +107,7 @@ class Runner:
             reward=reward,
             concurrency=concurrency,
             hosts=hosts,
+            fresh=fresh_process,
             env=env,
             cwd=cwd,
             log=log,
@@ -129,12 +120,24 @@ class Runner:
         self._secret, self._redirect = secret, redirect
         self._loaded = False
         self._concurrency = concurrency
-        self._heartbeat_seconds, self._poll_seconds, self._patience = heartbeat_seconds, poll_seconds, patience
+        self._queues = None if queues is None else tuple(queues)
+        self._claims_left = max_rollouts
+        self._heartbeat_seconds, self._poll_seconds = _heartbeat(heartbeat_seconds, lease_seconds), poll_seconds
+        self._lease_seconds = lease_seconds
+        self._patiently = Patience(patience)
+        self._heart = Heart(
+            store,
+            self.worker_id,
+            lease_seconds=lease_seconds,
+            interval=self._heartbeat_seconds,
+            stats=lambda: asdict(self.statistics),
+        )
         self._counts = RunnerStatistics()
         self._open: dict[str, _Open] = {}
         self._writer = SpanWriter(store, self._patiently, self._discard)
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._stopping = False
         self._started = False
         self._claiming: asyncio.Task[None] | None = None
@@ -157,18 +160,30 @@ class Runner:
             raise
         self._loaded = True
 
-    async def start(self, server_url: str | None = None) -> None:
+    async def start(self, server_url: str | None = None, redirect: bool | None = None) -> None:
         """Begin to work. Raises AgentError where the agent cannot be had, ConfigError without a server URL."""
         self.server_url = server_url or self.server_url
+        self._redirect = self._redirect if redirect is None else redirect
         if self.server_url is None:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; give it to start()")
         await self.load()
+        await self._patiently(self._register)
         self._started = True
+        self._heart.start()
         self._claiming = self._supervised(self._claim())
-        self._helpers = [self._supervised(self._heartbeat()), self._supervised(self._writer.run())]
+        self._helpers = [self._supervised(self._watch()), self._supervised(self._writer.run())]
 
-    async def stop(self, drain_seconds: float = 5.0) -> None:
-        """Claim nothing more, give what runs `drain_seconds` to end, queue the rest again, end all processes.
+    async def _register(self, **more: Any) -> None:
+        stats = asdict(self.statistics) | more
+        await self.store.update_worker(self.worker_id, stats, lease_seconds=self._lease_seconds)
+
+    def hurry(self) -> None:
+        """Have `stop` wait for no attempt any longer: what still runs is queued again."""
+        self._hurried.set()
+
+    async def stop(self, drain_seconds: float | None = 5.0) -> None:
+        """Claim nothing more, give what runs `drain_seconds` to end (None: all the time it takes), queue the rest
+        again, end all processes.
 
         Raises the error the runner ended with, if it did. Safe to call twice.
         """
@@ -181,13 +196,14 @@ class Runner:
         finally:
             for task in self._helpers:
                 task.cancel()
+            await self._heart.stop()
             await self.pool.close()
             self._ended.set()
         if self.error is not None and started:
             raise self.error
 
     async def wait(self) -> None:
-        """Wait until the runner has ended. Raises the error it ended with."""
+        """Wait until the runner has ended, or has done all it was to do. Raises the error it ended with."""
         await self._ended.wait()
         if self.error is not None:
             raise self.error
@@ -208,29 +224,53 @@ class Runner:
     def _count(self, what: str, by: int = 1) -> None:
         self._counts = replace(self._counts, **{what: getattr(self._counts, what) + by})
 
-    async def _drain(self, seconds: float) -> None:
-        if self._claiming is not None:
-            await asyncio.wait([self._claiming])
-        if self._open and self.error is None:
-            await asyncio.wait([attempt.task for attempt in self._open.values()], timeout=seconds)
+    async def _drain(self, seconds: float | None) -> None:
+        if self.error is None:
+            tasks = [attempt.task for attempt in self._open.values()]
+            await self._finished([*tasks, *([self._claiming] if self._claiming else [])], seconds)
+        if self._claiming is not None and not self._claiming.done():
+            self._claiming.cancel()  # the store is away; what it gave us unheard is left to the lease
         left = list(self._open.values())
         for attempt in left:
-            if self.error is not None or not attempt.reporting:
+            if self.error is not None or not attempt.reporting or self._hurried.is_set():
                 attempt.task.cancel()
         if left:
             await asyncio.wait([attempt.task for attempt in left])
         if self.error is None:
-            await self._give_back([attempt.claimed for attempt in left if attempt.task.cancelled()])
-            await self._writer.written()
+            await self._part([attempt.claimed for attempt in left if attempt.task.cancelled()])
+
+    async def _finished(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
+        """Wait for the tasks, for `seconds`, or until somebody hurries us."""
+        if not tasks:
+            return
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        ended = asyncio.ensure_future(asyncio.wait(tasks))
+        await asyncio.wait({hurried, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in (hurried, ended):
+            task.cancel()
+
+    async def _part(self, left: Sequence[AttemptedRollout]) -> None:
+        """The last things to tell the store. In a hurry, it is not waited for long."""
+        try:
+            async with asyncio.timeout(GIVE_BACK_SECONDS if self._hurried.is_set() else None):
+                await self._give_back(left)
+                await self._writer.written()
+                await self._register(stopped=True)
+        except TimeoutError:
+            logger.warning("the store did not answer; it will miss %d rollouts when the lease runs out", len(left))
+        except StoreError as error:
+            logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
 
     async def _give_back(self, claimed: Sequence[AttemptedRollout]) -> None:
         """Queue again what is still ours."""
-        ids = [rollout.rollout_id for rollout in claimed]
-        for rollout in await self.store.query_rollouts(rollout_id_in=ids, status_in=("preparing", "running")):
+        ours = {rollout.rollout_id: rollout.attempt.attempt_id for rollout in claimed}
+        if not ours:
+            return
+        reason = f"the runner {self.worker_id} was stopped"
+        for rollout in await self.store.query_rollouts(rollout_id_in=list(ours), status_in=("preparing", "running")):
             latest = await self.store.get_latest_attempt(rollout.rollout_id)
-            if latest is not None and latest.worker_id == self.worker_id:
-                reason = f"the runner {self.worker_id} was stopped"
-                await self._patiently(lambda r=rollout, why=reason: self.store.requeue_rollout(r.rollout_id, why))
+            if latest is not None and latest.attempt_id == ours[rollout.rollout_id]:
+                await self._patiently(lambda r=rollout: self.store.requeue_rollout(r.rollout_id, reason))
                 self._count("requeued")
 
     # -- what ends a runner ------------------------------------------------------------------------------------------
@@ -257,20 +297,6 @@ class Runner:
             attempt.task.cancel()
         self._ended.set()
 
-    async def _patiently(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """The operation's result; a store that is full is given time."""
-        deadline = time.monotonic() + self._patience
-        delay = 0.05
-        while True:
-            try:
-                return await operation()
-            except StoreFullError as error:
-                if time.monotonic() + delay > deadline:
-                    raise
-                logger.warning("the store is full, trying again in %.2g s: %s", delay, error)
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 5.0)
-
     # -- claiming ----------------------------------------------------------------------------------------------------
 
     def _wake_up(self) -> None:
@@ -278,18 +304,33 @@ class Runner:
 
     async def _claim(self) -> None:
         while not self._stopping:
-            room = min(self._concurrency, self.pool.capacity) - len(self._open)
+            room = self._room()
             if room <= 0:
+                if self._claims_left == 0 and not self._open:
+                    self._ended.set()
+                    return
                 await self._wake.wait()
                 self._wake.clear()
                 continue
-            claimed = await self._patiently(
-                lambda room=room: self.store.dequeue_many_rollouts(room, self.worker_id, self._poll_seconds)
-            )
+            claimed = await self._claim_some(room)
             if self._stopping:
                 await self._give_back(claimed)
             elif claimed:
                 await self._launch(claimed)
+
+    def _room(self) -> int:
+        room = min(self._concurrency, self.pool.capacity) - len(self._open)
+        return room if self._claims_left is None else min(room, self._claims_left)
+
+    async def _claim_some(self, room: int) -> list[AttemptedRollout]:
+        """Up to `room` rollouts. An answer that was lost on its way is asked for again under the same id."""
+        claim_id, poll = new_id("cl"), self._poll_seconds
+        claimed = await self._patiently(
+            lambda: self.store.dequeue_many_rollouts(room, self.worker_id, poll, queues=self._queues, claim_id=claim_id)
+        )
+        if self._claims_left is not None:
+            self._claims_left -= len(claimed)
+        return claimed
 
     async def _launch(self, claimed: Sequence[AttemptedRollout]) -> None:
         versions: dict[str | None, NamedResources | None] = {}
@@ -355,25 +396,7 @@ class Runner:
     def _failed(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
         """A failure the agent's process could not record itself."""
         failure = Failure.of(error.with_traceback(None))  # where the runner noticed says nothing about the agent
-        now = time.time()
-        attributes = {
-            EXCEPTION_TYPE: failure.type,
-            EXCEPTION_MESSAGE: failure.message,
-            EXCEPTION_STACKTRACE: failure.traceback,
-        }
-        span = Span(
-            claimed.rollout_id,
-            claimed.attempt.attempt_id,
-            EXCEPTION,
-            now,
-            now,
-            trace_id=new_trace_id(),
-            span_id=new_span_id(),
-            status_code="ERROR",
-            status_message=failure.message,
-            attributes=attributes,
-        )
-        self._writer.put([span])
+        self._writer.put([failure_span(claimed, failure)])
         return {"error": asdict(failure)}
 
     async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: dict[str, Any]) -> None:
@@ -394,25 +417,40 @@ class Runner:
 
     # -- staying in touch --------------------------------------------------------------------------------------------
 
-    async def _heartbeat(self) -> None:
+    async def _watch(self) -> None:
+        """Stop the attempts of rollouts that were cancelled, finished or given to somebody else behind our back."""
         while True:
-            stats = asdict(self.statistics)
-            await self._patiently(lambda stats=stats: self.store.update_worker(self.worker_id, stats))
-            await self._discard_fenced()
             await asyncio.sleep(self._heartbeat_seconds)
+            self._heart.turned()
+            going = [attempt for attempt in self._open.values() if not attempt.reporting]
+            for attempt, gone in zip(going, await asyncio.gather(*map(self._is_gone, going)), strict=True):
+                if gone:
+                    self._discard(attempt.claimed.attempt.attempt_id)
 
-    async def _discard_fenced(self) -> None:
-        """Stop the attempts of rollouts that were cancelled, finished or queued again behind our back."""
-        ids = [attempt.claimed.rollout_id for attempt in self._open.values() if not attempt.reporting]
-        if not ids:
-            return
-        rollouts = await self.store.query_rollouts(rollout_id_in=ids)
-        open_still = {rollout.rollout_id for rollout in rollouts if rollout.status in ("preparing", "running")}
-        for attempt_id, attempt in list(self._open.items()):
-            if attempt.claimed.rollout_id in ids and attempt.claimed.rollout_id not in open_still:
-                self._discard(attempt_id)
+    async def _is_gone(self, attempt: _Open) -> bool:
+        """Whether an attempt is no longer ours. One the store thought lost, and gave to nobody yet, is back."""
+        ids = attempt.claimed.rollout_id, attempt.claimed.attempt.attempt_id
+        try:
+            latest = await self._patiently(lambda: self.store.get_latest_attempt(ids[0]))
+            if latest is None or latest.attempt_id != ids[1]:
+                return True
+            if latest.status != "unresponsive":
+                return latest.status not in ("preparing", "running")
+            back = await self._patiently(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
+        except NotFoundError:
+            return True
+        return bool(back.metadata.get("superseded"))
 
     def _discard(self, attempt_id: str) -> None:
         attempt = self._open.get(attempt_id)
         if attempt is not None and not attempt.reporting and attempt.task.cancel():
             self._count("discarded")
+
+
+def _heartbeat(seconds: float, lease: float | None) -> float:
+    """Often enough that a beat or two may be late."""
+    if lease is None:
+        return seconds
+    if lease <= 0:
+        raise ConfigError(f"lease_seconds={lease:g}: a lease lasts more than no time; use None for no lease")
+    return min(seconds, lease / 4)

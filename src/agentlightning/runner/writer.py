@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.span import SUPERSEDED, Span
+from agentlightning.errors import ConflictError, Failure, NotFoundError
+from agentlightning.rollouts import AttemptedRollout, trace_id_of
+from agentlightning.span import (
+    EXCEPTION,
+    EXCEPTION_MESSAGE,
+    EXCEPTION_STACKTRACE,
+    EXCEPTION_TYPE,
+    SUPERSEDED,
+    Span,
+    new_span_id,
+    new_trace_id,
+)
 from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
@@ -81,3 +92,25 @@ class SpanWriter:
             return
         for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
             self._on_fenced(attempt_id)
+
+
+def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
+    """A failure as a span of its attempt, made now."""
+    now = time.time()
+    attributes = {
+        EXCEPTION_TYPE: failure.type,
+        EXCEPTION_MESSAGE: failure.message,
+        EXCEPTION_STACKTRACE: failure.traceback,
+    }
+    return Span(
+        claimed.rollout_id,
+        claimed.attempt.attempt_id,
+        EXCEPTION,
+        now,
+        now,
+        trace_id=trace_id_of(claimed.attempt.attempt_id) or new_trace_id(),
+        span_id=new_span_id(),
+        status_code="ERROR",
+        status_message=failure.message,
+        attributes=attributes,
+    )

@@ -1,0 +1,61 @@
+"""Every attempt in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from agentlightning.testing import agents
+
+STATE: list[Any] = []
+
+
+def says_who_it_is(task: Any) -> list[Any]:
+    STATE.append(task)
+    return [os.getpid(), len(STATE)]
+
+
+async def is_gone(pid: int) -> None:
+    """A process ends a moment after its attempt."""
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240  what is awaited sets no event
+            await asyncio.sleep(0.01)
+
+
+async def test_no_two_attempts_share_a_process_and_none_is_left(start: Any, roll: Any, attempt_of: Any) -> None:
+    runner = await start(says_who_it_is, concurrency=2, fresh_process=True)
+    ended = await roll(*range(8))
+    seen = [(await attempt_of(rollout)).metadata["output"] for rollout in ended]
+    assert len({pid for pid, _ in seen}) == 8
+    assert {number for _, number in seen} == {1}, "an attempt saw what another one had left"
+    for pid, _ in seen:
+        await is_gone(pid)
+    assert runner.statistics.crashes == 0
+
+
+async def test_what_an_attempt_emits_arrives_before_its_process_is_gone(start: Any, roll: Any, store: Any) -> None:
+    await start(agents.emits_rewards, concurrency=4, fresh_process=True)
+    for rollout in await roll(*({"rewards": list(range(20))} for _ in range(8))):
+        assert len(await store.query_spans(rollout.rollout_id)) == 40
+
+
+async def test_one_that_hangs_is_killed_at_its_timeout_and_makes_room(start: Any, roll: Any, attempt_of: Any) -> None:
+    def agent(task: Any) -> None:
+        time.sleep(600 if task else 0)
+
+    await start(agent, concurrency=1, fresh_process=True)
+    late, good = await roll(True, False, timeout_seconds=0.5)
+    assert (await attempt_of(late)).status == "timeout"
+    assert good.status == "succeeded"
+
+
+async def test_one_that_dies_fails_alone(start: Any, roll: Any) -> None:
+    def agent(task: Any) -> float:
+        return os._exit(3) if task else 1.0
+
+    await start(agent, concurrency=2, fresh_process=True)
+    died, good = await roll(True, False)
+    assert [died.status, good.status] == ["failed", "succeeded"]

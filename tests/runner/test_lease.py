@@ -1,0 +1,218 @@
+"""A runner and its store: who is alive, whose attempt it is, and what is asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError, StoreAuthError, StoreServerError
+from agentlightning.runner.heart import Heart
+from agentlightning.runner.worker import Runner
+from agentlightning.testing import agents
+
+OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05, "grace": 0.2}
+
+
+class Proxy:
+    """A store that does one thing differently."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+async def until(holds: Any, seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_runner_is_registered_before_it_claims_and_signs_off_when_it_stops(store: Any) -> None:
+    async with Runner(store, agents.echo, worker_id="w", lease_seconds=20, **OPTIONS):
+        [worker] = await store.query_workers()
+        assert (worker.worker_id, worker.lease_seconds) == ("w", 20)
+    [worker] = await store.query_workers()
+    assert worker.stats["stopped"] is True
+
+
+async def test_the_heart_beats_while_the_loop_is_busy(store: Any) -> None:
+    heart = Heart(store, "w", lease_seconds=1, interval=0.02, stats=lambda: {"n": 1})
+    heart.start()
+    time.sleep(0.3)  # noqa: ASYNC251  a loop that does nothing else is what this is about
+    await heart.stop()
+    [worker] = await store.query_workers()
+    assert worker.stats == {"n": 1}
+    await heart.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "agl-heartbeat"]
+
+
+async def test_a_heart_survives_a_store_that_is_away(store: Any) -> None:
+    class Away(Proxy):
+        calls = 0
+
+        async def update_worker(self, *args: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                raise StoreServerError("away")
+            return await self._store.update_worker(*args, **options)
+
+    heart = Heart(Away(store), "w", lease_seconds=1, interval=0.02, stats=dict)  # type: ignore[arg-type]
+    heart.start()
+
+    async def known() -> bool:
+        return bool(await store.query_workers())
+
+    await until(known)
+    await heart.stop()
+
+
+def test_a_lease_of_no_time_is_refused(store: Any) -> None:
+    with pytest.raises(ConfigError, match="lease_seconds=0"):
+        Runner(store, agents.echo, lease_seconds=0, **OPTIONS)
+
+
+async def test_a_runner_whose_lease_ran_out_loses_its_attempts_to_another(store: Any) -> None:
+    class Mute(Proxy):
+        """Its worker is never heard of again once it has claimed."""
+
+        async def update_worker(self, worker_id: str, *args: Any, **options: Any) -> Any:
+            if not await self._store.query_rollouts(status_in=("preparing", "running")):
+                await self._store.update_worker(worker_id, *args, **options)
+
+    config = {"max_attempts": 2}
+    from agentlightning.rollouts import RolloutConfig
+
+    async with Runner(Mute(store), agents.hangs_async, worker_id="mute", lease_seconds=0.3, **OPTIONS) as mute:  # type: ignore[arg-type]
+        queued = await store.enqueue_rollout({"hang": True}, config=RolloutConfig(**config))
+        await until(lambda: mute.statistics.running == 1)
+        claimed = await store.dequeue_rollout("other", timeout=20)
+        assert claimed is not None
+        assert (claimed.rollout_id, claimed.attempt.sequence_id) == (queued.rollout_id, 2)
+        await until(lambda: mute.statistics.discarded == 1 and mute.statistics.running == 0)
+    latest = await store.get_latest_attempt(queued.rollout_id)
+    assert (latest.worker_id, latest.status) == ("other", "preparing")
+    first, _ = await store.query_attempts(queued.rollout_id)
+    assert first.status == "unresponsive"
+    assert "mute" in first.metadata["error"]["message"]
+
+
+async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store: Any) -> None:
+    class Late(Proxy):
+        silent = False
+
+        async def update_worker(self, *args: Any, **options: Any) -> Any:
+            if not self.silent:
+                return await self._store.update_worker(*args, **options)
+
+        async def get_latest_attempt(self, rollout_id: str) -> Any:
+            found = await self._store.get_latest_attempt(rollout_id)
+            if self.silent and found.status != "unresponsive":
+                return found
+            self.silent = False
+            return found
+
+    from agentlightning.rollouts import RolloutConfig
+
+    late = Late(store)
+    options = {**OPTIONS, "queues": ["work"]}
+    async with Runner(late, agents.hangs_async, lease_seconds=0.3, concurrency=1, **options) as runner:  # type: ignore[arg-type]
+        queued = await store.enqueue_rollout({"hang": True}, queue="work", config=RolloutConfig(max_attempts=2))
+        await until(lambda: runner.statistics.running == 1)
+        late.silent = True
+        await until(lambda: not late.silent)
+
+        async def is_running() -> bool:
+            return (await store.get_latest_attempt(queued.rollout_id)).status == "running"
+
+        await until(is_running)
+        assert (runner.statistics.running, runner.statistics.discarded) == (1, 0)
+        runner.hurry()
+        await runner.stop(0)
+    assert len(await store.query_attempts(queued.rollout_id)) == 1
+
+
+async def test_a_claim_whose_answer_was_lost_is_made_once(store: Any) -> None:
+    class Lossy(Proxy):
+        lost = 0
+
+        async def dequeue_many_rollouts(self, *args: Any, **options: Any) -> Any:
+            claimed = await self._store.dequeue_many_rollouts(*args, **options)
+            if claimed and self.lost < 2:
+                self.lost += 1
+                raise StoreServerError("the answer was lost")
+            return claimed
+
+    async with Runner(Lossy(store), agents.reward_of_task, **OPTIONS):  # type: ignore[arg-type]
+        queued = await store.enqueue_rollout({"reward": 1})
+        [ended] = await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
+    assert ended.status == "succeeded"
+    assert len(await store.query_attempts(queued.rollout_id)) == 1
+
+
+async def test_a_report_is_made_once_the_server_is_back(store: Any) -> None:
+    class Down(Proxy):
+        down = True
+
+        async def update_attempt(self, *args: Any, **options: Any) -> Any:
+            if self.down:
+                raise StoreServerError("connection refused")
+            return await self._store.update_attempt(*args, **options)
+
+    down = Down(store)
+    async with Runner(down, agents.reward_of_task, **OPTIONS) as runner:  # type: ignore[arg-type]
+        queued = await store.enqueue_rollout({"reward": 1})
+        await until(lambda: runner.statistics.running == 1)
+        assert await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=0.2) == []
+        down.down = False
+        [ended] = await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
+    assert ended.status == "succeeded"
+
+
+async def test_a_token_that_is_refused_ends_the_runner_at_once(store: Any) -> None:
+    class Refusing(Proxy):
+        async def dequeue_many_rollouts(self, *args: Any, **options: Any) -> Any:
+            raise StoreAuthError("the server wants another token")
+
+    runner = Runner(Refusing(store), agents.echo, **OPTIONS)  # type: ignore[arg-type]
+    await runner.start()
+    with pytest.raises(StoreAuthError):
+        await asyncio.wait_for(runner.wait(), 20)
+    with pytest.raises(StoreAuthError):
+        await runner.stop()
+
+
+async def test_a_runner_ends_after_as_many_rollouts_as_it_was_told(store: Any) -> None:
+    async with Runner(store, agents.reward_of_task, max_rollouts=3, **OPTIONS) as runner:
+        for _ in range(5):
+            await store.enqueue_rollout({"reward": 1})
+        await asyncio.wait_for(runner.wait(), 20)
+    assert (runner.statistics.succeeded, runner.statistics.claimed) == (3, 3)
+    assert (await store.statistics())["rollouts.queuing"] == 2
+
+
+async def test_a_runner_claims_from_its_own_queues_only(store: Any) -> None:
+    async with Runner(store, agents.reward_of_task, queues=["val"], **OPTIONS) as runner:
+        train = await store.enqueue_rollout({"reward": 1}, mode="train")
+        val = await store.enqueue_rollout({"reward": 1}, mode="val")
+        await store.wait_for_rollouts(rollout_ids=[val.rollout_id], timeout=20)
+        assert (await store.get_rollout_by_id(train.rollout_id)).status == "queuing"
+    assert runner.statistics.claimed == 1
+
+
+async def test_a_drain_without_a_limit_waits_until_somebody_hurries(store: Any) -> None:
+    runner = Runner(store, agents.hangs_async, **OPTIONS)
+    await runner.start()
+    queued = await store.enqueue_rollout({"hang": True})
+    await until(lambda: runner.statistics.running == 1)
+    stopping = asyncio.create_task(runner.stop(None))
+    done, _ = await asyncio.wait({stopping}, timeout=0.3)
+    assert not done
+    runner.hurry()
+    await asyncio.wait_for(stopping, 20)
+    assert (await store.get_rollout_by_id(queued.rollout_id)).status == "requeuing"
