@@ -1,6 +1,7 @@
-"""One server: the store's routes and the gateway in one ASGI application, on one port, in the running loop.
+"""One server: the store's routes, OTLP, metrics and the gateway in one ASGI application, on one port, in the running
+loop.
 
-Wiring and nothing else. The trainer starts it; it handles no signals and writes no access log.
+Wiring and nothing else. The trainer and `agl serve` start it; it handles no signals and writes no access log.
 """
 
 from __future__ import annotations
@@ -8,22 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Self
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from agentlightning.door import Door
 from agentlightning.errors import ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.logs import SlowLog
+from agentlightning.store.metrics import Metrics, metrics_routes
 from agentlightning.store.routes import store_routes
 
 
 class Server:
     """Serves a store, and a gateway where one is given.
 
-    `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with.
+    `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with. With a
+    `token`, the store and the metrics are for those who present it. `routes` come before all others. With `metrics`
+    there is `/metrics`; `slow` mentions slow requests.
     """
 
     def __init__(
@@ -32,14 +43,26 @@ class Server:
         gateway: Gateway | None = None,
         *,
         secret: str,
+        token: str | None = None,
+        routes: Sequence[Route] = (),
+        metrics: Metrics | None = None,
+        slow: SlowLog | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         grace_seconds: int = 10,
     ) -> None:
-        routes = [*store_routes(store, secret), *(gateway.routes() if gateway else [])]
-        self.app = Starlette(routes=routes)
+        self.app = Starlette(
+            routes=[
+                *routes,
+                *store_routes(store, secret, token),
+                *(metrics_routes(metrics, token) if metrics else []),
+                *(gateway.routes() if gateway else []),
+            ],
+            exception_handlers={HTTPException: _refused, Exception: _failed},
+        )
         self.host = host
         self.port = port
+        self._door = Door(self.app, metrics, slow)
         self._grace = grace_seconds
         self._uvicorn: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -56,9 +79,10 @@ class Server:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
         listener = _listen(self.host, self.port)
         self.port = listener.getsockname()[1]
+        self._door.open()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                self.app,
+                self._door,
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -81,12 +105,19 @@ class Server:
         return self
 
     async def stop(self) -> None:
-        """Finish what is under way (for at most `grace_seconds`), then close. Safe to call twice."""
+        """Finish what is under way (for at most `grace_seconds`; those who wait for rollouts are sent away at once),
+        then close. Safe to call twice."""
         if self._serving is None or self._uvicorn is None:
             return
+        self._door.close()
         self._uvicorn.leave()
         serving, self._serving = self._serving, None
         await serving
+
+    async def wait(self) -> None:
+        """Wait until it has ended."""
+        if self._serving is not None:
+            await asyncio.wait({self._serving})
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -122,7 +153,7 @@ class _Uvicorn(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sends without delay
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -133,3 +164,23 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error}; stop what uses it, or choose another port (0 takes a free one)"
         ) from error
     return listener
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """A path or a verb that is not served, in the shape of every other error."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    message = f"{request.method} {request.url.path} is not served here ({error.detail})"
+    kind = {404: "NotFoundError", 405: "MethodNotAllowed"}.get(status, "HTTPError")
+    return _error(status, kind, message, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this, so that it is logged with its traceback."""
+    return _error(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}", None)
+
+
+def _error(status: int, kind: str, message: str, headers: object) -> Response:
+    body = orjson.dumps({"error": {"type": kind, "message": message}, "detail": message})
+    given = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else None
+    return Response(body, status, given, media_type="application/json")

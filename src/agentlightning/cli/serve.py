@@ -1,0 +1,292 @@
+"""`agl serve`: store, gateway and OpenTelemetry traces on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import re
+import sys
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentlightning.cli.app import Output, reported
+from agentlightning.cli.runner import LogFormat
+from agentlightning.cli.train import Json
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from agentlightning.gateway.app import Gateway
+    from agentlightning.policy.base import Policy
+    from agentlightning.server import Server
+    from agentlightning.store.base import LightningStoreBase, Retention
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DB = ".agentlightning/store.db"
+PRUNE_SECONDS = 300.0
+"""How often a server looks for what it need not keep."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve")(serve)
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4747,
+    db: Annotated[
+        str | None,
+        typer.Option(help="A SQLite file, or postgresql://... (default: .agentlightning/store.db)", show_default=False),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="AGL_TOKEN", help="Access token that clients and runners present.", show_default=False),
+    ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let everybody in who can reach an address that is not loopback.")
+    ] = False,
+    model: Annotated[
+        list[str] | None, typer.Option(help="[NAME=]DIR: a model for agents to call; may be given again.")
+    ] = None,
+    otlp_export: Annotated[str | None, typer.Option(help="Send every span on to this OTLP/HTTP endpoint.")] = None,
+    adopt_traces: Annotated[
+        bool, typer.Option("--adopt-traces", help="Keep traces of unknown programs as rollouts of their own.")
+    ] = False,
+    keep_days: Annotated[float | None, typer.Option(min=0, help="Forget rollouts that finished earlier.")] = None,
+    keep_rollouts: Annotated[int | None, typer.Option(min=0, help="Forget the oldest beyond so many.")] = None,
+    keep_size: Annotated[str | None, typer.Option(help="Forget the oldest beyond so much, such as 10GB.")] = None,
+    log_format: LogFormat = "text",
+    slow_ms: Annotated[float, typer.Option(min=0, help="Log what takes longer, in milliseconds.")] = 250.0,
+    as_json: Json = False,
+) -> None:
+    """Serve a store to clients, runners and agents, until told to stop (SIGTERM, Ctrl-C)."""
+    output = Output(as_json)
+    with reported(output):
+        import uvloop
+
+        from agentlightning.store import logs
+
+        logs.configure(log_format, secret=token)
+        options = Options(
+            host=host,
+            port=port,
+            db=db,
+            token=token or None,
+            no_token=no_token,
+            models=tuple(model or ()),
+            otlp_export=otlp_export,
+            adopt_traces=adopt_traces,
+            retention=_retention(keep_days, keep_rollouts, keep_size),
+            slow_seconds=slow_ms / 1000,
+        )
+        uvloop.run(_serve(options, output))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `agl serve` was told."""
+
+    host: str
+    port: int
+    db: str | None
+    token: str | None
+    no_token: bool
+    models: tuple[str, ...]
+    otlp_export: str | None
+    adopt_traces: bool
+    retention: Retention | None
+    slow_seconds: float
+
+
+async def _serve(options: Options, output: Output) -> None:
+    from agentlightning.cli.signals import Signals
+    from agentlightning.errors import ServerError
+
+    signals = Signals()
+    signals.install()
+    async with AsyncExitStack() as stack:
+        server = await _open(options, stack)
+        _announce(server, options, output)
+        if not await signals.while_running(server.wait()):
+            raise ServerError(f"the server at {server.url} ended by itself")
+        logger.info("stopping (again to stop at once)")
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+
+
+async def _open(options: Options, stack: AsyncExitStack) -> Server:
+    """A server that listens, and all it stands on; the stack ends them in order."""
+    from agentlightning.rollouts import attempt_secret
+    from agentlightning.server import Server
+    from agentlightning.store.logs import SlowLog
+    from agentlightning.store.metrics import Metrics
+    from agentlightning.store.observe import observed
+
+    _refuse_strangers(options)
+    secret = attempt_secret(options.token)
+    bare = _open_store(options.db)
+    stack.push_async_callback(bare.close)
+    metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
+    store = observed(bare, [metrics, slow])
+    gateway = await _gateway(options, store, secret, stack)
+    metrics.add_source(lambda: _figures(gateway))
+    server = Server(
+        store,
+        gateway,
+        secret=secret,
+        token=options.token,
+        metrics=metrics,
+        slow=slow,
+        host=options.host,
+        port=options.port,
+    )
+    await stack.enter_async_context(server)
+    if options.retention is not None:
+        await stack.enter_async_context(_pruning(bare, options.retention))
+    return server
+
+
+def _figures(gateway: Gateway) -> Iterable[Metric]:
+    from agentlightning.store.metrics import counters
+
+    values = {field.name: getattr(gateway.counters, field.name) for field in fields(gateway.counters)}
+    return counters("gateway", "Model calls", {name: n for name, n in values.items() if isinstance(n, int)})
+
+
+def _refuse_strangers(options: Options) -> None:
+    from agentlightning.errors import ConfigError
+
+    if options.token is None and not options.no_token and not _is_loopback(options.host):
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines, and without a token everybody there could read "
+            "and change everything: set AGL_TOKEN (or --token), or insist with --no-token"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _open_store(db: str | None) -> LightningStoreBase:
+    """Raises ConfigError: a store that cannot be opened is a mistake in what was given."""
+    from agentlightning.errors import ConfigError, StoreError
+    from agentlightning.store import LightningStore
+
+    try:
+        return LightningStore(db)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _gateway(options: Options, store: LightningStoreBase, secret: str, stack: AsyncExitStack) -> Gateway:
+    from agentlightning.gateway.app import Gateway
+
+    engines = {}
+    for given in options.models:
+        policy = await _open_model(given)
+        stack.push_async_callback(policy.close)
+        engines[policy.model] = policy
+    first = next(iter(engines), None)
+    return Gateway(
+        store,
+        engines,
+        secret=secret,
+        default_model=first,
+        accept_any_model=first is not None,
+        require_key=options.token is not None,
+    )
+
+
+async def _open_model(given: str) -> Policy:
+    """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
+    from agentlightning.config import TrainConfig
+    from agentlightning.errors import ConfigError
+    from agentlightning.policy.optimizer import OptimizerConfig
+    from agentlightning.prepare import open_policy, policy_config
+
+    name, equals, path = given.partition("=")
+    if not equals:
+        name, path = Path(given).name, given
+    if not await asyncio.to_thread(Path(path).is_dir):
+        raise ConfigError(f"--model {given}: {path} is no directory; give one that transformers loads, or NAME=DIR")
+    config = policy_config(TrainConfig(), path, OptimizerConfig(), 1)
+    return await open_policy(config.model_copy(update={"name": name}))
+
+
+# -- retention -------------------------------------------------------------------------------------------------------
+
+
+def _retention(days: float | None, rollouts: int | None, size: str | None) -> Retention | None:
+    from agentlightning.cli.quantities import retention_from
+
+    if days is None and rollouts is None and size is None:
+        return None
+    return retention_from(None if days is None else f"{days:f}d", rollouts, size)
+
+
+@asynccontextmanager
+async def _pruning(store: LightningStoreBase, retention: Retention) -> AsyncGenerator[None]:
+    """Inside, the store forgets what it need not keep, now and every few minutes."""
+    work = asyncio.create_task(prune_regularly(store, retention))
+    try:
+        yield
+    finally:
+        work.cancel()
+        await asyncio.wait({work})
+
+
+async def prune_regularly(
+    store: LightningStoreBase, retention: Retention, every_seconds: float = PRUNE_SECONDS
+) -> None:
+    """Until cancelled. A store that is full or busy is tried again the next time."""
+    from agentlightning.errors import StoreError
+
+    while True:
+        try:
+            pruned = await store.prune(retention)
+            if pruned.rollouts:
+                logger.info("pruned %d rollouts with %d spans, %d bytes", pruned.rollouts, pruned.spans, pruned.bytes)
+        except StoreError as error:
+            logger.warning("could not prune, trying again in %g s: %s", every_seconds, error)
+        await asyncio.sleep(every_seconds)
+
+
+# -- what its user reads ---------------------------------------------------------------------------------------------
+
+
+def _announce(server: Server, options: Options, output: Output) -> None:
+    if output.as_json:
+        store = _without_password(options.db or DEFAULT_DB)
+        record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
+        output.finish(record, lambda console: None)
+        sys.stdout.flush()
+        return
+    console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
+    models = ", ".join(options.models) or "none; give one with --model DIR"
+    for name, value in (
+        ("serving", f"{_without_password(options.db or DEFAULT_DB)} at {server.url}"),
+        ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
+        ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
+        ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),
+        ("metrics", f"{server.url}/metrics"),
+        ("models", models),
+    ):
+        console.print(f"{name:<8} {value}", markup=False)
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", url)

@@ -1,0 +1,181 @@
+"""`agl serve`: what it refuses to start with, and how it starts, serves and ends."""
+
+import asyncio
+import signal
+import socket
+import sqlite3
+
+import httpx
+import pytest
+
+from agentlightning.cli.serve import prune_regularly
+from agentlightning.errors import StoreFullError
+from agentlightning.rollouts import EnqueueRolloutRequest
+from agentlightning.store import InMemoryLightningStore, LightningStore
+from agentlightning.store.base import Retention
+from agentlightning.store.client import LightningStoreClient
+
+# -- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def refused(result) -> str:
+    """The one line it ends with."""
+    assert result.exit_code == 2, result.output
+    [line] = [line for line in result.stderr.splitlines() if line]
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
+def test_an_address_others_can_reach_needs_a_token(invoke, host):
+    assert "--no-token" in refused(invoke("serve", "--host", host, "--db", ":memory:"))
+
+
+def test_a_path_that_cannot_be_written_is_named(invoke):
+    assert "/proc/nowhere" in refused(invoke("serve", "--port", "0", "--db", "/proc/nowhere/store.db"))
+
+
+def test_a_database_of_a_newer_version_is_refused_with_advice(invoke, tmp_path):
+    asyncio.run(LightningStore(tmp_path / "s.db").close())
+    with sqlite3.connect(tmp_path / "s.db") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    assert "99" in refused(invoke("serve", "--port", "0", "--db", str(tmp_path / "s.db")))
+
+
+def test_a_port_in_use_is_named(invoke):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in refused(invoke("serve", "--port", str(port), "--db", ":memory:"))
+
+
+def test_a_model_that_is_no_directory_is_named(invoke):
+    assert "/no/such/model" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--model", "/no/such/model"))
+
+
+def test_a_size_that_is_none_is_refused(invoke):
+    assert "much" in refused(invoke("serve", "--db", ":memory:", "--keep-size", "much"))
+
+
+# -- its life --------------------------------------------------------------------------------------------------------
+
+
+async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start, tmp_path):
+    program = start("serve", "--port", "0", "--db", "s.db", "--json", AGL_TOKEN="open sesame")
+    said = program.line()
+    url = said["url"]
+    assert (said["pid"], said["token"]) == (program.process.pid, True)
+    client = LightningStoreClient(url, "open sesame")
+    queued = await client.enqueue_rollout({"x": 1})
+    async with httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 401
+        shown = await http.get("/metrics", headers={"authorization": "Bearer open sesame"})
+        assert 'agentlightning_rollouts{status="queuing"} 1.0' in shown.text
+        assert (await http.get("/v1/agl/nowhere", headers={"authorization": "Bearer open sesame"})).status_code == 404
+
+    waiting = asyncio.create_task(client.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=60))
+    while "agentlightning_store_waiters" not in (text := await _metrics(url)) or _waiters(text) < 1:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(program.stop) == 0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await client.close()
+    store = LightningStore(tmp_path / "s.db")
+    assert (await store.get_rollout_by_id(queued.rollout_id)).input == {"x": 1}
+    await store.close()
+    assert "open sesame" not in "".join(program.errors)
+
+
+async def _metrics(url):
+    async with httpx.AsyncClient(headers={"authorization": "Bearer open sesame"}) as http:
+        return (await http.get(f"{url}/metrics")).text
+
+
+def _waiters(text):
+    lines = [line for line in text.splitlines() if line.startswith("agentlightning_store_waiters{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.mark.slow
+async def test_a_second_signal_ends_it_at_once(start):
+    program = start("serve", "--port", "0", "--db", ":memory:", "--json")
+    url = program.line()["url"]
+    _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")  # never ends
+    await writer.drain()
+    program.process.send_signal(signal.SIGTERM)
+    while not any("stopping" in line for line in program.errors):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(program.stop, signal.SIGINT, 3) == 130
+    writer.close()
+
+
+@pytest.mark.slow
+async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_path):
+    from openai import AsyncOpenAI
+
+    from agentlightning.policy.tiny import make_tiny
+    from agentlightning.rollouts import attempt_environment, attempt_secret
+
+    await asyncio.to_thread(make_tiny, tmp_path / "small", [{"messages": [{"role": "user", "content": "hello"}]}])
+    program = start("serve", "--port", "0", "--db", ":memory:", "--json", "--model", "pupil=small")
+    url = program.line(60)["url"]
+    client = LightningStoreClient(url)
+    started = await client.start_rollout("a task")
+    environment = attempt_environment(url, attempt_secret(None), started.rollout_id, started.attempt.attempt_id)
+    async with AsyncOpenAI(base_url=environment["OPENAI_BASE_URL"], api_key=environment["AGL_KEY"]) as openai:
+        messages = [{"role": "user", "content": "hello"}]
+        answer = await openai.chat.completions.create(model="pupil", messages=messages, max_tokens=4)
+    assert answer.model == "pupil"
+    [span] = await client.query_spans(started.rollout_id)
+    assert span.name == "chat pupil"
+    await client.close()
+    assert await asyncio.to_thread(program.stop) == 0
+
+
+async def test_without_a_model_it_says_how_to_give_it_one(start):
+    program = start("serve", "--port", "0", "--db", ":memory:", "--json")
+    url = program.line()["url"]
+    client = LightningStoreClient(url)
+    started = await client.start_rollout("a task")
+    path = f"/rollout/{started.rollout_id}/attempt/{started.attempt.attempt_id}/v1/chat/completions"
+    async with httpx.AsyncClient(base_url=url) as http:
+        reply = await http.post(path, json={"model": "m", "messages": [{"role": "user", "content": "x"}]})
+    assert (reply.status_code, "agl serve --model" in reply.json()["error"]["message"]) == (404, True)
+    await client.close()
+
+
+# -- retention -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_need_not_be_kept_is_forgotten_again_and_again(caplog):
+    store, done = InMemoryLightningStore(), asyncio.Event()
+
+    class Busy:
+        """A store that is full the first time."""
+
+        rounds = 0
+
+        async def prune(self, retention):
+            self.rounds += 1
+            if self.rounds == 1:
+                raise StoreFullError("no space")
+            pruned = await store.prune(retention)
+            if self.rounds == 3:
+                done.set()
+            return pruned
+
+    ids = [r.rollout_id for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(i) for i in range(5)])]
+    for rollout_id in ids:
+        await store.cancel_rollout(rollout_id)
+    with caplog.at_level("INFO"):
+        work = asyncio.create_task(prune_regularly(Busy(), Retention(max_rollouts=2), every_seconds=0.01))  # type: ignore[arg-type]
+        await asyncio.wait_for(done.wait(), 20)
+        work.cancel()
+    assert [r.rollout_id for r in await store.query_rollouts()] == ids[3:]
+    assert "pruned 3 rollouts" in caplog.text
+    assert "could not prune" in caplog.text
+    await store.close()
