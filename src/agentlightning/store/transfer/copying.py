@@ -206,10 +206,16 @@ async def import_store(store: LightningStoreBase, path: str | Path, *, report: R
                 report(done.rollouts + done.known, None)
 
 
-def _open_reader(path: Path) -> Reader:
+def check_source(path: Path) -> str:
+    """The ending of a file to import. ConfigError or DatasetError for one that cannot be."""
     ending = _ending(path)
     if not path.is_file():
         raise DatasetError(f"there is no file {str(path)!r}; give the path of an export")
+    return ending
+
+
+def _open_reader(path: Path) -> Reader:
+    ending = check_source(path)
     if ending == ".parquet":
         from agentlightning.store.transfer.parquet import ParquetReader
 
