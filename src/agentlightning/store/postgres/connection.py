@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from psycopg import ClientCursor, sql
+from psycopg import ClientCursor, pq, sql
 from sqlalchemy import Table
 
 from agentlightning.store.database import Insert, Row, Statement, Update
 from agentlightning.store.postgres import errors
-from agentlightning.store.postgres.dialect import DIALECT, TABLES, insert_sql, update_sql
+from agentlightning.store.postgres.dialect import DIALECT, TABLES, encode, formats, insert_sql, update_sql
 from agentlightning.store.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.postgres.listener import payloads
 
 if TYPE_CHECKING:
     from agentlightning.store.postgres.database import PostgresDatabase
 
+STEPS: Final = (64, 32, 16, 8)
+"""Rows in one statement: few different ones, so that each is prepared once."""
 FORGET_SECONDS: Final = 7 * 86_400
 """The row of a server that was killed goes after this."""
 
@@ -46,6 +48,7 @@ class PostgresConnection:
     def _use(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
         self._cursor = connection.cursor(binary=True)
+        self._prepared: dict[tuple[Insert | Update, int], tuple[bytes, list[int]]] = {}
         self._backend = row(connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
 
     def _forget_servers(self) -> None:
@@ -141,17 +144,25 @@ class PostgresConnection:
         return self._cursor.execute(compiled.sql.encode(), compiled.arrange(values), prepare=True).rowcount
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
-        if not rows:
-            return 0
-        self._wrote = True
-        self._cursor.executemany(insert_sql(insert), rows)
-        return self._cursor.rowcount
+        return sum(self._many(insert, insert_sql, chunk) for chunk in _chunks(rows))
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
-        if rows:
-            self._wrote = True
-            moved = [(*row[1:], row[0]) for row in rows]
-            self._cursor.executemany(update_sql(update), moved)
+        for chunk in _chunks(rows):
+            self._many(update, update_sql, chunk)
+
+    def _many(self, what: Any, write_sql: Callable[[Any, int], bytes], rows: Sequence[Row]) -> int:
+        """One statement for many rows, past psycopg's cursor, which takes five times as long for each of them."""
+        self._wrote = True
+        wire = self._connection.pgconn
+        prepared = self._prepared.get((what, len(rows)))
+        if prepared is None:
+            name = b"many_%d" % len(self._prepared)
+            _check(wire.prepare(name, write_sql(what, len(rows))))
+            prepared = self._prepared[what, len(rows)] = (name, formats(what.columns, what.table) * len(rows))
+        name, kinds = prepared
+        values: list[Any] = [encode(value) for row in rows for value in row]
+        result = _check(wire.exec_prepared(name, values, kinds))
+        return result.command_tuples or 0
 
     def keys(self, table: Table, count: int) -> Sequence[int]:
         query = b"SELECT nextval(%s::regclass) FROM generate_series(1, %s::bigint)"
@@ -176,6 +187,31 @@ class PostgresConnection:
         """Rewrites the tables one by one; nobody can use the one that is being rewritten."""
         for name in TABLES:
             self._connection.execute(sql.SQL("VACUUM (FULL, ANALYZE) {}").format(sql.Identifier(name)))
+
+
+def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Rows in lots of the sizes in STEPS, and a smaller one."""
+    start = 0
+    while start < len(rows):
+        left = len(rows) - start
+        size = next((step for step in STEPS if step <= left), left)
+        yield rows[start : start + size]
+        start += size
+
+
+def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
+    """Raises what psycopg would."""
+    if result.status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
+        return result
+    code = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
+    text = result.get_error_message()
+    if not code:  # libpq's own: the connection is gone
+        raise psycopg.OperationalError(text)
+    try:
+        kind = psycopg.errors.lookup(code)
+    except KeyError:
+        kind = psycopg.DatabaseError
+    raise kind(text)
 
 
 def value(connection: psycopg.Connection[Any], query: str, *values: Any) -> Any:

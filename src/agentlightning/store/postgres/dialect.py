@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any, Final
 
-from sqlalchemy import Table
+import psycopg
+from sqlalchemy import LargeBinary, Table
 from sqlalchemy.dialects.postgresql import psycopg as dialects
 from sqlalchemy.dialects.postgresql.base import PGDDLCompiler, PGTypeCompiler
 
@@ -60,30 +62,52 @@ TABLES: Final = (*schema.metadata.tables, "servers")
 
 
 @cache
-def insert_sql(insert: Insert) -> bytes:
-    values = ", ".join(_cast(insert.table, name) for name in insert.columns)
-    text = f"INSERT INTO {insert.table.name} ({', '.join(map(_quoted, insert.columns))}) VALUES ({values})"
+def insert_sql(insert: Insert, rows: int) -> bytes:
+    names = ", ".join(map(_quoted, insert.columns))
+    text = f"INSERT INTO {insert.table.name} ({names}) VALUES {_values(insert.table, insert.columns, rows)}"
     if insert.unique:
         text += f" ON CONFLICT ({', '.join(map(_quoted, insert.unique))}) DO "
-        text += f"UPDATE SET {_assigned(insert.replace)}" if insert.replace else "NOTHING"
+        changes = ", ".join(f"{_quoted(name)} = excluded.{_quoted(name)}" for name in insert.replace)
+        text += f"UPDATE SET {changes}" if changes else "NOTHING"
     return text.encode()
 
 
-def _assigned(names: Sequence[str]) -> str:
-    return ", ".join(f"{_quoted(name)} = excluded.{_quoted(name)}" for name in names)
-
-
 @cache
-def update_sql(update: Update) -> bytes:
-    key, *names = update.columns
-    values = ", ".join(f"{_quoted(name)} = {_cast(update.table, name)}" for name in names)
-    where = f"{_quoted(key)} = {_cast(update.table, key)}"
-    return f"UPDATE {update.table.name} SET {values} WHERE {where}".encode()
+def update_sql(update: Update, rows: int) -> bytes:
+    key, *others = map(_quoted, update.columns)
+    changes = ", ".join(f"{name} = new.{name}" for name in others)
+    new = f"(VALUES {_values(update.table, update.columns, rows)}) AS new ({', '.join([key, *others])})"
+    return f"UPDATE {update.table.name} AS old SET {changes} FROM {new} WHERE old.{key} = new.{key}".encode()
 
 
-def _cast(table: Table, name: str) -> str:
-    return f"%s::{table.c[name].type.compile(dialect=DIALECT)}"
+def _values(table: Table, columns: Sequence[str], rows: int) -> str:
+    """($1::BIGINT, $2::TEXT), ($3, ...), ...: the types of the first row are those of all."""
+    types = [f"::{table.c[name].type.compile(dialect=DIALECT)}" for name in columns]
+    numbers = count(1)
+    lines = [", ".join(f"${next(numbers)}{kind}" for kind in types) for _ in range(rows)]
+    return ", ".join(f"({line})" for line in lines)
 
 
 def _quoted(name: str) -> str:
     return f'"{name}"'
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> bytes | None:
+    """A value of a row as PostgreSQL reads it: bytes as they are, everything else as text."""
+    kind = type(value)
+    if value is None or kind is bytes:
+        return value
+    if kind is str:
+        text = value.encode()
+        if b"\0" in text:  # libpq would leave out the rest
+            raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
+        return text
+    return repr(value).encode() if kind is int or kind is float else bytes(value)
+
+
+def formats(columns: Sequence[str], table: Table) -> list[int]:
+    """For each column, 1 where `encode` gives bytes as they are, 0 where it gives text."""
+    return [int(isinstance(table.c[name].type, LargeBinary)) for name in columns]
