@@ -61,7 +61,9 @@ Item = ResourcesRecord | RolloutRecord
 class Writer(Protocol):
     """Writes an export. Called from any one thread at a time."""
 
-    def write(self, items: Sequence[Item]) -> None: ...
+    def write(self, items: Sequence[Item]) -> int:
+        """Returns how large they are, in bytes, about."""
+        ...
 
     def finish(self) -> None:
         """Write the end, without which the file is known to be cut off, and close it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, NotFoundError
 from agentlightning.rollouts import RolloutMode, RolloutStatus
@@ -141,34 +141,12 @@ async def _export_rollouts(
             ) from error
         if not page:
             return rollouts, spans
-        piece.learn(await _aside(_write, writer, records), len(records))
+        piece.learn(await _aside(writer.write, records), len(records))
         after = page[-1].rollout_id
         rollouts += len(records)
         spans += sum(len(record.spans) for record in records)
         if report is not None:
             report(rollouts, max(total, rollouts))
-
-
-def _write(writer: Writer, records: Sequence[RolloutRecord]) -> int:
-    """Returns about how large they are."""
-    writer.write(records)
-    return sum(_weight(record) for record in records)
-
-
-def _weight(record: RolloutRecord) -> int:
-    """Bytes in memory, very roughly: long texts and token lists are what counts."""
-    return 1000 + 500 * len(record.attempts) + sum(1000 + _weigh(span.attributes) for span in record.spans)
-
-
-def _weigh(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_weigh, cast("dict[str, Any]", value).values()))
-    if isinstance(value, list):
-        items = cast("list[Any]", value)
-        return 32 * len(items) if items and isinstance(items[0], int | float) else sum(map(_weigh, items))
-    return 8
 
 
 class _PieceSize:

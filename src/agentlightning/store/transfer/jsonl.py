@@ -57,16 +57,8 @@ class JsonlWriter:
         self._resources = self._rollouts = 0
         self._line({"type": "header", "format": FORMAT, "version": VERSION})
 
-    def write(self, items: Sequence[Item]) -> None:
-        for item in items:
-            if isinstance(item, ResourcesRecord):
-                self._resources += 1
-                self._line({"type": "resources", **resources_shape(item)})
-            else:
-                self._rollouts += 1
-                attempts = [attempt_shape(attempt) for attempt in item.attempts]
-                spans = [span_shape(span) for span in item.spans]
-                self._line({"type": "rollout", **rollout_shape(item.rollout), "attempts": attempts, "spans": spans})
+    def write(self, items: Sequence[Item]) -> int:
+        return sum(self._line(self._record(item)) for item in items)
 
     def finish(self) -> None:
         self._line({"type": "end", "resources": self._resources, "rollouts": self._rollouts})
@@ -76,8 +68,17 @@ class JsonlWriter:
         self._file.close()
         self._raw.close()
 
-    def _line(self, record: dict[str, Any]) -> None:
-        self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+    def _record(self, item: Item) -> dict[str, Any]:
+        if isinstance(item, ResourcesRecord):
+            self._resources += 1
+            return {"type": "resources", **resources_shape(item)}
+        self._rollouts += 1
+        attempts = [attempt_shape(attempt) for attempt in item.attempts]
+        spans = [span_shape(span) for span in item.spans]
+        return {"type": "rollout", **rollout_shape(item.rollout), "attempts": attempts, "spans": spans}
+
+    def _line(self, record: dict[str, Any]) -> int:
+        return self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 class JsonlReader:

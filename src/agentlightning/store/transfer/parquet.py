@@ -98,13 +98,17 @@ class ParquetWriter:
         self._rows: list[dict[str, Any]] = []
         self._size = 0
 
-    def write(self, items: Sequence[Item]) -> None:
+    def write(self, items: Sequence[Item]) -> int:
+        total = 0
         for item in items:
             for row in _rows(item):
+                size = _size(row)
                 self._rows.append(row)
-                self._size += _size(row)
+                self._size += size
+                total += size
                 if self._size >= GROUP_BYTES:
                     self._flush()
+        return total
 
     def finish(self) -> None:
         self._flush()
