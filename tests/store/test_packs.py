@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, StoreError
@@ -82,6 +82,7 @@ def test_numbers_come_back_with_their_types() -> None:
     assert repr((span.start_time, span.end_time)) == "(2, 0)"
 
 
+@settings(max_examples=40)
 @given(st.lists(spans, min_size=1, max_size=3))
 def test_merged_packs_are_one_pack_of_all_spans(several: list[list[Span]]) -> None:
     together = merge([pack(some) for some in several])
@@ -89,6 +90,7 @@ def test_merged_packs_are_one_pack_of_all_spans(several: list[list[Span]]) -> No
     assert together.count == len(together.span_ids) == sum(map(len, several))
 
 
+@settings(max_examples=40)
 @given(spans.filter(bool), st.data())
 def test_some_spans_of_a_pack_can_be_left_out(some: list[Span], data: st.DataObject) -> None:
     kept = data.draw(st.sets(st.integers(0, len(some) - 1)).map(sorted))
