@@ -65,8 +65,8 @@ def test_what_was_committed_survives_a_crash_at_the_same_address(cluster: Postgr
 START_AND_HANG = """
 from agentlightning.testing.postgres import PostgresCluster
 cluster = PostgresCluster()
-((pid,),) = cluster.run("SELECT pid FROM pg_stat_activity WHERE backend_type = 'checkpointer'")
-print(pid, cluster.run("SHOW data_directory")[0][0], flush=True)
+((data,),) = cluster.run("SHOW data_directory")
+print(open(data + "/postmaster.pid").readline().strip(), data, flush=True)
 input()
 """
 
