@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STEPS: Final = (64, 32, 16, 8)
 """Rows in one statement: few different ones, so that each is prepared once."""
+REPLAN: Final = 5_000
 FORGET_SECONDS: Final = 7 * 86_400
 """The row of a server that was killed goes after this."""
 
@@ -38,6 +39,8 @@ class PostgresConnection:
         self._read_only = read_only
         self._number = 0
         """Of the last transaction that writes."""
+        self._begun = 0
+        self._plan_at = 10
         self._wrote = False
         """Something, in this transaction."""
         self._notices: list[str] = []
@@ -61,16 +64,26 @@ class PostgresConnection:
     def begin(self, write: bool) -> None:
         self._wrote = False
         self._notices.clear()
+        start = self._plan_anew() + (_WRITE if write else _READ)
         for again in (True, False):
             try:
                 if self._connection.closed:
                     self._use(self._database.reopen())
-                self._connection.execute(_WRITE if write else _READ)
+                self._connection.execute(start)
                 return
             except psycopg.Error as error:
                 if not errors.is_lost(error) or not again:
                     raise
                 self._connection.close()
+
+    def _plan_anew(self) -> bytes:
+        """A prepared statement keeps the plan it was given when the tables were small: more and more rarely, but at
+        least every REPLAN transactions, PostgreSQL is told to think again."""
+        self._begun += 1
+        if self._begun < self._plan_at:
+            return b""
+        self._plan_at += min(self._plan_at, REPLAN)
+        return b"DISCARD PLANS; "
 
     def commit(self) -> None:
         """Where the answer of the server is lost, it is asked again over a new connection."""
