@@ -16,7 +16,6 @@ from rich.console import Console
 from agentlightning.cli.app import Output, reported
 from agentlightning.cli.train import Json
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import FINISHED
 
 if TYPE_CHECKING:
     from agentlightning.progress import Progress
@@ -103,7 +102,10 @@ def _run(
 
 
 def stats(store: Store = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """What a store holds: rollouts by status, attempts, spans, queues, and its size."""
+    """Show what a store holds.
+
+    Rollouts by status, attempts, spans, queues, and its size.
+    """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
         async with _opened(store, server, token) as opened:
@@ -146,9 +148,10 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove finished rollouts with their attempts and spans, the oldest first, until what is left fits.
+    """Remove the oldest finished rollouts until what is left fits.
 
-    Unfinished rollouts and resources stay. The file does not become smaller before `agl store vacuum`.
+    Their attempts and spans go with them; unfinished rollouts and resources stay. The file does not become smaller
+    before `agl store vacuum`.
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
@@ -197,6 +200,8 @@ async def _watch(store: LightningStoreBase, total: int, progress: Progress) -> N
 
 
 async def _finished(store: LightningStoreBase) -> int:
+    from agentlightning.rollouts import FINISHED
+
     counts = await store.statistics()
     return sum(counts.get(f"rollouts.{status}", 0) for status in FINISHED)
 
@@ -217,9 +222,10 @@ def _show_pruned(removed: Pruned | None, planned: Pruned, console: Console) -> N
 
 
 def vacuum(store: Store = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """Drop tokens that no span refers to any more, and give free space back to the system.
+    """Give free space back to the system.
 
-    Needs as much free disk as the store is large; others can go on meanwhile, but their writes may wait.
+    Also drops tokens that no span refers to any more. Needs as much free disk as the store is large; others can go on
+    meanwhile, but their writes may wait.
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
@@ -253,9 +259,10 @@ def export_(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write resources and rollouts, with their attempts and spans, to a file that `agl store import` reads.
+    """Write resources and rollouts to a file.
 
-    Others may write to the store meanwhile. The file appears when it is whole.
+    Attempts and spans go with them; `agl store import` reads it all. Others may write to the store meanwhile. The file
+    appears when it is whole.
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
@@ -314,9 +321,10 @@ def import_(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Add what a file holds to a store. What the store has already stays as it is, so this can be repeated.
+    """Add what a file holds to a store.
 
-    Unfinished rollouts wait again. Of a file that is cut off or damaged, what comes before that place is imported.
+    What the store has already stays as it is, so this can be repeated. Unfinished rollouts wait again. Of a file that
+    is cut off or damaged, what comes before that place is imported.
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:

@@ -1,0 +1,189 @@
+"""`agl store`: what a user types, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from agentlightning.cli import store as verbs
+from agentlightning.cli.app import build
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.span import PROMPT_TOKEN_IDS, Span
+from agentlightning.store import LightningStore
+from agentlightning.store.base import RolloutRecord
+
+Agl = Callable[..., Result]
+DAY = 86400.0
+
+
+@pytest.fixture
+def agl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agl:
+    """Runs `agl store ...` in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AGL_TOKEN", raising=False)
+    app = build()
+    return lambda *words, **options: CliRunner().invoke(app, ["store", *words], **options)
+
+
+def record(number: int, age_days: float) -> RolloutRecord:
+    rollout_id, attempt_id = f"ro-{number}", f"at-{number}"
+    end = time.time() - age_days * DAY
+    attributes = {PROMPT_TOKEN_IDS: list(range(2000)), "text": f"{number}" * 1000}
+    return RolloutRecord(
+        Rollout(rollout_id, "task", end - 2, status="succeeded", mode="train", end_time=end, queue="train"),
+        (Attempt(rollout_id, attempt_id, 1, end - 1, "succeeded", end),),
+        (Span(rollout_id, attempt_id, "chat", end - 1, end, 1, "", f"s{number}", attributes=attributes),),
+    )
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with ten rollouts that finished 1 to 10 days ago, and one that waits."""
+    path = tmp_path_factory.mktemp("store") / "some.db"
+
+    async def fill() -> None:
+        store = LightningStore(path)
+        await store.add_records([record(age, age) for age in range(10, 0, -1)])
+        await store.enqueue_rollout("waits", mode="val")
+        await store.update_queue("val", 5)
+        await store.close()
+
+    asyncio.run(fill())
+    return path
+
+
+@pytest.fixture
+def path(filled: Path, tmp_path: Path) -> str:
+    """A copy of it."""
+    return str(shutil.copy(filled, tmp_path))
+
+
+def answer(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_stats_shows_what_there_is(agl: Agl, path: str) -> None:
+    result = agl("stats", "--store", path)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["rollouts", "11", "1", "queuing", "10", "succeeded"] in lines
+    assert ["spans", "10"] in lines
+    assert "queue val: 1 waiting, 0 open of at most 5" in result.stdout
+
+
+def test_stats_for_machines(agl: Agl, path: str) -> None:
+    found = answer(agl("stats", "--store", path, "--json"))
+    assert found["statistics"]["rollouts.succeeded"] == 10
+    assert found["statistics"]["bytes"] > 0
+    assert {"name": "val", "limit": 5, "waiting": 1, "open": 0} in found["queues"]
+
+
+def test_the_default_store_is_that_of_the_directory(agl: Agl, path: str) -> None:
+    result = agl("stats")
+    assert result.exit_code == 2
+    assert "/.agentlightning/store.db; give --store PATH or --server URL" in result.stderr
+    assert not Path(".agentlightning").exists()
+    Path(".agentlightning").mkdir()
+    Path(path).rename(".agentlightning/store.db")
+    assert answer(agl("stats", "--json"))["statistics"]["spans"] == 10
+
+
+def test_pruning_asks_first_where_somebody_can_answer(agl: Agl, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["prune", "--store", path, "--keep", "3"]
+    result = agl(*asked)
+    assert result.exit_code == 2
+    assert "7 rollouts with 7 spans" in result.stderr
+    assert "add --yes, or --dry-run" in result.stderr
+
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    class Sys:
+        stdin = Terminal()
+
+    monkeypatch.setattr(verbs, "sys", Sys)
+    declined = agl(*asked, input="n\n")
+    assert declined.exit_code == 1
+    assert "nothing was removed" in declined.output
+    assert answer(agl("stats", "--store", path, "--json"))["statistics"]["rollouts.succeeded"] == 10
+    assert agl(*asked, input="y\n").exit_code == 0
+    assert answer(agl("stats", "--store", path, "--json"))["statistics"]["rollouts.succeeded"] == 3
+
+
+def test_pruning_by_age_keeps_what_is_younger(agl: Agl, path: str) -> None:
+    planned = answer(agl("prune", "--store", path, "--older-than", "5.5d", "--dry-run", "--json"))
+    assert planned["dry_run"] is True
+    assert (planned["rollouts"], planned["spans"]) == (5, 5)
+    removed = answer(agl("prune", "--store", path, "--older-than", "132h", "--yes", "--json"))
+    assert removed == planned | {"dry_run": False}
+    assert "nothing to remove" in agl("prune", "--store", path, "--older-than", "5.5d").stdout
+    counts = answer(agl("stats", "--store", path, "--json"))["statistics"]
+    assert (counts["rollouts.succeeded"], counts["rollouts.queuing"], counts["spans"]) == (5, 1, 5)
+
+
+def test_pruning_by_size_keeps_the_newest(agl: Agl, path: str, tmp_path: Path) -> None:
+    assert answer(agl("prune", "--store", path, "--max-size", "0", "--yes", "--json"))["rollouts"] == 10
+    assert answer(agl("stats", "--store", path, "--json"))["statistics"]["spans"] == 0
+
+
+def test_vacuum_gives_space_back(agl: Agl, path: str) -> None:
+    answer(agl("prune", "--store", path, "--keep", "0", "--yes", "--json"))
+    sizes = answer(agl("vacuum", "--store", path, "--json"))
+    assert sizes["bytes"] < sizes["bytes_before"]
+    assert "now" in agl("vacuum", "--store", path).stdout
+
+
+@pytest.mark.parametrize("name", ["all.jsonl", "all.jsonl.gz", "all.parquet"])
+def test_an_export_is_imported_elsewhere(agl: Agl, path: str, name: str) -> None:
+    exported = answer(agl("export", name, "--store", path, "--json"))
+    assert exported == {"file": name, "resources": 0, "rollouts": 11, "spans": 10, "bytes": os.path.getsize(name)}
+    imported = answer(agl("import", name, "--store", "other.db", "--json"))
+    assert imported == {"file": name, "resources": 0, "rollouts": 11, "known": 0}
+    again = agl("import", name, "--store", "other.db")
+    assert f"0 rollouts and 0 resources imported from {name}; 11 were there already" in again.stdout
+
+
+def test_some_rollouts_are_exported(agl: Agl, path: str) -> None:
+    result = agl("export", "some.jsonl", "--store", path, "--status", "queuing", "--mode", "val", "--queue", "val")
+    assert "1 rollouts with 0 spans and 0 resources in some.jsonl" in result.stdout
+    assert "exists" in agl("export", "some.jsonl", "--store", path).stderr
+    assert answer(agl("export", "some.jsonl", "--store", path, "--force", "--json"))["rollouts"] == 11
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prune"], "say what to remove: --older-than 30d"),
+        (["prune", "--older-than", "soon"], "'soon' is not a duration"),
+        (["prune", "--max-size", "big"], "'big' is not a size"),
+        (["prune", "--keep", "-1"], "--keep -1"),
+        (["export", "all.csv"], "ends in .jsonl, .jsonl.gz, .parquet"),
+        (["export", "all.jsonl", "--status", "happy"], "--status 'happy' is not one of queuing"),
+        (["import", "absent.jsonl"], "there is no file 'absent.jsonl'"),
+        (["stats", "--server", "http://127.0.0.1:1"], "give one of them"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(agl: Agl, path: str, words: list[str], message: str) -> None:
+    result = agl(*words, "--store", path)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_importing_nothing_makes_no_store(agl: Agl) -> None:
+    assert agl("import", "absent.jsonl", "--store", "new.db").exit_code == 2
+    assert not Path("new.db").exists()
+
+
+def test_a_store_in_memory_is_refused(agl: Agl) -> None:
+    assert "an in-memory store ends with its process" in agl("stats", "--store", ":memory:").stderr
