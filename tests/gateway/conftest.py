@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from agentlightning.gateway.app import Gateway
@@ -63,6 +64,10 @@ class Service:
     async def client(self, **options) -> AsyncOpenAI:
         options = {"base_url": self.base_url, "api_key": self.key, "max_retries": 0} | options
         return await self.exits.enter_async_context(AsyncOpenAI(**options))
+
+    async def anthropic(self, **options) -> AsyncAnthropic:
+        options = {"base_url": self.environment["ANTHROPIC_BASE_URL"], "api_key": self.key, "max_retries": 0} | options
+        return await self.exits.enter_async_context(AsyncAnthropic(**options))
 
     async def ask(self, messages="hi", **options):
         """One plain completion."""

@@ -76,16 +76,21 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._held[: min(found)]
+            place, self.found = min(found)
+            return self._held[:place]
         return self._release(len(self._held) - max(held_back(self._held, stop) for stop in self._stops))
 
     def finish(self) -> str:
@@ -162,6 +167,10 @@ class Answer:
     stops: tuple[str, ...] = ()
     reads_calls: bool = True
     """False where the request offered no tools: a tool call is then content like any other."""
+    one_call: bool = False
+    """The engine stops after the first tool call."""
+    call_prefix: str = "call_"
+    """What the ids of its tool calls begin with."""
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     sample: Sample | None = None
@@ -197,6 +206,17 @@ class Answer:
         return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that ended the answer."""
+        return self._stop.found
+
+    @property
+    def engine_stops(self) -> tuple[str, ...]:
+        """Strings that end the drawing: those asked for, and where one tool call is allowed what closes it."""
+        end = self.chat.tool_call_markers[1] if self.one_call else ""
+        return (*self.stops, end) if end else self.stops
+
+    @property
     def message(self) -> Message:
         """The answer as an assistant message on the wire."""
         message: Message = {"role": "assistant", "content": self.content or None if self.tool_calls else self.content}
@@ -217,6 +237,6 @@ class Answer:
         return text
 
     def _keep_call(self, call: ParsedToolCall) -> ToolCall:
-        kept = ToolCall(len(self.tool_calls), f"call_{secrets.token_hex(12)}", call.name, call.arguments)
+        kept = ToolCall(len(self.tool_calls), f"{self.call_prefix}{secrets.token_hex(12)}", call.name, call.arguments)
         self.tool_calls.append(kept)
         return kept

@@ -1,4 +1,4 @@
-"""The gateway: the OpenAI-compatible endpoint that agents call.
+"""The gateway: the endpoint that agents call as they would call OpenAI or Anthropic.
 
 Responsible for finding out whose call it is, keeping it token-faithful, having it sampled, recorded and answered.
 Called by agents over HTTP, and by the trainer for `pause`, `drain` and `resume`. It never decides what is learned.
@@ -11,29 +11,39 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning import span as names
-from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import AttemptContext, Caller, Contexts, attribute
+from agentlightning.gateway.constraint import CONSTRAINT
 from agentlightning.gateway.conversation import Conversations, Prompt
-from agentlightning.gateway.dialects import chat
+from agentlightning.gateway.dialects import messages, responses
+from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects.chat import CHAT
+from agentlightning.gateway.dialects.completions import COMPLETIONS
+from agentlightning.gateway.dialects.fields import forced_params
+from agentlightning.gateway.dialects.messages import MESSAGES
+from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.exchange import Exchange, Show
 from agentlightning.gateway.gate import Gate
+from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.record import Record
+from agentlightning.gateway.relay import relay
 from agentlightning.gateway.upstream import Upstream
-from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers, until_gone
-from agentlightning.policy.base import Engine
+from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
+from agentlightning.policy.base import Engine, Message, SamplingParams
 from agentlightning.span import new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
@@ -43,6 +53,12 @@ ATTEMPT_PATHS: Final = (
     "/rollout/{rollout_id}/attempt/{attempt_id}",
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
 )
+DIALECTS: Final[Mapping[str, Dialect]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
 MAX_UNKNOWN_NAMES: Final = 200
 
 
@@ -61,6 +77,8 @@ class Counters:
     """Requests that got the exact tokens of an earlier one."""
     drift: int = 0
     """Requests that looked like a continuation which could not be proven."""
+    violated: int = 0
+    """Answers that have not the shape their request asked for."""
     prompt_tokens: int = 0
     response_tokens: int = 0
     unknown_fields: int = 0
@@ -100,6 +118,7 @@ class Gateway:
     ) -> None:
         self.counters = Counters()
         self.conversations = Conversations()
+        self.kept = Kept()
         self._store = store
         self._upstream = Upstream(engines, default_model, accept_any_model)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
@@ -132,17 +151,23 @@ class Gateway:
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         """Drop what is remembered of an attempt that has ended."""
         self.conversations.forget((rollout_id, attempt_id))
+        self.kept.forget((rollout_id, attempt_id))
         self._contexts.forget(rollout_id, attempt_id)
 
     # -- the routes ----------------------------------------------------------------------------------------------
 
     def routes(self) -> list[Route]:
-        """For a Starlette application; a path under `/v1` that nobody serves is a 404 in OpenAI's shape."""
+        """For a Starlette application; a path under `/v1` that nobody serves is a 404 as the caller's SDK knows it."""
         return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
 
     def _routes_below(self, prefix: str) -> list[Route]:
         return [
-            Route(f"{prefix}/v1/chat/completions", _Endpoint(self), methods=["POST"]),
+            *(
+                Route(prefix + path, _Endpoint(partial(self.serve, dialect)), methods=["POST"])
+                for path, dialect in DIALECTS.items()
+            ),
+            Route(f"{prefix}/v1/messages/count_tokens", _Endpoint(self.serve_count), methods=["POST"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/models", self._list_models, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{model:path}}", self._show_model, methods=["GET"]),
             Route(f"{prefix}/v1", _alive, methods=["GET"]),
@@ -150,29 +175,53 @@ class Gateway:
             Route(f"{prefix}/v1/{{rest:path}}", _no_such_path, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
-    async def _list_models(self, request: Request) -> Response:
-        data = [self._model(name) for name in self._upstream.models]
+    async def _list_models(self, request: HttpRequest) -> Response:
+        data = [self._model(request, name) for name in self._upstream.models]
+        if _is_anthropic(request):
+            edges = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+            return _json({"data": data, "has_more": False, "first_id": None, "last_id": None} | edges)
         return _json({"object": "list", "data": data})
 
-    async def _show_model(self, request: Request) -> Response:
+    async def _show_model(self, request: HttpRequest) -> Response:
         try:
             name, _ = self._upstream.resolve(request.path_params["model"])
         except Problem as problem:
-            return _refusal(problem)
-        return _json(self._model(name))
+            return _refusal(request, problem)
+        return _json(self._model(request, name))
 
-    def _model(self, name: str) -> dict[str, str | int]:
+    def _model(self, request: HttpRequest, name: str) -> dict[str, str | int]:
+        if _is_anthropic(request):
+            created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return {"type": "model", "id": name, "display_name": name, "created_at": created}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
+
+    async def _stored_response(self, request: HttpRequest) -> Response:
+        try:
+            caller = self._attribute(read_headers(request.scope), request.path_params)
+            attempt, name = _attempt(caller) or ("", ""), request.path_params["response_id"]
+            if request.method != "DELETE":
+                return Response(self.kept.body(attempt, name), media_type="application/json")
+            self.kept.delete(attempt, name)
+        except Problem as problem:
+            return _refusal(request, problem)
+        return _json({"id": name, "object": "response", "deleted": True})
 
     # -- one call ------------------------------------------------------------------------------------------------
 
-    async def serve_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One chat completion; the boundary where any failure becomes a reply that the caller's SDK understands."""
+    async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+        """One model call; the boundary where any failure becomes a reply that the caller's SDK understands."""
+        await self._serve(dialect, partial(self._call, dialect), scope, receive, send)
+
+    async def serve_count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """How many tokens the prompt of a call would have; nothing is sampled or recorded."""
+        await self._serve(MESSAGES, self._count, scope, receive, send)
+
+    async def _serve(self, dialect: Dialect, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
         self.counters.requests += 1
         outlet = Outlet(send)
         try:
             async with self._slots:
-                await self._chat(scope, receive, outlet)
+                await work(scope, receive, outlet)
         except ClientGone:
             self.counters.cancelled += 1
         except Exception as error:
@@ -180,37 +229,74 @@ class Gateway:
             problem = problem_of(error)
             if problem.status >= 500:
                 logger.error("a call failed: %s", problem.message, exc_info=error)
-            await _fail(outlet, problem)
+            await _fail(dialect, outlet, problem)
 
-    async def _chat(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+    async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+        caller, request = await self._read(dialect, scope, receive)
+        exchange, reply = await self._prepare(dialect, caller, request)
+        await relay(
+            exchange,
+            self._run,
+            reply,
+            stream=request.stream,
+            finish=partial(self._finish, exchange, request, reply),
+            receive=receive,
+            outlet=outlet,
+        )
+
+    async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+        caller, request = await self._read(MESSAGES, scope, receive)
+        model, engine = self._upstream.resolve(request.model)
+        if _attempt(caller):
+            await self._context(caller)
+        (prompt,) = self._prompts(caller, request, model, engine)
+        await outlet.whole(200, messages.count_reply(len(prompt.token_ids)))
+
+    async def _read(self, dialect: Dialect, scope: Scope, receive: Receive) -> tuple[Caller, Request]:
         headers = read_headers(scope)
         caller = self._attribute(headers, scope["path_params"])
-        request = chat.read_request(await read_body(receive, headers, self._max_body_bytes))
+        body = await read_body(receive, headers, self._max_body_bytes)
+        request = dialect.read(body, self.kept.recall(_attempt(caller)))
         self.counters.count_unknown(request.unknown)
-        exchange = await self._prepare(caller, request)
-        reply = chat.Reply.new(exchange.record.response_id, exchange.record.served_model, request.logprobs)
-        await self._relay(exchange, reply, request.stream, receive, outlet)
+        return caller, request
 
-    async def _prepare(self, caller: Caller, request: chat.ChatRequest) -> Exchange:
+    async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
         model, engine = self._upstream.resolve(request.model)
-        params = request.params
-        if caller.rollout_id is not None and caller.attempt_id is not None:
-            context = await self._context(caller.rollout_id, caller.attempt_id)
-            params = chat.forced_params(params, *context.sampling_parameters(model))
-            key, trace_id = (caller.rollout_id, caller.attempt_id), context.trace_id
-            prompt = self.conversations.prompt(key, model, engine.chat, request.messages, request.tools)
-        else:
-            self.counters.unattributed += 1
-            trace_id = new_trace_id()
-            prompt = Prompt(engine.chat.encode(engine.chat.render(request.messages, request.tools)))
-        self.counters.continued += prompt.continues is not None
-        self.counters.drift += prompt.drift
-        record = _record(caller, request, model, prompt, trace_id)
-        reads_calls = request.tools is not None
-        answers = [Answer(index, engine.chat, params.stop, reads_calls) for index in range(request.n)]
-        return Exchange(engine, params, record, answers, attributed=caller.attempt_id is not None)
+        params, trace_id = request.params, ""
+        if _attempt(caller):
+            context = await self._context(caller)
+            params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
+        prompts = self._prompts(caller, request, model, engine)
+        self._count_prompts(caller, prompts)
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        response_id = dialect.id_prefix + secrets.token_hex(12)
+        head = Head(response_id, model, int(time.time()), tokens)
+        records = [
+            _record(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id())
+            for prompt, asked in zip(prompts, _asked(request, engine), strict=True)
+            for _ in range(request.n)
+        ]
+        answers = [_answer(dialect, request, engine, params, index) for index in range(len(records))]
+        exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
+        return exchange, dialect.reply(request, head)
 
-    async def _context(self, rollout_id: str, attempt_id: str) -> AttemptContext:
+    def _prompts(self, caller: Caller, request: Request, model: str, engine: Engine) -> list[Prompt]:
+        attempt, chat = _attempt(caller), engine.chat
+        if attempt and request.prompts:
+            return [self.conversations.raw_prompt(attempt, model, chat, given) for given in request.prompts]
+        if attempt:
+            return [self.conversations.prompt(attempt, model, chat, request.messages, request.tools)]
+        if request.prompts:
+            return [Prompt(chat.encode(given) if isinstance(given, str) else given) for given in request.prompts]
+        return [Prompt(chat.encode(chat.render(request.messages, request.tools)))]
+
+    def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
+        self.counters.unattributed += _attempt(caller) is None
+        self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
+        self.counters.drift += sum(prompt.drift for prompt in prompts)
+
+    async def _context(self, caller: Caller) -> AttemptContext:
+        rollout_id, attempt_id = caller.rollout_id or "", caller.attempt_id or ""
         try:
             return await self._contexts.get(rollout_id, attempt_id)
         except Problem:
@@ -221,129 +307,134 @@ class Gateway:
         async with self._gate:
             kept = await exchange.run(self._store, show)
         self._learn(exchange)
-        record = exchange.record
+        self.counters.violated += sum(span.attributes.get(CONSTRAINT) == "violated" for span in kept)
         if any(span.attributes.get(names.SUPERSEDED) for span in kept):
-            self._contexts.doubt(record.rollout_id, record.attempt_id)
+            self._contexts.doubt(exchange.records[0].rollout_id, exchange.records[0].attempt_id)
 
     def _learn(self, exchange: Exchange) -> None:
-        record, eos = exchange.record, exchange.engine.chat.eos_token_ids
-        self.counters.prompt_tokens += len(record.prompt.token_ids)
-        for answer, span_id in zip(exchange.answers, record.span_ids, strict=True):
+        chat = exchange.engine.chat
+        prompts = {id(record.prompt): record.prompt for record in exchange.records}
+        self.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
+        for answer, record in zip(exchange.answers, exchange.records, strict=True):
             if (sample := answer.sample) is None:
                 continue
             self.counters.response_tokens += len(sample.token_ids)
-            if exchange.attributed:
-                key = (record.rollout_id, record.attempt_id)
-                self.conversations.learn(key, record.prompt, answer.message, sample, eos, span_id)
+            if not exchange.attributed:
+                continue
+            key, prompt, span_id = (record.rollout_id, record.attempt_id), record.prompt, record.span_id
+            if prompt.raw is not None:
+                self.conversations.learn_raw(key, prompt, chat, answer.content, sample, span_id)
+            else:
+                self.conversations.learn(key, prompt, answer.message, sample, chat.eos_token_ids, span_id)
 
-    async def _relay(
-        self, exchange: Exchange, reply: chat.Reply, stream: bool, receive: Receive, outlet: Outlet
-    ) -> None:
-        """Draw, and pass on: piece by piece where the caller streams. A caller that hangs up ends the drawing."""
-        events: Events = asyncio.Queue()
-        work = asyncio.create_task(self._run(exchange, partial(_put, events) if stream else None))
-        gone = asyncio.create_task(until_gone(receive))
-        for task in (work, gone):
-            task.add_done_callback(lambda _: events.put_nowait(None))
-        try:
-            while (event := await events.get()) is not None:
-                await outlet.write(_pieces(reply, exchange, outlet.started, event, events))
-            if not work.done():
-                raise ClientGone
-            await work
-            await _end(reply, exchange, stream, outlet)
-        finally:
-            await _settle(exchange, work, gone)
+    def _finish(self, exchange: Exchange, request: Request, reply: Reply) -> None:
+        """Keep what a later request may name."""
+        if not (isinstance(reply, responses.Reply) and exchange.attributed):
+            return
+        (answer,), (record,) = exchange.answers, exchange.records
+        stored = request.asked.get("store") is not False
+        self.kept.keep(
+            (record.rollout_id, record.attempt_id),
+            record.response_id,
+            record.prompt,
+            request.messages,
+            answer.message,
+            reply.whole([answer]) if stored else None,
+            reply.items if stored else (),
+            request.leading,
+        )
 
 
-Events = asyncio.Queue[tuple[int, Piece] | None]
-"""Pieces of answers; None: somebody is done."""
+Work = Callable[[Scope, Receive, Outlet], Awaitable[None]]
 
 
 class _Endpoint:
     """Starlette takes an object, unlike a function, for a bare ASGI application."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, serve: ASGIApp) -> None:
+        self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.serve_chat(scope, receive, send)
+        await self._serve(scope, receive, send)
 
 
-def _record(caller: Caller, request: chat.ChatRequest, model: str, prompt: Prompt, trace_id: str) -> Record:
+def _attempt(caller: Caller) -> tuple[str, str] | None:
+    if caller.rollout_id is None or caller.attempt_id is None:
+        return None
+    return caller.rollout_id, caller.attempt_id
+
+
+def _asked(request: Request, engine: Engine) -> list[list[Message]]:
+    """The messages behind each prompt, for its span: a raw prompt is one message of the user."""
+    if not request.prompts:
+        return [request.messages]
+    texts = [given if isinstance(given, str) else engine.chat.decode(given) for given in request.prompts]
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def _record(
+    dialect: Dialect,
+    caller: Caller,
+    request: Request,
+    head: Head,
+    prompt: Prompt,
+    asked: Sequence[Message],
+    trace_id: str,
+) -> Record:
     return Record(
         rollout_id=caller.rollout_id or "",
         attempt_id=caller.attempt_id or "",
         trace_id=caller.trace_id or trace_id,
         parent_id=caller.parent_id,
         agent=caller.agent,
-        response_id=f"chatcmpl-{secrets.token_hex(12)}",
-        requested_model=request.model or model,
-        served_model=model,
-        messages=request.messages,
+        operation=dialect.operation,
+        response_id=head.id,
+        requested_model=request.model or head.model,
+        served_model=head.model,
+        messages=asked,
         tools=request.tools,
         prompt=prompt,
+        constraint=request.constraint,
         start_time=time.time(),
-        span_ids=tuple(new_span_id() for _ in range(request.n)),
+        span_id=new_span_id(),
     )
 
 
-def _put(events: Events, index: int, piece: Piece) -> None:
-    events.put_nowait((index, piece))
+def _answer(dialect: Dialect, request: Request, engine: Engine, params: SamplingParams, index: int) -> Answer:
+    return Answer(
+        index,
+        engine.chat,
+        params.stop,
+        reads_calls=request.tools is not None,
+        one_call=request.constraint.one_call,
+        call_prefix=dialect.call_prefix,
+    )
 
 
-def _pieces(reply: chat.Reply, exchange: Exchange, started: bool, first: tuple[int, Piece], events: Events) -> bytes:
-    """Everything that is there by now, to be sent at once."""
-    parts = [] if started else [reply.opening(answer.index) for answer in exchange.answers]
-    parts.append(reply.piece(*first))
-    while not events.empty():
-        event = events.get_nowait()
-        if event is None:
-            events.put_nowait(None)
-            break
-        parts.append(reply.piece(*event))
-    return b"".join(parts)
-
-
-async def _end(reply: chat.Reply, exchange: Exchange, stream: bool, outlet: Outlet) -> None:
-    answers, prompt_tokens = exchange.answers, len(exchange.record.prompt.token_ids)
-    if not stream:
-        return await outlet.whole(200, reply.completion(answers, prompt_tokens))
-    parts = [] if outlet.started else [reply.opening(answer.index) for answer in answers]
-    parts += [reply.closing(answer) for answer in answers]
-    await outlet.write(b"".join(parts) + reply.end(answers, prompt_tokens))
-    await outlet.close()
-
-
-async def _settle(exchange: Exchange, work: asyncio.Task[None], gone: asyncio.Task[None]) -> None:
-    """Leave nothing running. What is drawn is recorded to the end, even for a caller that has hung up."""
-    gone.cancel()
-    if not exchange.drawn:
-        work.cancel()
-    await asyncio.wait({work, gone})
-    if gone.cancelled() or work.cancelled() or (error := work.exception()) is None:
-        return
-    logger.error("the call of a caller that hung up could not be recorded", exc_info=error)
-
-
-async def _fail(outlet: Outlet, problem: Problem) -> None:
+async def _fail(dialect: Dialect, outlet: Outlet, problem: Problem) -> None:
     if not outlet.started:
-        return await outlet.whole(problem.status, problem.body(), problem.retry)
-    await outlet.write(chat.error_event(problem))
+        return await outlet.whole(problem.status, dialect.refusal(problem), problem.retry)
+    await outlet.write(dialect.error_event(problem))
     await outlet.close()
 
 
-async def _alive(request: Request) -> Response:
+async def _alive(request: HttpRequest) -> Response:
     return _json({"status": "ok"})
 
 
-async def _no_such_path(request: Request) -> Response:
-    served = "POST /v1/chat/completions, GET /v1/models"
-    return _refusal(Problem(404, f"{request.method} {request.url.path} is not served here; served: {served}"))
+async def _no_such_path(request: HttpRequest) -> Response:
+    served = ", ".join(f"POST {path}" for path in DIALECTS)
+    problem = Problem(404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models")
+    return _refusal(request, problem)
 
 
-def _refusal(problem: Problem) -> Response:
-    return Response(problem.body(), problem.status, media_type="application/json")
+def _is_anthropic(request: HttpRequest) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _refusal(request: HttpRequest, problem: Problem) -> Response:
+    dialect = MESSAGES if _is_anthropic(request) else CHAT
+    return Response(dialect.refusal(problem), problem.status, media_type="application/json")
 
 
 def _json(content: Mapping[str, object]) -> Response:

@@ -14,7 +14,8 @@ Worked example, `|` between tokens, capitals sampled:
              prompt    <s>|user|hi|</s>|assistant|HEL|LO|</s>|user|you|</s>|assistant
                        `------------- as it was -------------' `-- encoded now: the end of the turn, then the rest
 
-Messages are compared by meaning, not by bytes (`same_meaning`), since clients write them anew.
+Messages are compared by meaning, not by bytes (`same_meaning`), since clients write them anew. Raw prompts are compared
+as they are: one that begins with an earlier prompt and what was drawn after it gets those tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 import orjson
 
+from agentlightning.gateway.prefixes import Prefixes
 from agentlightning.policy.base import ChatFormat, Message, Sample
 
 
@@ -40,6 +42,8 @@ class Path:
     span_id: str
     ended: bool
     """Whether the sample closed its turn."""
+    whole: bool = True
+    """False: without the last of what was drawn, which the caller was not shown."""
 
     def all_tokens(self) -> list[int]:
         parts: list[array[int]] = []
@@ -63,6 +67,13 @@ class Prompt:
     """Of the first 0, 1, 2, ... messages."""
     variant: bytes = b""
     """Of everything besides the messages that a rendering depends on."""
+    raw: bytes | None = None
+    """A raw prompt as `Conversations` compares it."""
+
+    @property
+    def continued_span(self) -> str | None:
+        """The span whose tokens, all of them, the prompt begins with."""
+        return self.continues.span_id if self.continues and self.continues.whole else None
 
 
 @dataclass(slots=True)
@@ -75,6 +86,8 @@ class _Memory:
     """Digests of messages that an answer of ours followed."""
     call_ids: set[str] = field(default_factory=set[str])
     """Ids of tool calls we handed out."""
+    raw: Prefixes[Path] = field(default_factory=Prefixes[Path])
+    """Raw prompts, each with what was drawn after it -> path."""
     tokens: int = 0
 
 
@@ -120,6 +133,19 @@ class Conversations:
         known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
         return Prompt(known + chat.encode(suffix), path, len(known), drift, digests, variant)
 
+    def raw_prompt(self, attempt: tuple[str, str], model: str, chat: ChatFormat, given: str | list[int]) -> Prompt:
+        """The prompt of a call that gives text, or tokens: the tokens are then exactly those."""
+        raw = _raw(model, given)
+        memory = self._attempts.get(attempt)
+        found = memory.raw.longest(raw) if memory else None
+        if found is None:
+            return Prompt(chat.encode(given) if isinstance(given, str) else given, raw=raw)
+        length, path = found
+        known = path.all_tokens()
+        if isinstance(given, str):
+            given = known + chat.encode(raw[length:].decode("utf-8", "surrogatepass"))
+        return Prompt(given, path, len(known), raw=raw)
+
     def learn(
         self,
         attempt: tuple[str, str],
@@ -136,11 +162,33 @@ class Conversations:
         tokens.extend(sample.token_ids)
         ended = bool(sample.token_ids) and sample.token_ids[-1] in eos_token_ids
         path = Path(prompt.continues, tokens, span_id, ended)
-        memory.paths[_extend(prompt.digests[-1], answer), prompt.variant] = path
+        memory.paths[extend_digest(prompt.digests[-1], answer), prompt.variant] = path
         memory.answered.add(prompt.digests[-1])
         memory.call_ids.update(call["id"] for call in answer.get("tool_calls") or ())
-        memory.tokens += len(tokens)
-        self._tokens += len(tokens)
+        self._count(memory, len(tokens))
+
+    def learn_raw(
+        self, attempt: tuple[str, str], prompt: Prompt, chat: ChatFormat, shown: str, sample: Sample, span_id: str
+    ) -> None:
+        """Keep the path of an answer to a raw prompt, of which the caller was shown the text `shown`."""
+        memory = self._attempts.setdefault(attempt, _Memory())
+        self._attempts.move_to_end(attempt)
+        raw, before = prompt.raw or b"", array("i", prompt.token_ids[prompt.kept :])
+        drawn = array("i", sample.token_ids)
+        path = Path(prompt.continues, before + drawn, span_id, ended=True)
+        if raw.startswith(_RAW_TOKENS):
+            memory.raw.add(raw + drawn.tobytes(), path)
+        else:
+            # The text that was not shown goes on in the next prompt, word for word, or is left out of it.
+            length, text = _within(chat, sample.token_ids, shown)
+            part = Path(prompt.continues, before + drawn[:length], span_id, ended=True, whole=False)
+            memory.raw.add(raw + _utf8(text), part)
+            memory.raw.add(raw + _utf8(chat.decode(sample.token_ids)), path)
+        self._count(memory, len(path.tokens))
+
+    def _count(self, memory: _Memory, tokens: int) -> None:
+        memory.tokens += tokens
+        self._tokens += tokens
         self._make_room()
 
     def forget(self, attempt: tuple[str, str]) -> None:
@@ -153,6 +201,29 @@ class Conversations:
             _, memory = self._attempts.popitem(last=False)
             self._tokens -= memory.tokens
             self.forgotten += 1
+
+
+# -- raw prompts -----------------------------------------------------------------------------------------------------
+
+_RAW_TEXT, _RAW_TOKENS = b"text:", b"tokens:"
+
+
+def _raw(model: str, given: str | list[int]) -> bytes:
+    """A raw prompt as bytes; two begin alike where their models, and their texts or tokens, do."""
+    kind, data = (_RAW_TEXT, _utf8(given)) if isinstance(given, str) else (_RAW_TOKENS, array("i", given).tobytes())
+    return kind + orjson.dumps(model) + data
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int, str]:
+    """(how many tokens, their text) of the most tokens from the start that say nothing beyond `shown`."""
+    length = len(token_ids)
+    while not shown.startswith(text := chat.decode(token_ids[:length])):
+        length -= 1
+    return length, text
 
 
 # -- which messages are the same -------------------------------------------------------------------------------------
@@ -190,14 +261,15 @@ def _arguments_meaning(arguments: str) -> str:
         return arguments
 
 
-def _extend(digest: bytes, message: Message) -> bytes:
+def extend_digest(digest: bytes, message: Message) -> bytes:
+    """The digest of a conversation that goes on with a message."""
     return hashlib.blake2b(same_meaning(message), digest_size=16, key=digest).digest()
 
 
 def _digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
     digests = [b"agentlightning"]
     for message in messages:
-        digests.append(_extend(digests[-1], message))
+        digests.append(extend_digest(digests[-1], message))
     return tuple(digests)
 
 

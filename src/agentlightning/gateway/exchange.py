@@ -1,4 +1,4 @@
-"""One call, from its prompt to its spans: draw the answers, record them, and only then let them be finished.
+"""One call, from its prompts to its spans: draw the answers, record them, and only then let them be finished.
 
 An answer is recorded before its last piece is shown, so that nothing an agent has heard is lost. A failure is
 recorded too, and raised.
@@ -17,17 +17,18 @@ from agentlightning.policy.base import Engine, SamplingParams
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
-Show = Callable[[int, Piece], None]
-"""Takes the index of an answer and the next piece of it."""
+Show = Callable[[Answer, Piece], None]
+"""Takes an answer and the next piece of it."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One call whose prompt is known."""
+    """One call whose prompts are known."""
 
     engine: Engine
     params: SamplingParams
-    record: Record
+    records: list[Record]
+    """One for each answer."""
     answers: list[Answer]
     attributed: bool = True
     """False: nothing is recorded."""
@@ -46,21 +47,22 @@ class Exchange:
 
     async def _draw(self, show: Show | None) -> None:
         if len(self.answers) == 1:
-            return await self._draw_one(self.answers[0], show)
+            return await self._draw_one(self.records[0], self.answers[0], show)
         try:
             async with asyncio.TaskGroup() as group:
-                for answer in self.answers:
-                    group.create_task(self._draw_one(answer, show))
+                for record, answer in self._pairs():
+                    group.create_task(self._draw_one(record, answer, show))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _draw_one(self, answer: Answer, show: Show | None) -> None:
+    async def _draw_one(self, record: Record, answer: Answer, show: Show | None) -> None:
         def receive(token_ids: Sequence[int]) -> None:
             _pass_on(answer, answer.feed(token_ids), show)
 
         # Nobody watches a plain call: its answer is read at once when it is whole.
         on_tokens = receive if show is not None else None
-        sample = await self.engine.sample(self.record.prompt.token_ids, self._params(answer), on_tokens)
+        params = replace(self._params(answer), stop=answer.engine_stops)
+        sample = await self.engine.sample(record.prompt.token_ids, params, on_tokens)
         _pass_on(answer, answer.finish(sample), show)
 
     def _params(self, answer: Answer) -> SamplingParams:
@@ -71,14 +73,17 @@ class Exchange:
 
     def _spans(self) -> list[Span]:
         now = time.time()
-        return [self.record.answered(answer, self._params(answer), now) for answer in self.answers]
+        return [record.answered(answer, self._params(answer), now) for record, answer in self._pairs()]
 
     def _failures(self, error: BaseException) -> list[Span]:
         cancelled = isinstance(error, asyncio.CancelledError)
         kind = "client_disconnected" if cancelled else type(error).__qualname__
         message = "the caller hung up before the answer was whole" if cancelled else str(error)
         now = time.time()
-        return [self.record.failed(answer, self._params(answer), now, kind, message) for answer in self.answers]
+        return [record.failed(answer, self._params(answer), now, kind, message) for record, answer in self._pairs()]
+
+    def _pairs(self) -> list[tuple[Record, Answer]]:
+        return list(zip(self.records, self.answers, strict=True))
 
     async def _keep(self, store: LightningStoreBase, spans: list[Span]) -> list[Span]:
         if not self.attributed:
@@ -89,4 +94,4 @@ class Exchange:
 def _pass_on(answer: Answer, pieces: Sequence[Piece], show: Show | None) -> None:
     if show is not None:
         for piece in pieces:
-            show(answer.index, piece)
+            show(answer, piece)

@@ -5,9 +5,8 @@ Every failure of the gateway leaves through `problem_of`. No message ever quotes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from agentlightning.errors import (
     AgentLightningError,
@@ -20,10 +19,17 @@ from agentlightning.errors import (
 
 
 class Problem(AgentLightningError):
-    """A refusal: the status, and what OpenAI's `error` object says."""
+    """A refusal: the status, and what an error object says."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool | None = None,
+        details: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -32,13 +38,12 @@ class Problem(AgentLightningError):
         self.param = param
         self.retry = retry
         """What `x-should-retry` says; None leaves it to the SDK, which repeats 408, 409, 429 and 5xx."""
+        self.details = details or {}
+        """What Anthropic's error object says besides."""
 
     @property
     def type(self) -> str:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-
-    def body(self) -> bytes:
-        return orjson.dumps({"error": self.error()})
 
     def error(self) -> dict[str, Any]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

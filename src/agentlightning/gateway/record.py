@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.constraint import CONSTRAINT, VIOLATIONS, Constraint
 from agentlightning.gateway.conversation import Prompt
 from agentlightning.policy.base import Message, SamplingParams
-from agentlightning.span import Span, new_span_id
+from agentlightning.span import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the spans of one exchange have in common."""
+    """What is known of the span of one answer before it is drawn."""
 
     rollout_id: str
     attempt_id: str
     trace_id: str
     parent_id: str | None
     agent: str | None
+    operation: str
+    """OTel's name for what the dialect does."""
     response_id: str
     requested_model: str
     served_model: str
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None
     prompt: Prompt
+    constraint: Constraint
     start_time: float
-    span_ids: tuple[str, ...] = field(default_factory=lambda: (new_span_id(),))
-    """One for each answer."""
+    span_id: str
 
     def answered(self, answer: Answer, params: SamplingParams, end_time: float) -> Span:
         """The span of a whole answer."""
@@ -48,7 +51,10 @@ class Record:
             names.LOGPROBS: list(sample.logprobs),
             names.POLICY_VERSION: sample.policy_version,
         }
-        return self._span(answer, attributes, end_time, "OK", None)
+        if self.constraint:
+            verdict, violations = self.constraint.judge(answer)
+            attributes |= {CONSTRAINT: verdict} | ({VIOLATIONS: violations} if violations else {})
+        return self._span(attributes, end_time, "OK", None)
 
     def failed(self, answer: Answer, params: SamplingParams, end_time: float, type: str, message: str) -> Span:
         """The span of an answer that never became whole. It holds no tokens: there is nothing to learn from them."""
@@ -57,19 +63,17 @@ class Record:
             names.OUTPUT_MESSAGES: _output(answer, "error"),
             names.ERROR_TYPE: type,
         }
-        return self._span(answer, attributes, end_time, "ERROR", message)
+        return self._span(attributes, end_time, "ERROR", message)
 
-    def _span(
-        self, answer: Answer, attributes: dict[str, Any], end_time: float, status: str, message: str | None
-    ) -> Span:
+    def _span(self, attributes: dict[str, Any], end_time: float, status: str, message: str | None) -> Span:
         return Span(
             rollout_id=self.rollout_id,
             attempt_id=self.attempt_id,
-            name=f"chat {self.served_model}",
+            name=f"{self.operation} {self.served_model}",
             start_time=self.start_time,
             end_time=end_time,
             trace_id=self.trace_id,
-            span_id=self.span_ids[answer.index],
+            span_id=self.span_id,
             parent_id=self.parent_id,
             status_code=status,
             status_message=message,
@@ -78,7 +82,7 @@ class Record:
 
     def _attributes(self, answer: Answer, params: SamplingParams) -> dict[str, Any]:
         attributes: dict[str, Any] = {
-            names.OPERATION_NAME: "chat",
+            names.OPERATION_NAME: self.operation,
             names.PROVIDER_NAME: "agentlightning",
             names.REQUEST_MODEL: self.requested_model,
             names.RESPONSE_MODEL: self.served_model,
@@ -95,7 +99,7 @@ class Record:
             names.REQUEST_STOP: list(params.stop) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
             names.AGENT_NAME: self.agent,
-            names.CONTINUES: self.prompt.continues.span_id if self.prompt.continues else None,
+            names.CONTINUES: self.prompt.continued_span,
             names.DRIFT: self.prompt.drift or None,
         }
         return attributes | {name: value for name, value in optional.items() if value is not None}
@@ -112,7 +116,9 @@ def _otel_message(message: Message) -> dict[str, Any]:
         response = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message["content"]}
         return _named(message, [response])
     text = message.get("content")
-    parts: list[dict[str, Any]] = [{"type": "text", "content": text}] if text else []
+    thought = message.get("reasoning_content")
+    parts: list[dict[str, Any]] = [{"type": "reasoning", "content": thought}] if thought else []
+    parts += [{"type": "text", "content": text}] if text else []
     return _named(message, parts + [_otel_call(call) for call in message.get("tool_calls") or ()])
 
 

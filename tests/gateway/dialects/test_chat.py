@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from agentlightning.gateway.dialects.chat import forced_params, read_request
+from agentlightning.gateway.dialects.chat import read_request
+from agentlightning.gateway.dialects.fields import forced_params
 from agentlightning.gateway.problems import Problem
 from agentlightning.policy.base import SamplingParams
 
@@ -16,7 +17,7 @@ def read(**fields):
 
 
 REFUSED = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "response_format": {"type": "grammar"},
     "logit_bias": {"5": 1},
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,

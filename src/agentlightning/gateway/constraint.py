@@ -1,0 +1,121 @@
+"""What a request asks of the shape of an answer, and whether the answer has it.
+
+Nothing here bends what the policy draws: tokens drawn under a grammar have other probabilities than the policy gives
+them, and no loss could tell. So an answer is drawn freely and then checked, and its span says how that went
+(`agentlightning.constraint`):
+
+    enforced    the answer could not be otherwise: no second tool call is drawn where one is allowed
+    checked     it was free to be otherwise, and has the shape that was asked for
+    violated    it has not; `agentlightning.constraint.violations` names the fields of the request it fails
+
+The caller gets the answer as it is, whatever the verdict. An answer that calls tools is not held to the shape of
+content: the content is still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import jsonschema_rs
+import orjson
+
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.problems import bad
+
+CONSTRAINT: Final = "agentlightning.constraint"
+VIOLATIONS: Final = "agentlightning.constraint.violations"
+
+Verdict = Literal["enforced", "checked", "violated"]
+Check = Callable[[str], bool]
+"""Whether a text is what was asked for."""
+
+_MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The shape of one answer. As made, it asks for nothing."""
+
+    needs_call: bool = False
+    names: frozenset[str] | None = None
+    """The only tools that may be called; None: any."""
+    one_call: bool = False
+    """At most one tool call."""
+    arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
+    """Of strict tools, by name."""
+    content: Check | None = None
+    content_field: str = "response_format"
+    """What the request calls the shape of content."""
+
+    def __bool__(self) -> bool:
+        return bool(self.needs_call or self.names is not None or self.one_call or self.arguments or self.content)
+
+    def judge(self, answer: Answer) -> tuple[Verdict, list[str]]:
+        """(how the answer met it, the fields of the request it fails)."""
+        failed = [name for name, holds in self._checks(answer) if not holds]
+        if failed:
+            return "violated", failed
+        alone = not (self.needs_call or self.names is not None or self.arguments or self.content)
+        return ("enforced" if alone and answer.one_call else "checked"), failed
+
+    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
+        calls = answer.tool_calls
+        chosen = (calls or not self.needs_call) and all(self.names is None or call.name in self.names for call in calls)
+        strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
+        return [
+            ("tool_choice", bool(chosen)),
+            ("parallel_tool_calls", not self.one_call or len(calls) <= 1),
+            ("tools", strict),
+            (self.content_field, bool(calls) or self.content is None or self.content(answer.content)),
+        ]
+
+
+def json_object(text: str) -> bool:
+    """The check of `json_object`: any JSON object."""
+    return isinstance(_parsed(text), dict)
+
+
+def json_schema(where: str, schema: Any) -> Check:
+    """The check of a JSON schema. Raises Problem 400, naming `where`, on what is none."""
+    if not isinstance(schema, dict):
+        raise bad(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
+    try:
+        valid = _validator(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
+    except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise bad(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None
+
+    def check(text: str) -> bool:
+        value = _parsed(text)
+        return value is not _NOT_JSON and valid(value)
+
+    return check
+
+
+@lru_cache(maxsize=512)
+def _validator(schema: bytes) -> jsonschema_rs.Validator:
+    """Agents send the same schema with every call. What a schema refers to is never fetched."""
+    return jsonschema_rs.validator_for(orjson.loads(schema), offline=True, pattern_options=_MATCHING)
+
+
+_NOT_JSON: Final = object()
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return _NOT_JSON
+
+
+def strict_arguments(tools: Sequence[dict[str, Any]] | None) -> dict[str, Check]:
+    """The checks of the tools that say `strict`, by name. Raises Problem 400 on a schema that cannot be checked."""
+    functions = [tool["function"] for tool in tools or ()]
+    return {
+        function["name"]: json_schema("tools.parameters", function["parameters"])
+        for function in functions
+        if function.get("strict") is True and function.get("parameters") is not None
+    }

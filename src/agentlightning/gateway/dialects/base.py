@@ -1,0 +1,96 @@
+"""What every dialect does: it reads a request into one shape, and writes our answers back as its SDK expects them.
+
+A dialect knows its wire and nothing else. Whose call it is, what the engine is given and what is recorded are the
+business of those who call it. A new dialect is one module that fills in a `Dialect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.constraint import Constraint
+from agentlightning.gateway.kept import Recall
+from agentlightning.gateway.problems import Problem
+from agentlightning.policy.base import Message, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, understood."""
+
+    model: str | None
+    params: SamplingParams
+    messages: list[Message] = field(default_factory=list[Message])
+    """The conversation; empty where the request has `prompts`."""
+    prompts: tuple[str | list[int], ...] = ()
+    """Raw prompts, as text or as token ids: each is answered `n` times."""
+    tools: list[dict[str, Any]] | None = None
+    n: int = 1
+    stream: bool = False
+    logprobs: bool = False
+    constraint: Constraint = field(default_factory=Constraint)
+    leading: int = 0
+    """How many of the first messages belong to this request only, and not to the conversation a later one names."""
+    unknown: tuple[str, ...] = ()
+    """Names of fields that were ignored."""
+    asked: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The request as it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of a reply before its first token."""
+
+    id: str
+    model: str
+    created: int
+    """Seconds since the epoch."""
+    prompt_tokens: int
+    """Of all prompts, each counted once."""
+
+
+class Reply(Protocol):
+    """Writes the reply to one request: `whole`, or else `opening`, `piece`... and `ending`."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The reply as one object."""
+        ...
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        """The events before the first piece."""
+        ...
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        """The events that show one more piece of an answer."""
+        ...
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        """The events after the last piece of the last answer: why each ended, and what was used."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One wire format."""
+
+    operation: Literal["chat", "text_completion"]
+    """OTel's name for what it does."""
+    id_prefix: str
+    """What the ids of its replies begin with."""
+    call_prefix: str
+    """What the ids of its tool calls begin with."""
+    read: Callable[[bytes, Recall], Request]
+    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+    reply: Callable[[Request, Head], Reply]
+    refusal: Callable[[Problem], bytes]
+    """The body of an error reply."""
+    error_event: Callable[[Problem], bytes]
+    """A failure after the stream has begun."""
+
+
+def drawn_tokens(answers: Sequence[Answer]) -> int:
+    """Tokens of all answers."""
+    return sum(len(answer.sample.token_ids) if answer.sample else 0 for answer in answers)

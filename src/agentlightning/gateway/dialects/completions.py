@@ -1,0 +1,142 @@
+"""The completions dialect: OpenAI's `/v1/completions`, with prompts as text or as token ids.
+
+A prompt is taken as it stands: no template, and no token put before it that it does not name. Tools and formats are
+not known here. Without `max_tokens` an answer has at most 16 tokens, as this wire has always had it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.dialects import openai
+from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.fields import (
+    OPENAI_PARAMS,
+    OPENAI_REFUSED,
+    ignored,
+    integer,
+    optional,
+    read_json,
+    refuse,
+    sampling_params,
+    short,
+)
+from agentlightning.gateway.kept import Recall
+from agentlightning.gateway.problems import bad
+from agentlightning.policy.base import SamplingParams
+
+_KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user"})
+_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_REFUSED,
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (0,),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (False,),
+}
+_DEFAULT: Final = SamplingParams(max_tokens=16)
+_MAX_PROMPTS: Final = 1024
+
+
+def read_request(body: bytes, recall: Recall | None = None) -> Request:
+    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+    data = read_json(body)
+    refuse(data, _REFUSED)
+    logprobs = data.get("logprobs")
+    if logprobs not in (None, False, 0):
+        raise bad("logprobs", f"logprobs={short(logprobs)} cannot be honoured here; 0 gives those of the drawn tokens")
+    return Request(
+        model=optional(data, "model", str),
+        prompts=_prompts(data.get("prompt")),
+        params=sampling_params(data, OPENAI_PARAMS, _DEFAULT, "the request"),
+        n=integer(data, "n", 1, 128) or 1,
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=logprobs is not None and logprobs is not False,
+        unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
+    )
+
+
+def _prompts(value: Any) -> tuple[str | list[int], ...]:
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
+        shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
+        raise bad("prompt", f"prompt={short(value)} must be {shapes}")
+    return tuple(prompts)
+
+
+def _is_prompt(value: Any) -> bool:
+    return (isinstance(value, str) and value != "") or _is_tokens(value)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Writes the reply to one request."""
+
+    head: Head
+    logprobs: bool = False
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        choices = [self._choice(answer, answer.content, answer.finish_reason) for answer in answers]
+        return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        text = piece if isinstance(piece, str) else ""
+        return openai.event(self._head() | {"choices": [self._choice(answer, text, None)]})
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        closing = [self._choice(answer, "", answer.finish_reason) for answer in answers]
+        parts = [openai.event(self._head() | {"choices": [choice]}) for choice in closing]
+        used = self._head() | {"choices": [], "usage": self._usage(answers)}
+        return b"".join(parts) + openai.event(used) + openai.DONE
+
+    def _head(self) -> dict[str, Any]:
+        head = self.head
+        return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        return openai.usage(self.head.prompt_tokens, drawn_tokens(answers))
+
+    def _choice(self, answer: Answer, text: str, reason: str | None) -> dict[str, Any]:
+        logprobs = self._logprobs(answer) if reason else None
+        return {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        if not self.logprobs or answer.sample is None:
+            return None
+        tokens = [answer.chat.decode([token]) for token in answer.sample.token_ids]
+        return {
+            "tokens": tokens,
+            "token_logprobs": list(answer.sample.logprobs),
+            "top_logprobs": None,
+            "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
+        }
+
+
+def _reply(request: Request, head: Head) -> Reply:
+    return Reply(head, request.logprobs)
+
+
+COMPLETIONS: Final = Dialect(
+    operation="text_completion",
+    id_prefix="cmpl-",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    refusal=openai.refusal,
+    error_event=openai.error_event,
+)

@@ -1,0 +1,340 @@
+"""The messages dialect: Anthropic's `/v1/messages` and its `count_tokens`.
+
+Thinking that a client sends back is kept apart from what was said (`reasoning_content`), for templates that show it.
+Hosted tools are left out and counted; content the model cannot read is refused by name. A tool call whose arguments
+are no JSON object, which this wire cannot carry, travels as `{"_raw_arguments": TEXT}` and comes back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.answer import Answer, Piece, ToolCall
+from agentlightning.gateway.dialects import openai
+from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.fields import (
+    MESSAGES_PARAMS,
+    as_arguments,
+    expect,
+    ignored,
+    optional,
+    read_json,
+    refuse,
+    sampling_params,
+    short,
+)
+from agentlightning.gateway.kept import Recall
+from agentlightning.gateway.problems import Problem, bad
+from agentlightning.policy.base import Message, SamplingParams
+
+RAW_ARGUMENTS: Final = "_raw_arguments"
+
+_KNOWN: Final = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "output_config", "output_format"}
+)
+_REFUSED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+_BILLING: Final = "x-anthropic-billing-header:"
+"""Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
+
+
+def read_request(body: bytes, recall: Recall | None = None) -> Request:
+    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+    data = read_json(body)
+    _refuse_thread(data)
+    refuse(data, _REFUSED)
+    dropped: list[str] = []
+    tools = _tools(data, dropped)
+    choice = optional(data, "tool_choice", dict) or {}
+    tools = None if choice.get("type") == "none" else tools
+    name, shape = _format(data)
+    constraint = openai.read_constraint(
+        tools,
+        _tool_choice(choice),
+        False if choice.get("disable_parallel_tool_use") is True else None,
+        openai.text_format(name, shape, nested=False),
+        name.partition(".")[0],
+    )
+    messages = _conversation(data, dropped)
+    return Request(
+        model=optional(data, "model", str),
+        messages=messages,
+        tools=tools,
+        params=sampling_params(data, MESSAGES_PARAMS, SamplingParams(), "the request"),
+        stream=bool(optional(data, "stream", bool)),
+        constraint=constraint,
+        unknown=(*ignored(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse_thread(data: Mapping[str, Any]) -> None:
+    """A thread holds history on the server. The SDK's tool runner takes this refusal as: send everything."""
+    if data.get("thread") is not None:
+        details = {"error_code": "thread_unsupported_request"}
+        raise Problem(400, "threads are not kept here; send the full conversation", param="thread", details=details)
+
+
+def _tools(data: Mapping[str, Any], dropped: list[str]) -> openai.Tools | None:
+    tools: openai.Tools = []
+    for index, tool in enumerate(optional(data, "tools", list) or ()):
+        kind = expect(f"tools[{index}]", tool, dict).get("type")
+        if kind not in (None, "custom"):
+            dropped.append(f"tools.{kind}")
+            continue
+        function: dict[str, Any] = {"name": expect(f"tools[{index}].name", tool.get("name"), str)}
+        function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+        tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}})
+    return tools or None
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None]:
+    match choice.get("type"):
+        case None | "auto" | "none":
+            return False, None
+        case "any":
+            return True, None
+        case "tool":
+            return True, frozenset({expect("tool_choice.name", choice.get("name"), str)})
+        case _:
+            raise bad("tool_choice", f"tool_choice={short(choice)} is not known; use the type auto, any, tool or none")
+
+
+def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
+    """(where it stands, the format of the content): by its name, or by the one it had before."""
+    if shape := (optional(data, "output_config", dict) or {}).get("format"):
+        return "output_config.format", shape
+    return "output_format", data.get("output_format")
+
+
+def _conversation(data: Mapping[str, Any], dropped: list[str]) -> list[Message]:
+    given = data.get("messages")
+    if not isinstance(given, list) or not given:
+        raise bad("messages", "messages must be a list with at least one message")
+    system = _system(data.get("system"))
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(given):
+        messages += _message(f"messages[{index}]", message, dropped)
+    if messages[-1]["role"] == "assistant":
+        raise bad("messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here")
+    return messages
+
+
+def _system(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    texts = [_text("system", block) for block in expect("system", value, list)]
+    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _message(where: str, message: Any, dropped: list[str]) -> list[Message]:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise bad("messages", f"{where} has the role {short(role)}; use user or assistant")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = [expect(f"{where}.content", block, dict) for block in expect(f"{where}.content", content, list)]
+    if role == "assistant":
+        return [_assistant(where, blocks)]
+    return _user(where, role, blocks, dropped)
+
+
+def _user(where: str, role: str, blocks: Sequence[dict[str, Any]], dropped: list[str]) -> list[Message]:
+    """Results of tools become messages of their own; the texts between them one message each."""
+    messages: list[Message] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            messages.append(_result(where, block, dropped))
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += "\n" + _text(where, block)
+        else:
+            messages.append({"role": role, "content": _text(where, block)})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _result(where: str, block: Mapping[str, Any], dropped: list[str]) -> Message:
+    if block.get("is_error"):
+        dropped.append("tool_result.is_error")
+    content = block.get("content")
+    if content is not None and not isinstance(content, str):
+        content = "\n".join(_text(where, part) for part in expect(f"{where}.tool_result.content", content, list))
+    call_id = expect(f"{where}.tool_result.tool_use_id", block.get("tool_use_id"), str)
+    return {"role": "tool", "content": content or "", "tool_call_id": call_id}
+
+
+def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
+    message: Message = {"role": "assistant", "content": ""}
+    for block in blocks:
+        match block.get("type"):
+            case "tool_use":
+                message.setdefault("tool_calls", []).append(_call(where, block))
+            case "thinking":
+                thought = expect(f"{where}.thinking", block.get("thinking"), str)
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+            case "redacted_thinking":
+                pass
+            case _:
+                message["content"] += _text(where, block)
+    return message
+
+
+def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    given = block.get("input")
+    if isinstance(given, dict) and set(given) == {RAW_ARGUMENTS} and isinstance(given[RAW_ARGUMENTS], str):
+        given = given[RAW_ARGUMENTS]
+    name = expect(f"{where}.tool_use.name", block.get("name"), str)
+    arguments = given if isinstance(given, str) else as_arguments(given)
+    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _text(where: str, block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text" or not isinstance(block.get("text"), str):
+        name = where.partition("[")[0]
+        raise bad(name, f"{where} has a block of type {short(kind)}, which cannot be read here; this model reads text")
+    return block["text"]
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reply:
+    """Writes the reply to one request."""
+
+    head: Head
+    _index: int = field(default=-1, init=False)
+    """Of the last block begun."""
+    _text_open: bool = field(default=False, init=False)
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        content = [{"type": "text", "text": answer.content}] if answer.content else []
+        content += [_tool_use(call, _input(call)) for call in answer.tool_calls]
+        return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(drawn_tokens(answers))})
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        stop = {"stop_reason": None, "stop_sequence": None}
+        message = self._message([]) | stop | {"usage": self._usage(0)}
+        return _event("message_start", {"message": message})
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        if isinstance(piece, ToolCall):
+            return self._close() + self._whole_call(piece)
+        begun = b"" if self._text_open else self._begin({"type": "text", "text": ""})
+        self._text_open = True
+        return begun + self._delta({"type": "text_delta", "text": piece})
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        used = {"delta": _stop(answer), "usage": self._usage(drawn_tokens(answers))}
+        return self._close() + _event("message_delta", used) + _event("message_stop", {})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
+        return head | {"content": content}
+
+    def _usage(self, drawn: int) -> dict[str, int]:
+        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        return {"input_tokens": self.head.prompt_tokens, "output_tokens": drawn} | cache
+
+    def _whole_call(self, call: ToolCall) -> bytes:
+        arguments = {"type": "input_json_delta", "partial_json": orjson.dumps(_input(call)).decode()}
+        return self._begin(_tool_use(call, {})) + self._delta(arguments) + self._end()
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        self._index += 1
+        return _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+    def _end(self) -> bytes:
+        return _event("content_block_stop", {"index": self._index})
+
+    def _close(self) -> bytes:
+        """End the text that is under way."""
+        end = self._end() if self._text_open else b""
+        self._text_open = False
+        return end
+
+
+def _stop(answer: Answer) -> dict[str, str | None]:
+    reason = answer.finish_reason
+    if reason == "stop" and answer.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
+    return {"stop_reason": _REASONS[reason], "stop_sequence": None}
+
+
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def _tool_use(call: ToolCall, input: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": input}
+
+
+def _input(call: ToolCall) -> Any:
+    """The arguments as they were spelled, where they are an object."""
+    try:
+        is_object = isinstance(orjson.loads(call.arguments), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    return orjson.Fragment(call.arguments) if is_object else {RAW_ARGUMENTS: call.arguments}
+
+
+def _event(kind: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data}))
+
+
+def count_reply(tokens: int) -> bytes:
+    """The reply to `count_tokens`."""
+    return orjson.dumps({"input_tokens": tokens})
+
+
+def refusal(problem: Problem) -> bytes:
+    """The body of an error reply."""
+    return orjson.dumps({"type": "error", "error": _error(problem)})
+
+
+def error_event(problem: Problem) -> bytes:
+    """A failure after the stream has begun; the official SDK raises APIStatusError on it."""
+    return _event("error", {"error": _error(problem)})
+
+
+def _error(problem: Problem) -> dict[str, Any]:
+    kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    message = problem.message
+    if problem.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # Claude Code looks for these words, and shortens.
+    return {"type": kind, "message": message, "details": dict(problem.details) or None}
+
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def _reply(request: Request, head: Head) -> Reply:
+    return Reply(head)
+
+
+MESSAGES: Final = Dialect(
+    operation="chat",
+    id_prefix="msg_",
+    call_prefix="toolu_",
+    read=read_request,
+    reply=_reply,
+    refusal=refusal,
+    error_event=error_event,
+)

@@ -1,0 +1,128 @@
+"""What OpenAI's dialects have in common: function tools, tool choice, formats, errors and events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from agentlightning.gateway.constraint import Check, Constraint, json_object, json_schema, strict_arguments
+from agentlightning.gateway.dialects.fields import expect, optional, short
+from agentlightning.gateway.problems import Problem, bad
+
+Tools = list[dict[str, Any]]
+"""Function tools, as chat completions has them."""
+
+
+def function_tools(
+    data: Mapping[str, Any], function_of: Callable[[dict[str, Any]], Any]
+) -> tuple[Tools | None, tuple[str, ...]]:
+    """(function tools, names of the kinds of tools that only a hosted service has and that are left out).
+
+    `function_of` takes the function out of a tool on the wire.
+    """
+    tools: Tools = []
+    dropped: list[str] = []
+    for index, tool in enumerate(optional(data, "tools", list) or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise bad("tools", f"tools[{index}] must be an object with the type function")
+        if kind != "function":
+            dropped.append(f"tools.{kind}")
+            continue
+        function = function_of(tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad("tools", f"tools[{index}] must have a function with a name")
+        tools.append(
+            {**tool, "function": function} if "function" in tool else {"type": "function", "function": function}
+        )
+    return tools or None, tuple(dropped)
+
+
+def read_constraint(
+    tools: Tools | None,
+    choice: tuple[bool, frozenset[str] | None],
+    parallel: bool | None,
+    content: Check | None,
+    content_field: str,
+) -> Constraint:
+    """The shape an answer is asked to have. `choice` says whether a call is needed, and of which tools."""
+    needs_call, names = choice
+    known = {tool["function"]["name"] for tool in tools or ()}
+    if needs_call and not tools:
+        raise bad("tool_choice", "tool_choice asks for a tool call, and the request offers no function tools")
+    if missing := sorted((names or frozenset()) - known):
+        raise bad("tool_choice", f"tool_choice names {', '.join(missing)}, which is not among the request's tools")
+    return Constraint(
+        needs_call=needs_call,
+        names=names,
+        one_call=parallel is False and bool(tools),
+        arguments=strict_arguments(tools),
+        content=content,
+        content_field=content_field,
+    )
+
+
+def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
+    """(whether a call is needed, the only tools that may be called). `nested`: chat completions puts what it says of
+    a kind of choice below the name of the kind, responses does not."""
+    if value in (None, "auto", "none"):
+        return False, None
+    if value == "required":
+        return True, None
+    kind = value.get("type") if isinstance(value, dict) else None
+    said = value.get(kind) if nested and isinstance(value, dict) else value
+    if kind == "function" and isinstance(said, dict) and isinstance(said.get("name"), str):
+        return True, frozenset({said["name"]})
+    if kind == "allowed_tools" and isinstance(said, dict) and said.get("mode") in ("auto", "required"):
+        names = [_allowed_name(tool) for tool in expect("tool_choice.tools", said.get("tools"), list)]
+        return said["mode"] == "required", frozenset(names)
+    raise bad(
+        "tool_choice", f"tool_choice={short(value)} cannot be honoured here; use auto, none, required or a function"
+    )
+
+
+def _allowed_name(tool: Any) -> str:
+    said = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = said.get("name") if isinstance(said, dict) else None
+    return expect("tool_choice.tools.name", name, str)
+
+
+def text_format(where: str, value: Any, nested: bool) -> Check | None:
+    """The check of a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return json_object
+    said = value.get("json_schema") if kind == "json_schema" and nested else value
+    if kind == "json_schema" and isinstance(said, dict):
+        return json_schema(f"{where}.schema", said.get("schema"))
+    name = where.partition(".")[0]
+    raise bad(name, f"{where}={short(value)} cannot be honoured here; use the type text, json_object or json_schema")
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(problem: Problem) -> bytes:
+    """The body of an error reply."""
+    return orjson.dumps({"error": problem.error()})
+
+
+def error_event(problem: Problem) -> bytes:
+    """A failure after the stream has begun; the official SDK raises APIError on it."""
+    return event({"error": problem.error()})
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(prompt_tokens: int, drawn: int) -> dict[str, int]:
+    """Tokens of the prompts, each counted once, and of all answers."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn}

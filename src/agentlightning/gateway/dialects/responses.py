@@ -1,0 +1,360 @@
+"""The responses dialect: OpenAI's `/v1/responses`, over items instead of messages.
+
+A reply is kept while its attempt goes on, so that `previous_response_id` and item references find it; `store=false`
+keeps it from being retrieved, not from being continued, since clients continue what they asked not to store. Hosted
+tools are left out and counted; items that only a hosted service can read are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.answer import Answer, Piece, ToolCall
+from agentlightning.gateway.dialects import openai
+from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.chat import token_logprobs
+from agentlightning.gateway.dialects.fields import (
+    OPENAI_REFUSED,
+    RESPONSES_PARAMS,
+    as_arguments,
+    expect,
+    ignored,
+    optional,
+    read_json,
+    refuse,
+    sampling_params,
+    short,
+)
+from agentlightning.gateway.kept import Recall
+from agentlightning.gateway.problems import Problem, bad
+from agentlightning.policy.base import Message, SamplingParams
+
+_KNOWN: Final = frozenset(
+    {
+        *("model", "input", "instructions", "previous_response_id", "store", "stream", "stream_options", "metadata"),
+        *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user"),
+    }
+)
+_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_REFUSED,
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "n": (1,),
+}
+_LOGPROBS: Final = "message.output_text.logprobs"
+_ROLES: Final = frozenset({"system", "user", "assistant", "developer"})
+_TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Type of a content part -> where its text is."""
+
+
+def read_request(body: bytes, recall: Recall) -> Request:
+    """Raises Problem 400, naming the field, on what is not a request, cannot be honoured, or names a reply that is
+    not kept."""
+    data = read_json(body)
+    refuse(data, _REFUSED)
+    tools, dropped = openai.function_tools(data, _function)
+    choice = data.get("tool_choice")
+    tools = None if choice == "none" else tools
+    constraint = openai.read_constraint(
+        tools,
+        openai.tool_choice(choice, nested=False),
+        optional(data, "parallel_tool_calls", bool),
+        openai.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False),
+        "text",
+    )
+    include = optional(data, "include", list) or []
+    instructions, messages = _conversation(data, recall)
+    return Request(
+        model=optional(data, "model", str),
+        messages=instructions + messages,
+        tools=tools,
+        params=sampling_params(data, RESPONSES_PARAMS, SamplingParams(), "the request"),
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=_LOGPROBS in include,
+        constraint=constraint,
+        leading=len(instructions),
+        unknown=(*ignored(data, _KNOWN, _REFUSED, RESPONSES_PARAMS), *dropped),
+        asked=data,
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+
+
+def _conversation(data: Mapping[str, Any], recall: Recall) -> tuple[list[Message], list[Message]]:
+    """(the instructions of this request alone, the conversation)."""
+    instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
+    leading = _read_items("instructions", _as_items(instructions, "system"), recall)
+    messages = recall.messages(expect("previous_response_id", previous, str)) if previous is not None else []
+    messages = messages + _read_items("input", _as_items(given, "user"), recall)
+    if not messages:
+        raise bad("input", "input must be a text or a list with at least one item")
+    return leading, messages
+
+
+def _as_items(value: Any, role: str) -> Any:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value or []
+
+
+def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
+    messages: list[Message] = []
+    thought = ""
+    for index, item in enumerate(expect(where, items, list)):
+        place = f"{where}[{index}]"
+        item = expect(place, item, dict)
+        if item.get("type") == "item_reference":
+            item = recall.item(expect(f"{place}.id", item.get("id"), str))
+        if item.get("type") == "reasoning":
+            thought += _thought(item)
+            continue
+        _add_item(place, messages, item)
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
+        thought = ""
+    return messages
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """What a reasoning item says openly."""
+    texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _add_item(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+    match item.get("type") or "message":
+        case "message":
+            _add_message(where, messages, item)
+        case "function_call":
+            _add_call(where, messages, item)
+        case "function_call_output":
+            call_id = expect(f"{where}.call_id", item.get("call_id"), str)
+            messages.append({"role": "tool", "content": _text(where, item.get("output")), "tool_call_id": call_id})
+        case kind:
+            raise bad(where.partition("[")[0], f"{where} is an item of type {short(kind)}, which cannot be read here")
+
+
+def _add_message(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+    role, content = item.get("role"), _text(where, item.get("content"))
+    if role not in _ROLES:
+        raise bad(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(sorted(_ROLES))}")
+    if role == "assistant" and messages and messages[-1].get("tool_calls"):
+        messages[-1]["content"] += content  # Text after a tool call of the same turn.
+        return
+    message: Message = {"role": "system" if role == "developer" else role, "content": content}
+    if isinstance(name := item.get("name"), str):
+        message["name"] = name
+    messages.append(message)
+
+
+def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+    """The calls of one turn, and the text before them, are one message."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call_id = expect(f"{where}.call_id", item.get("call_id"), str)
+    name = expect(f"{where}.name", item.get("name"), str)
+    function = {"name": name, "arguments": as_arguments(item.get("arguments"))}
+    message = messages[-1] = dict(messages[-1])
+    call = {"id": call_id, "type": "function", "function": function}
+    message["tool_calls"] = [*message.get("tool_calls", ()), call]
+
+
+def _text(where: str, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_part(where, part) for part in expect(f"{where}.content", content, list))
+
+
+def _part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    if not isinstance(text, str):
+        name = where.partition("[")[0]
+        raise bad(name, f"{where} has content of type {short(kind)}, which cannot be read here; this model reads text")
+    return text
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reply:
+    """Writes the reply to one request."""
+
+    head: Head
+    request: Request
+    items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
+    """Items of the output: all but the last are whole."""
+    _text_open: bool = field(default=False, init=False)
+    _number: int = field(default=0, init=False)
+    """Of the next event."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        if not self.items:
+            self._fill(answer)
+        return orjson.dumps(self._final(answer))
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        begun = self._response("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        if isinstance(piece, ToolCall):
+            return self._close(answer) + self._whole_call(piece)
+        begun = b"" if self._text_open else self._begin_text()
+        part = self.items[-1]["content"][0]
+        part["text"] += piece
+        return begun + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=[])
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        begun = b"" if self.items else self._begin_text()
+        closed = self._close(answer, last=True)
+        final = self._final(answer)
+        return begun + closed + self._event(f"response.{final['status']}", response=final)
+
+    def _fill(self, answer: Answer) -> None:
+        """The items of an answer that nobody watched."""
+        if answer.content or not answer.tool_calls:
+            self.items.append(self._message(answer.content, "completed"))
+        self.items += [_call(call, call.arguments, "completed") for call in answer.tool_calls]
+        self._finish_last(answer)
+
+    def _finish_last(self, answer: Answer) -> None:
+        last = self.items[-1]
+        if last["type"] == "message":
+            last["status"] = "incomplete" if answer.finish_reason == "length" else "completed"
+            if self.request.logprobs:
+                last["content"][0]["logprobs"] = token_logprobs(answer)
+
+    def _begin_text(self) -> bytes:
+        self._text_open = True
+        item = self._message("", "in_progress")
+        self.items.append(item)
+        place = self._place()
+        return self._event(
+            "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
+        ) + self._event("response.content_part.added", **place, part=item["content"][0])
+
+    def _close(self, answer: Answer, last: bool = False) -> bytes:
+        """End the text that is under way."""
+        if not self._text_open:
+            return b""
+        self._text_open = False
+        item = self.items[-1]
+        item["status"] = "completed"
+        if last:
+            self._finish_last(answer)
+        part, place = item["content"][0], self._place()
+        return (
+            self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+            + self._event("response.content_part.done", **place, part=part)
+            + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+        )
+
+    def _whole_call(self, call: ToolCall) -> bytes:
+        item = _call(call, call.arguments, "completed")
+        self.items.append(item)
+        index = len(self.items) - 1
+        place = {"item_id": item["id"], "output_index": index}
+        return (
+            self._event("response.output_item.added", output_index=index, item=_call(call, "", "in_progress"))
+            + self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+            + self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+            + self._event("response.output_item.done", output_index=index, item=item)
+        )
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+
+    def _message(self, text: str, status: str) -> dict[str, Any]:
+        name = f"msg_{self.head.id.removeprefix(RESPONSES.id_prefix)}{len(self.items)}"
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **data}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(event))
+
+    def _final(self, answer: Answer) -> dict[str, Any]:
+        cut = answer.finish_reason == "length"
+        response = self._response("incomplete" if cut else "completed")
+        used, drawn = self.head.prompt_tokens, drawn_tokens([answer])
+        return response | {
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self.items,
+            "usage": {
+                "input_tokens": used,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": drawn,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": used + drawn,
+            },
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked, params = self.request.asked, self.request.params
+        return {
+            "id": self.head.id,
+            "object": "response",
+            "created_at": self.head.created,
+            "status": status,
+            "model": self.head.model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.get("instructions"),
+            "metadata": asked.get("metadata") or {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "previous_response_id": asked.get("previous_response_id"),
+            "store": asked.get("store") is not False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "max_output_tokens": params.max_tokens,
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _call(call: ToolCall, arguments: str, status: str) -> dict[str, Any]:
+    name = f"fc_{call.id.partition('_')[2]}"
+    head = {"id": name, "type": "function_call", "call_id": call.id, "name": call.name}
+    return head | {"arguments": arguments, "status": status}
+
+
+def error_event(problem: Problem) -> bytes:
+    """A failure after the stream has begun. The official SDK raises APIError on the `error` object; other clients
+    read the fields of the event."""
+    error = problem.error()
+    said = {key: error[key] for key in ("code", "message", "param")}
+    return b"event: error\n" + openai.event({"type": "error", "sequence_number": 0, **said, "error": error})
+
+
+def _reply(request: Request, head: Head) -> Reply:
+    return Reply(head, request)
+
+
+RESPONSES: Final = Dialect(
+    operation="chat",
+    id_prefix="resp_",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    refusal=openai.refusal,
+    error_event=error_event,
+)
