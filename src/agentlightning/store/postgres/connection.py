@@ -69,7 +69,7 @@ class PostgresConnection:
             try:
                 if self._connection.closed:
                     self._use(self._database.reopen())
-                self._connection.execute(start)
+                self._tell(start)
                 return
             except psycopg.Error as error:
                 if not errors.is_lost(error) or not again:
@@ -88,7 +88,7 @@ class PostgresConnection:
     def commit(self) -> None:
         """Where the answer of the server is lost, it is asked again over a new connection."""
         if not self._wrote and not self._notices:
-            self._connection.execute(b"COMMIT")
+            self._tell(b"COMMIT")
             return
         self._number += 1
         try:
@@ -110,7 +110,12 @@ class PostgresConnection:
         for notice in self._notices:
             script.append("SELECT pg_notify(%s, %s)")
             values += [self._database.channel, notice]
-        ClientCursor(self._connection).execute("; ".join([*script, "COMMIT"]).encode(), values)
+        text = "; ".join([*script, "COMMIT"])
+        self._tell(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
+
+    def _tell(self, command: bytes) -> None:
+        """Past psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
+        _check(self._connection.pgconn.exec_(command))
 
     def _was_committed(self) -> bool:
         backend = self._backend
@@ -135,7 +140,7 @@ class PostgresConnection:
         if self._connection.closed:
             return
         try:
-            self._connection.execute(b"ROLLBACK")
+            self._tell(b"ROLLBACK")
         except psycopg.Error:
             self._connection.close()  # the server undoes it
 
