@@ -1,0 +1,431 @@
+"""`POST /v1/traces`: OTLP over HTTP, from any OpenTelemetry SDK or collector, into the store.
+
+Whose a span is: the attempt whose key the request carries; else the ids among its own attributes, then among its
+resource's; else those of another span of its trace; else the attempt its trace id was made from. A span of nobody is
+refused by name in `partial_success`, or kept as part of a session of its own (see `adopt.py`), as the receiver is told.
+
+Answers are in the encoding of the request. A request is answered once its spans are durable; the statuses that
+OpenTelemetry repeats (503) are given where repeating helps, and repeating is harmless: a span is known by its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    StoreAuthError,
+    StoreClosedError,
+    StoreFullError,
+)
+from agentlightning.rollouts import attempt_of_trace, read_attempt_key, root_span_id_of
+from agentlightning.span import Span
+from agentlightning.store.adopt import Adopter
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.routes import presented_key
+from agentlightning.tracing.otlp import Decoded, OtlpError, Request, decode_json, decode_protobuf
+
+PATH: Final = "/v1/traces"
+PROTOBUF: Final = "application/x-protobuf"
+JSON: Final = "application/json"
+MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+INLINE_BYTES: Final = 512 * 1024
+"""Larger bodies are read in a thread, so that the event loop goes on meanwhile."""
+MAX_UNDER_WAY: Final = 4
+"""Requests of more than INLINE_BYTES that are read at the same time; the others wait."""
+REMEMBERED: Final = 16384
+"""Traces and attempts whose owner is remembered."""
+
+ROLLOUT_IDS: Final = ("agentlightning.rollout_id", "agl.rollout_id")
+ATTEMPT_IDS: Final = ("agentlightning.attempt_id", "agl.attempt_id")
+
+Ids = tuple[str, str]
+"""(rollout_id, attempt_id)."""
+
+
+class _HttpError(AgentLightningError):
+    """A request that is answered with a status of its own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Counts:
+    """What came of the spans that were sent here."""
+
+    requests: int = 0
+    accepted: int = 0
+    refused: int = 0
+
+
+def otlp_routes(
+    store: LightningStoreBase, secret: str, token: str | None = None, *, adopt: bool = False
+) -> list[Route]:
+    """The routes of an `OtlpReceiver`, for a server that lives as long as its process."""
+    return OtlpReceiver(store, secret, token, adopt=adopt).routes()
+
+
+class OtlpReceiver:
+    """Takes traces in. `secret` is the one the attempts' keys are made with, `token` the access token of the server;
+    `adopt` keeps traces of nobody as rollouts of their own. Used with `async with` where it adopts: what is open is
+    then taken up again at the start, and finished at the end."""
+
+    def __init__(
+        self,
+        store: LightningStoreBase,
+        secret: str,
+        token: str | None = None,
+        *,
+        adopt: bool = False,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self._store = store
+        self._secret = secret
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+        self._owners = Owners(store)
+        self._adopter = Adopter(store) if adopt else None
+        self._large = asyncio.Semaphore(MAX_UNDER_WAY)
+        self.counts = Counts()
+
+    async def __aenter__(self) -> OtlpReceiver:
+        if self._adopter is not None:
+            await self._adopter.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._adopter is not None:
+            await self._adopter.close()
+
+    def routes(self) -> list[Route]:
+        """For a Starlette application."""
+        return [Route(PATH, self._post, methods=["POST"])]
+
+    # -- HTTP --------------------------------------------------------------------------------------------------------
+
+    async def _post(self, http: HttpRequest) -> Response:
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        try:
+            caller = self._admit(http.headers)
+            if kind not in (PROTOBUF, JSON):
+                raise _HttpError(415, f"content-type={kind!r} is not understood; send {PROTOBUF} or {JSON}")
+            request = await self._read(http, kind)
+            refused = await self.take(request, caller)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except AgentLightningError as error:
+            return _refusal(error, kind)
+        return _answer(refused, kind)
+
+    def _admit(self, headers: Mapping[str, str]) -> Ids | None:
+        """The attempt that speaks; None for whoever knows the token, and for anybody where there is none."""
+        key = presented_key(headers)
+        named = read_attempt_key(self._secret, key) if key.startswith("agl-") else None
+        if named is not None:
+            return named
+        if self._token is None:
+            if key.startswith("agl-"):
+                raise StoreAuthError("the key is no attempt's of this server; use the AGL_KEY of the attempt")
+            return None
+        if not key:
+            raise StoreAuthError("this server wants its access token, or the key of an attempt, as a bearer token")
+        if not hmac.compare_digest(key.encode(), self._token.encode()):
+            raise StoreAuthError("the bearer token is neither the access token of this server nor an attempt's key")
+        return None
+
+    async def _read(self, http: HttpRequest, kind: str) -> Request:
+        body = await self._body(http)
+        coding = http.headers.get("content-encoding", "identity").strip().lower()
+        if len(body) <= INLINE_BYTES and coding in ("", "identity"):
+            return decode(body, kind)
+        if len(body) <= INLINE_BYTES // 8:
+            return decode(inflate(body, coding, self._max_body_bytes), kind)
+        async with self._large:
+            return await asyncio.to_thread(lambda: decode(inflate(body, coding, self._max_body_bytes), kind))
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for part in http.stream():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise _too_large(self._max_body_bytes)
+            parts.append(part)
+        return b"".join(parts)
+
+    # -- spans -------------------------------------------------------------------------------------------------------
+
+    async def take(self, request: Request, caller: Ids | None = None) -> Counter[str]:
+        """Keep the spans of a request; returns why how many were refused. `caller` is the attempt that sent them,
+        where it has said so with its key."""
+        refused = request.refused
+        owned, lost = await self._owners.find(request.spans, caller, refused)
+        if lost and self._adopter is not None:
+            owned += await self._adopter.adopt(lost)
+        elif lost:
+            refused["it names no rollout: send agentlightning.rollout_id and agentlightning.attempt_id as resource or "
+                    "span attributes, or start the server with --adopt-traces"] += len(lost)  # fmt: skip
+        accepted = await self._keep(_spans(owned), refused)
+        if self._adopter is not None:
+            await self._adopter.heard(decoded for _, decoded in owned)
+        self.counts.requests += 1
+        self.counts.accepted += accepted
+        self.counts.refused += refused.total()
+        return refused
+
+    async def _keep(self, spans: Sequence[Span], refused: Counter[str]) -> int:
+        """Add the spans; where some cannot be, those of other attempts can. Returns how many were kept."""
+        if not spans:
+            return 0
+        try:
+            await self._store.add_many_spans(spans)
+            return len(spans)
+        except (NotFoundError, ConflictError, ConfigError) as error:
+            groups = _by_attempt(spans)
+            if len(groups) == 1 and isinstance(error, NotFoundError):
+                refused[str(error)] += len(spans)
+                return 0
+            if len(spans) == 1:
+                refused[str(error)] += 1
+                return 0
+        parts = [[span] for span in spans] if len(groups) == 1 else groups
+        return sum([await self._keep(part, refused) for part in parts])
+
+
+def _by_attempt(spans: Sequence[Span]) -> list[list[Span]]:
+    groups: dict[Ids, list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.rollout_id, span.attempt_id), []).append(span)
+    return list(groups.values())
+
+
+def _spans(owned: Iterable[tuple[Ids, Decoded]]) -> list[Span]:
+    """The spans of their attempts. One whose parent is the stand-in that TRACEPARENT names has none."""
+    roots: dict[str, str | None] = {}
+    spans: list[Span] = []
+    for ids, decoded in owned:
+        root = roots.get(ids[1], "")
+        if root == "":
+            root = roots[ids[1]] = root_span_id_of(ids[1])
+        if root is not None and decoded.parent_id == root:
+            decoded = decoded._replace(parent_id=None)
+        spans.append(Span(*ids, *decoded))
+    return spans
+
+
+# -- whose a span is -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Owners:
+    """Finds the attempt each span belongs to, and remembers those of the latest traces."""
+
+    store: LightningStoreBase
+    traces: OrderedDict[str, Ids] = field(default_factory=OrderedDict[str, Ids])
+    attempts: OrderedDict[str, Ids] = field(default_factory=OrderedDict[str, Ids])
+
+    async def find(
+        self, spans: Sequence[Decoded], caller: Ids | None, refused: Counter[str]
+    ) -> tuple[list[tuple[Ids, Decoded]], list[Decoded]]:
+        """(spans with their owner, in order, spans of nobody). What cannot be kept is counted in `refused`."""
+        resolved: dict[tuple[str | None, str | None], Ids | str] = {}
+        resources: dict[int, tuple[str | None, str | None]] = {}
+        owners: list[Ids | str | None] = []
+        traces: dict[str, Ids] = {}
+        for span in spans:
+            named = _named(span, resources)
+            owner: Ids | str | None = None
+            if named != (None, None):
+                owner = resolved.get(named)
+                if owner is None:
+                    owner = resolved[named] = await self._resolve(*named)
+            if caller is not None:
+                owner = _as_caller(caller, owner)
+            owners.append(owner)
+            if isinstance(owner, tuple):
+                traces[span.trace_id] = owner
+        owned: list[tuple[Ids, Decoded]] = []
+        lost: list[Decoded] = []
+        unnamed: dict[str, Ids | None] = {}
+        for span, owner in zip(spans, owners, strict=True):
+            if owner is None:
+                trace = span.trace_id
+                if trace not in unnamed:
+                    unnamed[trace] = traces.get(trace) or await self._by_trace(trace)
+                owner = unnamed[trace]
+            if isinstance(owner, tuple):
+                owned.append((owner, span))
+            elif owner is None:
+                lost.append(span)
+            else:
+                refused[owner] += 1
+        for trace, ids in traces.items():
+            _remember(self.traces, trace, ids)
+        return owned, lost
+
+    async def _resolve(self, rollout_id: str | None, attempt_id: str | None) -> Ids | str:
+        """The ids in full, or why there are none."""
+        if rollout_id is not None and attempt_id is not None:
+            return rollout_id, attempt_id
+        if attempt_id is not None:
+            return await self._of_attempt(attempt_id) or f"no attempt {attempt_id!r} in this store"
+        assert rollout_id is not None
+        try:
+            attempt = await self.store.get_latest_attempt(rollout_id)
+        except NotFoundError as error:
+            return str(error)
+        return f"rollout {rollout_id!r} has no attempt yet" if attempt is None else (rollout_id, attempt.attempt_id)
+
+    async def _of_attempt(self, attempt_id: str) -> Ids | None:
+        known = self.attempts.get(attempt_id)
+        if known is None and (attempt := await self.store.get_attempt(attempt_id)) is not None:
+            known = attempt.rollout_id, attempt_id
+            _remember(self.attempts, attempt_id, known)
+        return known
+
+    async def _by_trace(self, trace_id: str) -> Ids | None:
+        if (known := self.traces.get(trace_id)) is not None:
+            return known
+        attempt_id = attempt_of_trace(trace_id)
+        return None if attempt_id is None else await self._of_attempt(attempt_id)
+
+
+def _named(span: Decoded, resources: dict[int, tuple[str | None, str | None]]) -> tuple[str | None, str | None]:
+    """The rollout and the attempt that a span, else its resource, names."""
+    own = _ids_in(span.attributes)
+    if own != (None, None):
+        return own
+    key = id(span.resource)
+    if key not in resources:
+        resources[key] = _ids_in(span.resource)
+    return resources[key]
+
+
+def _ids_in(attributes: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    return _first(attributes, ROLLOUT_IDS), _first(attributes, ATTEMPT_IDS)
+
+
+def _first(attributes: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    for name in names:
+        value = attributes.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def _as_caller(caller: Ids, owner: Ids | str | None) -> Ids | str:
+    if owner is None or owner == caller:
+        return caller
+    return f"the key is that of attempt {caller[1]!r}, which speaks for no other"
+
+
+def _remember(known: OrderedDict[str, Ids], key: str, ids: Ids) -> None:
+    known[key] = ids
+    known.move_to_end(key)
+    if len(known) > REMEMBERED:
+        known.popitem(last=False)
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def decode(body: bytes, kind: str) -> Request:
+    """The spans of a body of this content type. Raises OtlpError."""
+    now = time.time()
+    return decode_json(body, now) if kind == JSON else decode_protobuf(body, now)
+
+
+def inflate(body: bytes, coding: str, limit: int) -> bytes:
+    """The body, uncompressed. Raises an error with its HTTP status for what is cut, garbage or too large."""
+    if coding in ("", "identity"):
+        return body
+    if coding == "gzip":
+        return _inflate(zlib.decompressobj(wbits=31), body, limit, "gzip")
+    if coding == "deflate":
+        try:
+            return _inflate(zlib.decompressobj(), body, limit, "deflate")
+        except OtlpError:  # some send the bare stream, without zlib's frame
+            return _inflate(zlib.decompressobj(wbits=-15), body, limit, "deflate")
+    raise _HttpError(415, f"content-encoding={coding!r} is not understood; send gzip, deflate or identity")
+
+
+def _inflate(inflater: Any, body: bytes, limit: int, coding: str) -> bytes:
+    try:
+        inflated: bytes = inflater.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise OtlpError(f"the body is no {coding}: {error}") from None
+    if len(inflated) > limit:
+        raise _too_large(limit)
+    if not inflater.eof:
+        raise OtlpError(f"the {coding} body is cut short")
+    return inflated
+
+
+def _too_large(limit: int) -> _HttpError:
+    return _HttpError(413, f"the body is larger than {limit} bytes; send fewer spans at once")
+
+
+def _answer(refused: Counter[str], kind: str) -> Response:
+    reason = "; ".join(f"{count} refused: {why}" for why, count in refused.most_common(5))
+    count = refused.total()
+    if kind == JSON:
+        partial = {"partialSuccess": {"rejectedSpans": str(count), "errorMessage": reason}} if count else {}
+        return Response(orjson.dumps(partial), media_type=JSON)
+    answer = ExportTraceServiceResponse()
+    if count:
+        answer.partial_success.rejected_spans = count
+        answer.partial_success.error_message = reason
+    return Response(answer.SerializeToString(), media_type=PROTOBUF)
+
+
+_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 503: 14}
+"""HTTP status -> code of google.rpc.Status, in which OTLP describes errors."""
+
+
+def _refusal(error: AgentLightningError, kind: str) -> Response:
+    status, message = _status(error), str(error)
+    headers = {401: {"www-authenticate": 'Bearer realm="agentlightning"'}, 503: {"retry-after": "1"}}.get(status)
+    code = _CODES.get(status, 13)
+    if kind == PROTOBUF:
+        return Response(_status_message(code, message), status, headers, PROTOBUF)
+    body: dict[str, Any] = {"error": {"type": type(error).__name__.lstrip("_"), "message": message}, "detail": message}
+    return Response(orjson.dumps({"code": code, "message": message, **body}), status, headers, JSON)
+
+
+def _status(error: AgentLightningError) -> int:
+    if isinstance(error, _HttpError):
+        return error.status
+    if isinstance(error, StoreAuthError):
+        return 401
+    if isinstance(error, ConfigError):
+        return 400
+    return 503 if isinstance(error, StoreFullError | StoreClosedError) else 500
+
+
+def _status_message(code: int, message: str) -> bytes:
+    """A google.rpc.Status in protobuf: the code is field 1, the message field 2."""
+    text = message.encode()
+    size, length = len(text), b""
+    while size >= 0x80:
+        length += bytes((size & 0x7F | 0x80,))
+        size >>= 7
+    return bytes((0x08, code, 0x12)) + length + bytes((size,)) + text

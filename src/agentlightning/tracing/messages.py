@@ -1,0 +1,201 @@
+"""Messages, however a library writes them, as OpenTelemetry GenAI has them: `{"role": ..., "parts": [...]}`.
+
+Read are OpenAI's shape and its relatives, whole or taken apart into indexed attributes. Pure; what makes no sense is
+left out, nothing raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, cast
+
+import orjson
+
+Message = dict[str, Any]
+
+WRAPPERS: Final = ("message", "prompt", "completion", "message_content", "tool")
+"""Fields of an object that stand for it."""
+CONTENT: Final = ("content", "contents", "text", "body")
+REASONING: Final = ("reasoning", "reasoning_content", "thinking")
+LISTS: Final = ("messages", "choices", "generations")
+WHOLE: Final = frozenset({"role", "content", "parts", "tool_calls", "message", *LISTS})
+"""An object with one of these is a message, or holds some."""
+MAX_DEPTH: Final = 32
+
+
+def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
+    """("0.role", ...), ("0.calls.0.name", ...) as lists and objects, in the order of their indexes."""
+    root: dict[str, Any] = {}
+    for path, value in pairs:
+        place = root
+        *steps, last = path.split(".")
+        for step in steps[:MAX_DEPTH]:
+            inner = place.setdefault(step, {})
+            if not isinstance(inner, dict):  # both `a` and `a.b` were given: `a` stays
+                break
+            place = cast("dict[str, Any]", inner)
+        else:
+            place.setdefault(last, value)
+    listed = _listed(root)
+    return listed if isinstance(listed, list) else []
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    items = {key: _listed(item) for key, item in cast("dict[str, Any]", value).items()}
+    if items and all(key.isascii() and key.isdecimal() and len(key) < 10 for key in items):
+        return [items[key] for key in sorted(items, key=int)]
+    return items
+
+
+def messages(value: Any, role: str, depth: int = 0) -> list[Message]:
+    """The messages of a list, an object that holds one, its JSON, or plain text. `role` is that of one which names
+    none."""
+    value = _parsed(value)
+    if isinstance(value, str):
+        return [{"role": role, "parts": [_text(value)]}] if value else []
+    if isinstance(value, dict):
+        inner = next((value[name] for name in LISTS if isinstance(value.get(name), list)), None)
+        return messages(inner, role, depth + 1) if inner is not None else _one(cast("Message", value), role)
+    items = cast("list[Any]", value) if isinstance(value, list) and depth < MAX_DEPTH else []
+    found: list[Message] = []
+    for item in items:
+        if isinstance(item, dict):
+            found += _one(cast("Message", item), role)
+        elif isinstance(item, list | str):
+            found += messages(item, role, depth + 1)
+    return found
+
+
+def _one(given: Message, role: str) -> list[Message]:
+    outer, given = given, _unwrapped(given)
+    found = given.get("role")
+    role = found if isinstance(found, str) and found else role
+    message: Message = {"role": role, "parts": _parts(given, role)}
+    reason = given.get("finish_reason", outer.get("finish_reason"))
+    if isinstance(given.get("name"), str) and role != "tool":
+        message["name"] = given["name"]
+    if isinstance(reason, str) and reason:
+        # OpenTelemetry's finish reason of a message is singular.
+        message["finish_reason"] = "tool_call" if reason == "tool_calls" else reason
+    return [message] if message["parts"] or isinstance(found, str) else []
+
+
+def _parts(given: Message, role: str) -> list[Message]:
+    if isinstance(given.get("parts"), list):
+        return [part for part in given["parts"] if isinstance(part, dict)]
+    if role == "tool":
+        response = next((given[name] for name in CONTENT if given.get(name) is not None), None)
+        return [{"type": "tool_call_response", "id": given.get("tool_call_id", given.get("id")), "response": response}]
+    parts = [{"type": "reasoning", "content": given[name]} for name in REASONING if isinstance(given.get(name), str)]
+    for name in CONTENT:
+        parts += _content(given.get(name))
+    return parts + _calls(given)
+
+
+def _content(value: Any) -> list[Message]:
+    if isinstance(value, str):
+        inner = _parsed(value) if value.startswith("[{") else value
+        return _content(inner) if isinstance(inner, list) else [_text(value)] if value else []
+    items = cast("list[Any]", value) if isinstance(value, list) else [value] if isinstance(value, dict) else []
+    return [part for item in items for part in _part(item)]
+
+
+def _part(item: Any) -> list[Message]:
+    if isinstance(item, str):
+        return [_text(item)] if item else []
+    if not isinstance(item, dict):
+        return []
+    given = _unwrapped(cast("Message", item))
+    text = given.get("text", given.get("content"))
+    if isinstance(text, str) and given.get("type", "text") in ("text", "input_text", "output_text"):
+        return [_text(text)] if text else []
+    if url := _image(given):
+        return [{"type": "uri", "modality": "image", "uri": url}]
+    return [given]
+
+
+def _image(given: Message) -> str | None:
+    """The address of an image, which some wrap once or twice."""
+    value: Any = given.get("image_url", given.get("image"))
+    for _ in range(3):
+        if not isinstance(value, dict):
+            break
+        value = cast("Message", value).get("url", cast("Message", value).get("image"))
+    return value if isinstance(value, str) else None
+
+
+def _calls(given: Message) -> list[Message]:
+    calls: Any = _parsed(given.get("tool_calls"))
+    items = cast("list[Any]", calls) if isinstance(calls, list) else []
+    found = [_call(cast("Message", item)) for item in items if isinstance(item, dict)]
+    single = given.get("function_call")
+    if isinstance(single, dict):
+        found.append(_call(cast("Message", single)))
+    elif isinstance(given.get("function_call_name"), str):
+        arguments = _parsed(given.get("function_call_arguments_json"))
+        found.append({"type": "tool_call", "id": None, "name": given["function_call_name"], "arguments": arguments})
+    return found
+
+
+def _call(given: Message) -> Message:
+    outer = given["tool_call"] if isinstance(given.get("tool_call"), dict) else given
+    inner = outer["function"] if isinstance(outer.get("function"), dict) else outer
+    return {
+        "type": "tool_call",
+        "id": outer.get("id"),
+        "name": inner.get("name"),
+        "arguments": _parsed(inner.get("arguments")),
+    }
+
+
+def tools(items: Iterable[Any]) -> list[Any]:
+    """Definitions of tools: JSON schemas as they are, and what was taken apart put together."""
+    found: list[Any] = []
+    for item in items:
+        if not isinstance(item, dict):
+            continue
+        given = _unwrapped(cast("Message", item))
+        schema = _parsed(given.get("json_schema"))
+        if isinstance(schema, dict):
+            found.append(schema)
+        elif given.get("name"):
+            given = {name: _parsed(value) if name == "parameters" else value for name, value in given.items()}
+            found.append({"type": "function", **given})
+    return found
+
+
+def from_event(body: Any, attributes: Mapping[str, Any], role: str) -> list[Message]:
+    """The messages of a span event: `body` is its content, or all of it."""
+    body = _parsed(body)
+    if isinstance(body, list) or (isinstance(body, dict) and not WHOLE.isdisjoint(cast("Message", body))):
+        found = messages(body, role)
+        reason = attributes.get("finish_reason")
+        if found and isinstance(reason, str):
+            found[-1].setdefault("finish_reason", "tool_call" if reason == "tool_calls" else reason)
+        return found
+    given = {"role": role, **attributes, "content": body}
+    return _one({name: value for name, value in given.items() if value is not None}, role)
+
+
+def _unwrapped(given: Message) -> Message:
+    for name in WRAPPERS:
+        inner = given.get(name)
+        if isinstance(inner, dict):
+            return cast("Message", inner)
+    return given
+
+
+def _text(text: str) -> Message:
+    return {"type": "text", "content": text}
+
+
+def _parsed(value: Any) -> Any:
+    """The value of text that is JSON of an object or a list; anything else as it is."""
+    if not isinstance(value, str) or value[:1] not in ("{", "["):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
