@@ -332,3 +332,44 @@ async def test_parquet_without_pyarrow_says_what_to_install(
     with pytest.raises(MissingExtraError, match=r"agentlightning\[parquet\]"):
         await export_store(store, tmp_path / "all.parquet")
     assert os.listdir(tmp_path) == []
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+COPIES = """
+import asyncio, resource, sys
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.span import Span
+from agentlightning.store import LightningStore
+from agentlightning.store.base import RolloutRecord
+from agentlightning.store.transfer import export_store, import_store
+
+def record(number):
+    ids = f"ro-{number}", f"at-{number}"
+    spans = tuple(Span(*ids, "chat", 1.0, sequence_id=n, span_id=f"{number}-{n}", attributes={"text": str(n) * 5000})
+                  for n in range(1, 9))
+    rollout = Rollout(ids[0], "task", 1.0, status="succeeded", end_time=2.0)
+    return RolloutRecord(rollout, (Attempt(*ids, 1, 1.0, "succeeded", 2.0),), spans)
+
+async def copy(count, folder, name):
+    store, other = LightningStore(f"{folder}/{count}.db"), LightningStore(f"{folder}/{count}-{name}.db")
+    for start in range(0, count, 50):
+        await store.add_records([record(number) for number in range(start, start + 50)])
+    await export_store(store, f"{folder}/{count}-{name}")
+    assert (await import_store(other, f"{folder}/{count}-{name}")).rollouts == count
+    await store.close()
+    await other.close()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = asyncio.run(copy(500, sys.argv[1], sys.argv[2]))
+print(asyncio.run(copy(4000, sys.argv[1], sys.argv[2])) - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_does_not_grow_with_the_store(start_process: Any, tmp_path: Path, name: str) -> None:
+    """From 20 MB of spans to 160 MB."""
+    process = start_process(COPIES, tmp_path, name)
+    kilobytes = int(process.communicate(timeout=100)[0])
+    assert kilobytes < 40_000
