@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from agentlightning.cli import store as verbs
 from agentlightning.cli.app import build
 from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.server import Server
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import RolloutRecord
@@ -178,6 +179,25 @@ def test_what_cannot_work_is_refused_by_name(agl: Agl, path: str, words: list[st
     result = agl(*words, "--store", path)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+async def test_every_verb_works_on_a_server(agl: Agl, path: str) -> None:
+    store = LightningStore(path)
+    async with Server(store, secret="s", token="right") as server:
+
+        async def ask(*words: str) -> dict[str, Any]:
+            given = ("--server", server.url, "--token", "right", "--json")
+            return answer(await asyncio.to_thread(agl, *words, *given))
+
+        assert (await ask("export", "all.jsonl"))["rollouts"] == 11
+        assert (await ask("prune", "--keep", "4", "--yes"))["rollouts"] == 6
+        assert (await ask("vacuum"))["bytes"] > 0
+        assert (await ask("stats"))["statistics"]["spans"] == 4
+        assert await ask("import", "all.jsonl") == {"file": "all.jsonl", "resources": 0, "rollouts": 6, "known": 5}
+        refused = await asyncio.to_thread(agl, "stats", "--server", server.url, "--token", "wrong")
+        assert refused.exit_code == 1
+        assert "token" in refused.stderr
+    await store.close()
 
 
 def test_importing_nothing_makes_no_store(agl: Agl) -> None:

@@ -18,9 +18,11 @@ import pytest
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, MissingExtraError
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
+from agentlightning.server import Server
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.base import RolloutRecord
+from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.transfer import Exported, Imported, copying, export_store, import_store
 
 FORMATS = ["all.jsonl", "all.jsonl.gz", "all.parquet"]
@@ -111,6 +113,19 @@ async def test_an_import_may_be_repeated(store: LightningStoreBase, tmp_path: Pa
     await export_store(store, tmp_path / name)
     assert await import_store(store, tmp_path / name) == Imported(resources=2, rollouts=0, known=3)
     assert await everything(store) == [record(0), record(1), record(2)]
+
+
+async def test_remote_stores_are_copied_as_embedded_ones_are(
+    store: LightningStoreBase, other: LightningStoreBase, tmp_path: Path
+) -> None:
+    await fill(store)
+    async with Server(store, secret="s") as here, Server(other, secret="s") as there:
+        source, target = LightningStoreClient(here.url), LightningStoreClient(there.url)
+        await export_store(source, tmp_path / "all.jsonl")
+        assert await import_store(target, tmp_path / "all.jsonl") == Imported(resources=2, rollouts=3, known=0)
+        await source.close()
+        await target.close()
+    assert await everything(other) == await everything(store)
 
 
 async def test_resources_that_were_updated_are_the_latest_after_the_import_too(
@@ -342,6 +357,7 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import RolloutRecord
+from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.transfer import export_store, import_store
 
 def record(number):

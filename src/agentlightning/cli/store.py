@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 2.0
 """How often a long prune is asked how far it is."""
+PATIENCE_SECONDS = 3.0
+"""How long a server may be away: somebody waits who can try again."""
 
 Store = Annotated[
     str | None,
@@ -65,7 +67,7 @@ def _open_client(server: str, token: str | None, store: str | None) -> Lightning
 
     if store is not None:
         raise ConfigError("--store opens a database and --server asks a server that has one open; give one of them")
-    return LightningStoreClient(server, token=token)
+    return LightningStoreClient(server, token=token, patience=PATIENCE_SECONDS)
 
 
 def _open(store: str | None, create: bool) -> LightningStoreBase:
