@@ -192,10 +192,10 @@ async def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(small_di
 
 async def fill(store: LightningStoreBase, ids: tuple[str, str]) -> list[str]:
     """Write until the disk is full; the ids of the spans that were acknowledged."""
-    tokens = {PROMPT_TOKEN_IDS: list(range(5_000))}
     kept: list[str] = []
     end = time.monotonic() + 60
     while time.monotonic() < end:
+        tokens = {PROMPT_TOKEN_IDS: list(range(len(kept), len(kept) + 5_000))}  # equal ones would be stored once
         try:
             kept.append((await store.add_span(Span(*ids, "work", 1.0, attributes=tokens))).span_id)
         except StoreFullError:

@@ -52,7 +52,6 @@ async def test_what_was_stored_is_there_when_opened_again(tmp_path: Path, form: 
 @pytest.mark.parametrize(
     ("url", "advice"),
     [
-        ("postgresql://host/db", "not available in this version"),
         ("http://host:4747", "LightningStoreClient"),
         ("redis://host", "sqlite:///PATH"),
         ("", "empty"),
@@ -222,8 +221,8 @@ async def test_a_full_disk_is_told_to_the_callers_and_the_store_goes_on_once_the
     ids = attempted.rollout_id, attempted.attempt.attempt_id
     kept = [await store.add_span(Span(*ids, "before", 1.0))]
     await _limit_pages(store, 100)
-    big = {PROMPT_TOKEN_IDS: list(range(20_000))}
-    calls = [store.add_span(Span(*ids, "big", 1.0, attributes=big)) for _ in range(20)]
+    big = [{PROMPT_TOKEN_IDS: list(range(start, start + 20_000))} for start in range(20)]
+    calls = [store.add_span(Span(*ids, "big", 1.0, attributes=each)) for each in big]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, StoreFullError)]
     kept += [answer for answer in answers if isinstance(answer, Span)]
@@ -240,8 +239,8 @@ async def test_a_full_disk_is_told_to_the_callers_and_the_store_goes_on_once_the
 
 async def _limit_pages(store: SqlStore, pages: int) -> None:
     """What a full disk looks like to SQLite."""
-    await store._write(  # pyright: ignore[reportPrivateUsage]
-        lambda transaction: transaction.cursor.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+    await store._do(  # pyright: ignore[reportPrivateUsage]
+        "limit", lambda unit: unit.connection.raw.execute(f"PRAGMA max_page_count = {pages}").fetchone()
     )
 
 

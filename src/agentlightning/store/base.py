@@ -229,6 +229,7 @@ class LightningStoreBase(ABC):
     ) -> list[Rollout]:
         """Rollouts that fit every filter given. limit -1: no limit. `after` is a rollout_id."""
 
+    @abstractmethod
     async def count_rollouts(
         self,
         *,
@@ -271,6 +272,7 @@ class LightningStoreBase(ABC):
     async def query_attempts(self, rollout_id: str) -> list[Attempt]:
         """In order of `sequence_id`."""
 
+    @abstractmethod
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
         """By its id alone; the attempt names its rollout."""
 
@@ -359,6 +361,7 @@ class LightningStoreBase(ABC):
         """A heartbeat of a worker; it also keeps the worker's open attempts alive. `lease_seconds` stays as it was
         where it is not given. A worker that was lost is back with its next heartbeat."""
 
+    @abstractmethod
     async def get_worker(self, worker_id: str) -> Worker | None: ...
 
     @abstractmethod
@@ -367,27 +370,34 @@ class LightningStoreBase(ABC):
 
     # -- queues ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     async def update_queue(self, name: str, limit: int | None) -> Queue:
         """Set how many rollouts of a queue may be open at once (at least 0: paused); None lifts the limit."""
 
+    @abstractmethod
     async def query_queues(self) -> list[Queue]:
         """Every queue that was ever named or given a limit, by name."""
 
     # -- keeping the store small -----------------------------------------------------------------------------------
 
+    @abstractmethod
     async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
         """Remove finished rollouts with their attempts and spans; returns how many. Unknown ids are skipped, an
         unfinished one is a ConflictError and nothing is removed."""
 
+    @abstractmethod
     async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
         """Remove finished rollouts until what is left fits `retention`, in small transactions."""
 
+    @abstractmethod
     async def vacuum(self) -> None:
         """Drop tokens nothing refers to any more, and give free space back to the system."""
 
+    @abstractmethod
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
         """Everything about these rollouts, in the order asked for."""
 
+    @abstractmethod
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
         """Keep rollouts as another store recorded them, in one transaction; returns how many are new. One whose id is
         known is skipped. An unfinished one waits again: its attempts are fenced off and one still open becomes

@@ -1,4 +1,4 @@
-"""The calls that a store answers most: enqueue, claim, add spans, update an attempt. Each decides in memory (unit.py)."""
+"""The calls that a store answers most: enqueue, claim, add spans, update an attempt. Each decides in memory."""
 
 from __future__ import annotations
 

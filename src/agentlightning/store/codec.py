@@ -1,28 +1,33 @@
 """Rows to dataclasses and back.
 
 JSON is written and read with orjson, and refused at the edge when it cannot be read back as it was: orjson would turn
-NaN into null without a word. Token ids and log-probabilities of a span become one binary value: three counts, then
-int32, int32 and float32, little endian (a log-probability is rounded to float32). A token attribute that is not a
-plain list of numbers in range stays in the JSON.
+NaN into null without a word. Spans are the business of packs.py.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from array import array
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from struct import Struct
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import orjson
 from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
-from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig
-from agentlightning.span import LOGPROBS, SUPERSEDED, TOKEN_ATTRIBUTES, Span, SpanEvent
+from agentlightning.rollouts import (
+    ATTEMPT_TRANSITIONS,
+    ROLLOUT_TRANSITIONS,
+    Attempt,
+    AttemptedRollout,
+    AttemptStatus,
+    EnqueueRolloutRequest,
+    Rollout,
+    RolloutConfig,
+)
+from agentlightning.store.ids import new_id
 
 Row = tuple[Any, ...]
 
@@ -61,6 +66,70 @@ def load_dict(text: str) -> dict[str, Any]:
     return {} if text == "{}" else orjson.loads(text)
 
 
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+MAX_TEXT: Final = 512
+NO_LIMIT: Final = 2**62
+_id = re.compile(r"[A-Za-z0-9_:-]{1,128}")
+
+
+def check_text(value: Any, what: str) -> None:
+    """Raises ConfigError where `value` is not text that every database keeps."""
+    if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
+        return
+    if not isinstance(value, str):
+        raise ConfigError(f"{what}={value!r} is no text")
+    if len(value) > MAX_TEXT:
+        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
+    if "\0" in value:
+        raise ConfigError(f"{what}={value!r} holds a NUL character; leave it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what}={value!r} is not Unicode text: {error.reason}") from error
+
+
+def check_texts(values: Sequence[Any] | None, what: str) -> None:
+    if values is None:
+        return
+    if isinstance(values, str):
+        raise ConfigError(f"{what}={values!r} is one text; give a list")
+    for value in values:
+        check_text(value, what)
+
+
+def check_new_id(value: Any, what: str) -> None:
+    """For an id or a name that becomes part of URLs."""
+    if not isinstance(value, str) or not _id.fullmatch(value):
+        raise ConfigError(f"{what}={value!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :")
+
+
+def check_time(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{what}={value!r} is no time in seconds")
+
+
+def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
+    """(limit, offset) as a database takes them."""
+    for name, value, least in (("limit", limit, -1), ("offset", offset, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            advice = "-1 for no limit, or a number from 0" if name == "limit" else "a number from 0"
+            raise ConfigError(f"{name}={value!r} is out of range; use {advice}")
+    return (NO_LIMIT if limit == -1 else min(limit, NO_LIMIT)), min(offset, NO_LIMIT)
+
+
+def check_rollout_status(value: Any) -> str:
+    if value not in ROLLOUT_TRANSITIONS:
+        raise ConfigError(f"status={value!r} is none that a rollout has; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
+    return value
+
+
+def check_attempt_status(value: Any) -> str:
+    if value not in ATTEMPT_TRANSITIONS:
+        raise ConfigError(f"status={value!r} is none that an attempt has; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
+    return value
+
+
 # -- rollouts and attempts -------------------------------------------------------------------------------------------
 
 DEFAULT_CONFIG = RolloutConfig()
@@ -82,176 +151,121 @@ def load_config(text: str | None) -> RolloutConfig:
     return DEFAULT_CONFIG if text is None else RolloutConfig.model_validate_json(text)
 
 
-def from_rollout(rollout: Rollout) -> Row:
-    """The columns of a new rollout, for `statements.INSERT_ROLLOUT`."""
-    return (
-        rollout.rollout_id,
-        dump(rollout.input, "input"),
-        rollout.mode,
-        rollout.resources_id,
-        rollout.status,
-        rollout.start_time,
-        None,
-        config_text(rollout.config),
-        dump(rollout.metadata, "metadata") if rollout.metadata else "{}",
-        0,
+def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, Row]:
+    """A rollout that waits, and its columns after `key`. Raises ConfigError for what cannot be kept."""
+    if request.rollout_id is not None:
+        check_new_id(request.rollout_id, "rollout_id")
+    if request.resources_id is not None:
+        check_text(request.resources_id, "resources_id")
+    queue = request.queue
+    if queue is None:
+        queue = request.mode or "default"
+    if request.queue is not None or request.mode not in (None, "train", "val", "test"):
+        check_new_id(queue, "queue")
+    if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
+        raise ConfigError(f"priority={request.priority!r} is no integer of 32 bits")
+    metadata = dump_dict(request.metadata, "metadata") if request.metadata else "{}"
+    config = DEFAULT_CONFIG if request.config is None else request.config
+    rollout = Rollout(
+        new_id("ro") if request.rollout_id is None else request.rollout_id,
+        request.input,
+        time,
+        mode=request.mode,
+        resources_id=request.resources_id,
+        config=config,
+        metadata={} if request.metadata is None else request.metadata,
+        queue=queue,
+        priority=request.priority,
     )
+    return rollout, (
+        rollout.rollout_id,
+        dump(request.input, "input"),
+        request.mode,
+        request.resources_id,
+        "queuing",
+        time,
+        None,
+        config_text(config),
+        metadata,
+        0,
+        queue,
+        request.priority,
+    )
+
+
+def dump_dict(value: Any, what: str) -> str:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what}={value!r} is no dict")
+    return dump(value, what)
 
 
 def to_rollout(row: Row) -> Rollout:
     """From the columns of `statements.ROLLOUT`."""
-    _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _ = row
+    _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
     return Rollout(
-        rollout_id=rollout_id,
-        input=orjson.loads(input),
-        start_time=start_time,
-        status=status,
-        mode=mode,
-        resources_id=resources_id,
-        end_time=end_time,
-        config=load_config(config),
-        metadata=load_dict(metadata),
+        rollout_id,
+        orjson.loads(input),
+        start_time,
+        status,
+        mode,
+        resources_id,
+        end_time,
+        DEFAULT_CONFIG if config is None else load_config(config),
+        load_dict(metadata),
+        queue,
+        priority,
+    )
+
+
+def to_attempted(row: Row, attempt: Attempt) -> AttemptedRollout:
+    """From the columns of `statements.ROLLOUT`."""
+    _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
+    return AttemptedRollout(
+        rollout_id,
+        orjson.loads(input),
+        start_time,
+        status,
+        mode,
+        resources_id,
+        end_time,
+        DEFAULT_CONFIG if config is None else load_config(config),
+        load_dict(metadata),
+        queue,
+        priority,
+        attempt=attempt,
+    )
+
+
+def make_attempt(
+    rollout_id: str,
+    attempt_id: str,
+    sequence_id: int,
+    status: str,
+    start_time: float,
+    end_time: float | None,
+    worker_id: str | None,
+    heartbeat: float | None,
+    metadata: str,
+) -> Attempt:
+    """`metadata` is JSON."""
+    return Attempt(
+        rollout_id,
+        attempt_id,
+        sequence_id,
+        start_time,
+        cast("AttemptStatus", status),
+        end_time,
+        worker_id,
+        heartbeat,
+        load_dict(metadata),
     )
 
 
 def to_attempt(rollout_id: str, row: Row) -> Attempt:
     """From a row that begins with the columns of `statements.ATTEMPT`."""
-    attempt_id, sequence_id, status, start_time, end_time, worker_id, heartbeat, metadata = row[:8]
-    return Attempt(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        sequence_id=sequence_id,
-        start_time=start_time,
-        status=cast("AttemptStatus", status),
-        end_time=end_time,
-        worker_id=worker_id,
-        last_heartbeat_time=heartbeat,
-        metadata=load_dict(metadata),
-    )
-
-
-# -- spans -----------------------------------------------------------------------------------------------------------
-
-_counts = Struct("<3i")
-_ABSENT = -1
-
-
-def pack_tokens(attributes: dict[str, Any]) -> tuple[bytes | None, dict[str, Any]]:
-    """(the binary form of the token attributes, the other attributes). None where there are none."""
-    if not any(name in attributes for name in TOKEN_ATTRIBUTES):
-        return None, attributes
-    rest = dict(attributes)
-    counts = [_ABSENT, _ABSENT, _ABSENT]
-    parts: list[bytes] = []
-    for index, name in enumerate(TOKEN_ATTRIBUTES):
-        numbers = _numbers(name, rest.get(name))
-        if numbers is not None:
-            counts[index] = len(numbers)
-            parts.append(_little_endian(numbers).tobytes())
-            del rest[name]
-    return _counts.pack(*counts) + b"".join(parts), rest
-
-
-def _numbers(name: str, value: Any) -> array[Any] | None:
-    if not isinstance(value, list | tuple):
-        return None
-    try:
-        numbers = array("f" if name == LOGPROBS else "i", cast("Sequence[Any]", value))
-    except (TypeError, OverflowError):
-        return None
-    if name == LOGPROBS and not math.isfinite(math.fsum(numbers)):
-        bad = next(index for index, number in enumerate(numbers) if not math.isfinite(number))
-        raise ConfigError(f"{name}[{bad}] is {value[bad]}; a log-probability is a finite number within float32")
-    return numbers
-
-
-def _little_endian(numbers: array[Any]) -> array[Any]:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
-
-
-def unpack_tokens(data: bytes) -> dict[str, list[Any]]:
-    attributes: dict[str, list[Any]] = {}
-    start = _counts.size
-    for name, count in zip(TOKEN_ATTRIBUTES, _counts.unpack_from(data), strict=True):
-        if count == _ABSENT:
-            continue
-        numbers: array[Any] = array("f" if name == LOGPROBS else "i")
-        numbers.frombytes(data[start : start + 4 * count])
-        attributes[name] = _little_endian(numbers).tolist()
-        start += 4 * count
-    return attributes
-
-
-def from_span(span: Span) -> Row:
-    """The columns of a span that do not depend on the store: from `trace_id` to `tokens`."""
-    tokens, attributes = pack_tokens(span.attributes)
-    return (
-        span.trace_id,
-        span.parent_id,
-        span.name,
-        span.start_time,
-        span.end_time,
-        span.status_code,
-        span.status_message,
-        dump(attributes, "span attributes") if attributes else "{}",
-        _dump_events(span.events) if span.events else None,
-        dump(span.resource, "span resource") if span.resource else None,
-        tokens,
-    )
-
-
-def _dump_events(events: Sequence[SpanEvent]) -> str:
-    return dump([[event.name, event.timestamp, event.attributes] for event in events], "span events")
-
-
-def _load_events(text: str | None) -> tuple[SpanEvent, ...]:
-    if text is None:
-        return ()
-    return tuple(SpanEvent(name, timestamp, attributes) for name, timestamp, attributes in orjson.loads(text))
-
-
-def to_span(row: Row) -> Span:
-    """From the columns of `statements.SPAN`."""
-    (
-        rollout_id,
-        attempt_id,
-        span_id,
-        sequence_id,
-        trace_id,
-        parent_id,
-        name,
-        start_time,
-        end_time,
-        status_code,
-        status_message,
-        text,
-        events,
-        resource,
-        tokens,
-        superseded,
-    ) = row
-    attributes = load_dict(text)
-    if tokens is not None:
-        attributes.update(unpack_tokens(tokens))
-    if superseded:
-        attributes[SUPERSEDED] = True
-    return Span(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        name=name,
-        start_time=start_time,
-        end_time=end_time,
-        sequence_id=sequence_id,
-        trace_id=trace_id,
-        span_id=span_id,
-        parent_id=parent_id,
-        status_code=status_code,
-        status_message=status_message,
-        attributes=attributes,
-        events=_load_events(events),
-        resource={} if resource is None else orjson.loads(resource),
+    _, _, sequence_id, attempt_id, status, start_time, end_time, worker_id, heartbeat, metadata = row[:10]
+    return make_attempt(
+        rollout_id, attempt_id, sequence_id, status, start_time, end_time, worker_id, heartbeat, metadata
     )
 
 

@@ -1,9 +1,9 @@
 """The threads that own the database connections, and group commit.
 
-A caller in any event loop hands over a `Call` and awaits its future. One writer thread drains all calls that are
-there, runs each within its own savepoint so that a failing one fails alone, commits once, and only then answers: an
-answer is durable. Answers for one event loop travel in one wake-up. Long reads run on a second thread with a
-connection of its own; in a WAL database it sees everything that was answered.
+A caller in any event loop hands over a `Call` and awaits its future. One writer thread takes all calls that are there
+as one batch: it loads what they need at once, has each decide in memory, writes everything at once (unit.py), commits,
+and only then answers: an answer is durable. Answers for one event loop travel in one wake-up. Long reads run on a
+second thread with a connection of its own, which sees everything that was answered.
 
 A call that finds nothing to do yet may return PARK: it is run again after each batch that could concern it, until it
 answers or its time is up. Nothing polls, except for what other processes write to the same file.
@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-import queue
-import sqlite3
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError, StoreError
 from agentlightning.store.clock import Clock
-from agentlightning.store.faults import explain, is_fatal
-from agentlightning.store.statements import Statement
+from agentlightning.store.database import Connection, Database
+from agentlightning.store.parking import PARK, Parked
+from agentlightning.store.unit import Unit, Wants
 
 logger = logging.getLogger(__name__)
 
@@ -38,148 +37,237 @@ TICK_SECONDS: Final = 0.25
 """The clock looks for expired attempts no more often than this."""
 IDLE_SECONDS: Final = 0.5
 """How often a quiet store looks for what other processes wrote."""
+TRIES: Final = 5
+"""How often a transaction is tried that failed for a reason that passes."""
+
+Observer = Callable[[str, float, float, int], None]
+"""(name of the call, seconds it waited to be taken, seconds its batch took, calls in the batch)"""
 
 
-class Transaction:
-    """What a call works with: statements, the time, and what others may be waiting for."""
-
-    __slots__ = ("clock", "cursor", "deadline", "finished", "foreign", "queued")
-
-    def __init__(self, cursor: sqlite3.Cursor, clock: Clock, foreign: bool = False) -> None:
-        self.cursor = cursor
-        self.clock = clock
-        self.foreign = foreign
-        """Another process has written: anything may have happened."""
-        self.queued = foreign
-        """A rollout may now be waiting to be claimed."""
-        self.finished: set[str] = set()
-        """Ids of rollouts that have finished."""
-        self.deadline: float | None = None
-        """The earliest deadline set, on the steady clock."""
-
-    def one(self, statement: Statement, *values: Any) -> Any:
-        """The first row, or None."""
-        return self.cursor.execute(statement.sql, values).fetchone()
-
-    def all(self, statement: Statement, *values: Any) -> list[Any]:
-        return self.cursor.execute(statement.sql, values).fetchall()
-
-    def run(self, statement: Statement, *values: Any) -> int:
-        """Returns the number of rows changed."""
-        return self.cursor.execute(statement.sql, values).rowcount
-
-    def many(self, statement: Statement, rows: list[tuple[Any, ...]]) -> int:
-        """Run once for each row of values; returns the number of rows changed in all."""
-        return self.cursor.executemany(statement.sql, rows).rowcount
-
-    def remind(self, deadline: float) -> None:
-        """Have the clock look again at `deadline`."""
-        if self.deadline is None or deadline < self.deadline:
-            self.deadline = deadline
-
-
-class Park:
-    """The type of PARK."""
-
-
-PARK: Final = Park()
-"""What a call returns when it has to wait for something to happen."""
-
-
-@dataclass(slots=True, eq=False)
 class Call:
-    """One thing to do, and where its answer goes."""
+    """One thing to do, and where its answer goes. It may be run several times until its transaction is committed, so
+    it keeps nothing from one time to the next."""
 
-    run: Callable[[Transaction], Any]
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-    writes: bool = True
-    undo: Callable[[Any, Transaction], None] | None = None
-    """What to do with an answer nobody is left to take."""
-    concerns: Callable[[Transaction], bool] | None = None
-    """Whether to run this parked call again after what happened in the transaction."""
-    at_timeout: Callable[[Transaction], Any] | None = None
-    """The answer of a parked call whose time is up."""
-    expired: bool = False
-    answered: bool = False
+    __slots__ = ("answered", "deadline", "future", "loop", "name", "since")
+
+    writes = True
+    """Whether it changes anything. One that does not is run after all that do, on what they have written."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+        self.answered = False
+        self.deadline = math.inf
+        """Until when it may be parked, on time.monotonic."""
+        self.since = 0.0
+
+    def want(self, wants: Wants) -> None:
+        """Say what is needed."""
+
+    def run(self, unit: Unit) -> Any:
+        """The answer, or PARK."""
+        raise NotImplementedError
+
+    def at_timeout(self, unit: Unit) -> Any:
+        """The answer of a parked call whose time is up."""
+        raise NotImplementedError
+
+    def undo(self, unit: Unit, answer: Any) -> None:
+        """What to do with an answer nobody is left to take."""
+
+    def park(self, parked: Parked) -> None:
+        """Wait for what may concern it."""
+        raise NotImplementedError
+
+
+class Do(Call):
+    """A call that is a function of the unit."""
+
+    __slots__ = ("_function", "_rollouts", "_workers")
+
+    def __init__(
+        self, name: str, function: Callable[[Unit], Any], rollouts: Iterable[str] = (), workers: Iterable[str] = ()
+    ) -> None:
+        super().__init__(name)
+        self._function = function
+        self._rollouts = rollouts
+        self._workers = workers
+
+    def want(self, wants: Wants) -> None:
+        wants.rollouts.update(self._rollouts)
+        wants.workers.update(self._workers)
+
+    def run(self, unit: Unit) -> Any:
+        return self._function(unit)
+
+
+class Read(Call):
+    """A call that only looks at the database."""
+
+    __slots__ = ("look",)
+
+    writes = False
+
+    def __init__(self, name: str, look: Callable[[Connection], Any]) -> None:
+        super().__init__(name)
+        self.look = look
+
+    def run(self, unit: Unit) -> Any:
+        return self.look(unit.connection)
 
 
 Answer = tuple[Call, Any, BaseException | None]
-Chore = Callable[[Transaction], None]
-"""Something to do in the next transaction that nobody waits for."""
 
 
 class Lane:
-    """A thread, its connection, and the calls it answers one by one. Used as it is for reading."""
+    """A thread, its connection, and the calls handed over to it."""
 
-    def __init__(self, name: str, path: Path | None, connection: sqlite3.Connection, clock: Clock) -> None:
-        self._path = path
+    def __init__(self, name: str, database: Database, connection: Connection) -> None:
+        self._database = database
         self._connection = connection
-        self._cursor = connection.cursor()
-        self._clock = clock
-        self._queue: queue.SimpleQueue[Call | Chore | None] = queue.SimpleQueue()
+        self._calls: deque[Call] = deque()
         self._lock = threading.Lock()
+        self._wake = threading.Lock()
+        """Free when the thread is to wake up."""
+        self._wake.acquire()
+        self._asleep = False
+        self._rung = False
         self._closed = False
         self._process_id = os.getpid()
+        self.observe: Observer | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call) -> None:
-        """Hand over a call; its future is settled in its own event loop."""
-        if self._process_id != os.getpid():
-            raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        with self._lock:
-            if self._closed:
-                raise StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
-            self._queue.put(call)
-
     @property
     def name(self) -> str:
-        return "the in-memory store" if self._path is None else f"the store {self._path}"
+        return self._database.name
 
     @property
     def thread(self) -> threading.Thread:
         return self._thread
+
+    def submit(self, call: Call) -> None:
+        """Hand over a call; its future is settled in its own event loop."""
+        if self.observe is not None:
+            call.since = time.perf_counter()
+        if self._process_id != os.getpid():
+            raise self._refusal()
+        with self._lock:
+            if self._closed:
+                raise self._refusal()
+            self._calls.append(call)
+            if self._asleep:
+                self._asleep = False
+                self._wake.release()
+
+    def _refusal(self) -> StoreClosedError:
+        if self._process_id != os.getpid():
+            return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
+        return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
+
+    def _ring(self) -> None:
+        """Wake the thread. Any number of times is as good as once."""
+        with self._lock:
+            self._rung = True
+            if self._asleep:
+                self._asleep = False
+                self._wake.release()
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Until something is there to do, `seconds` at most."""
+        with self._lock:
+            if self._calls or self._rung or self._closed:
+                self._rung = False
+                return
+            self._asleep = True
+        if not self._wake.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
+            with self._lock:
+                if not self._asleep:  # rung at the last moment
+                    self._wake.acquire()
+                self._asleep = False
+        self._rung = False
 
     def stop(self) -> None:
         """Have the thread end once everything handed over is done. Does not wait."""
         if self._process_id != os.getpid():  # a forked child has no thread to end, and perhaps a lock held for ever
             return
         with self._lock:
-            if not self._closed:
-                self._queue.put(None)
             self._closed = True
+        self._ring()
 
     def _work(self) -> None:
-        running = True
-        while running:
-            answers, running = self._answer_some()
-            settle(answers, self._lost)
+        while not self._closed or self._calls:
+            if not self._calls:
+                self._sleep(None)
+            self._answer_some()
         self._connection.close()
+        self._abandon()
 
-    def _answer_some(self) -> tuple[list[Answer], bool]:
-        """(answers to the calls that are there, as far as they are quick; whether there may be more)."""
+    def _answer_some(self) -> None:
         answers: list[Answer] = []
-        call = self._queue.get()
-        enough = self._clock.steady() + TOGETHER_SECONDS
-        while call is not None:
-            if isinstance(call, Call) and not call.future.cancelled():
+        enough = time.monotonic() + TOGETHER_SECONDS
+        while self._calls and time.monotonic() <= enough:
+            call = self._calls.popleft()
+            if not call.future.cancelled():
                 answers.append(self._answer(call))
-            if self._queue.empty() or self._clock.steady() > enough:
-                return answers, True
-            call = self._queue.get_nowait()
-        return answers, False
+        if answers:
+            self._settle(answers)
 
     def _answer(self, call: Call) -> Answer:
+        started = time.perf_counter()
         try:
-            return call, call.run(Transaction(self._cursor, self._clock)), None
-        except sqlite3.Error as error:
-            return call, None, explain(error, self._path)
+            if not isinstance(call, Read):
+                raise TypeError(f"{call.name} is no read")
+            self._connection.begin(False)
+            answer: Answer = (call, call.look(self._connection), None)
+            self._connection.rollback()
         except Exception as error:  # noqa: BLE001  the caller's thread raises it
-            return call, None, error
+            self._connection.rollback()
+            answer = (call, None, self._explain(error))
+        if self.observe is not None:
+            self.observe(call.name, started - call.since, time.perf_counter() - started, 1)
+        return answer
+
+    def _explain(self, error: Exception) -> Exception:
+        return self._database.explain(error) if isinstance(error, self._database.errors) else error
+
+    def _settle(self, answers: list[Answer]) -> None:
+        """Answer the callers: one wake-up for each event loop."""
+        loops: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
+        for answer in answers:
+            loop = answer[0].loop
+            if loop in loops:
+                loops[loop].append(answer)
+            else:
+                loops[loop] = [answer]
+        for loop, ours in loops.items():
+            try:
+                loop.call_soon_threadsafe(self._resolve, ours)
+            except RuntimeError:  # the loop is closed: nobody is left to hear
+                for call, result, error in ours:
+                    if error is None:
+                        self._lost(call, result)
+
+    def _resolve(self, answers: list[Answer]) -> None:
+        for call, result, error in answers:
+            future = call.future
+            if future.done():
+                if error is None:
+                    self._lost(call, result)
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
     def _lost(self, call: Call, result: Any) -> None:
         """An answer came too late for its caller."""
+
+    def _abandon(self) -> None:
+        """The end: those still waiting are told."""
+        calls = list(self._calls)
+        self._calls.clear()
+        self._settle([(call, None, self._refusal()) for call in calls])
 
 
 class Writer(Lane):
@@ -188,68 +276,74 @@ class Writer(Lane):
     def __init__(
         self,
         name: str,
-        path: Path | None,
-        connection: sqlite3.Connection,
+        database: Database,
+        connection: Connection,
         clock: Clock,
-        expire: Callable[[Transaction], float | None],
+        expire: Callable[[Unit], float | None],
     ) -> None:
+        self._clock = clock
         self._expire = expire
+        self._unit = Unit(connection, clock, database.shared)
         self._due: float | None = clock.steady()
         self._last_tick = clock.steady() - TICK_SECONDS
-        self._parked: dict[Call, None] = {}
-        self._chores: list[Chore] = []
-        self._data_version = -1
-        super().__init__(name, path, connection, clock)
+        self._parked = Parked()
+        self._again: deque[Call] = deque()
+        """Parked calls whose time is up or whose callers are gone."""
+        self._lost_answers: deque[tuple[Call, Any]] = deque()
+        self._heard: deque[tuple[bool, Sequence[str] | None]] = deque()
+        """What other processes told."""
+        self.batches = 0
+        self.commits = 0
+        self.calls = 0
+        super().__init__(name, database, connection)
+        self._listener = database.listen(self._hear)
 
-    def _work(self) -> None:
-        running = True
-        while running:
-            batch, running = self._next_batch()
-            foreign = self._foreign_write()
-            if batch or self._chores or self._is_due() or foreign:
-                self._process(batch, foreign)
-        self._abandon()
-        self._connection.close()
-
-    def resubmit(self, call: Call) -> None:
-        """Look at a parked call again, now that it has expired or its caller is gone."""
-        with self._lock:
-            if not self._closed:
-                self._queue.put(call)
+    def give_up(self, call: Call) -> None:
+        """Look at a parked call for the last time: its caller is gone."""
+        self._again.append(call)
+        self._ring()
 
     def take_back(self, call: Call) -> None:
         """Undo an answer that arrived while its caller was being cancelled."""
         if call.future.exception() is None:
             self._lost(call, call.future.result())
 
+    def _hear(self, queued: bool, finished: Sequence[str] | None) -> None:
+        self._heard.append((queued, finished))
+        self._ring()
+
+    def stop(self) -> None:
+        if self._process_id == os.getpid() and self._listener is not None:
+            self._listener.close()
+        super().stop()
+
+    def _work(self) -> None:
+        while not self._closed or self._calls or self._lost_answers:
+            if not (self._calls or self._again or self._heard):
+                self._sleep(self._patience())
+            self._process(self._next_batch())
+        self._connection.close()
+        self._abandon()
+
     # -- what to do next -------------------------------------------------------------------------------------------
 
-    def _next_batch(self) -> tuple[list[Call], bool]:
-        """(what is there, waiting for it if need be; whether there may be more)."""
-        batch: list[Call] = []
-        try:
-            item = self._queue.get(timeout=self._patience())
-            while item is not None:
-                if isinstance(item, Call):
-                    batch.append(item)
-                else:
-                    self._chores.append(item)
-                if len(batch) == MAX_BATCH:
-                    return batch, True
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            return batch, True
-        return batch, False
+    def _next_batch(self) -> list[Call]:
+        calls = self._calls
+        batch = [calls.popleft() for _ in range(min(len(calls), MAX_BATCH))]
+        while self._again:
+            batch.append(self._again.popleft())
+        return batch
 
     def _patience(self) -> float | None:
         """Seconds until something has to be done unasked; None: never."""
-        idle = None if self._path is None else IDLE_SECONDS
-        if self._chores:  # they failed once, with the disk full perhaps
-            return TICK_SECONDS
-        if self._due is None:
-            return idle
-        due = max(self._due, self._last_tick + TICK_SECONDS) - self._clock.steady()
-        return max(0.0, due if idle is None else min(due, idle))
+        waits = [] if self._database.single else [IDLE_SECONDS]
+        if self._lost_answers:  # they failed once, with the disk full perhaps
+            waits.append(TICK_SECONDS)
+        if self._due is not None:
+            waits.append(max(self._due, self._last_tick + TICK_SECONDS) - self._clock.steady())
+        if self._parked.deadline < math.inf:
+            waits.append(self._parked.deadline - time.monotonic())
+        return max(0.0, min(waits)) if waits else None
 
     def _is_due(self) -> bool:
         if self._due is None:
@@ -257,129 +351,175 @@ class Writer(Lane):
         now = self._clock.steady()
         return now >= self._due and now >= self._last_tick + TICK_SECONDS
 
-    def _foreign_write(self) -> bool:
-        """Whether another process has written to the file since the last look."""
-        if self._path is None:
-            return False
+    # -- one batch -------------------------------------------------------------------------------------------------
+
+    def _process(self, batch: list[Call]) -> None:
+        started = time.perf_counter()
+        answers = self._attempt(batch)
+        self.batches += 1
+        self.calls += len(batch)
+        if self.observe is not None:
+            took = time.perf_counter() - started
+            for call, _, _ in answers:
+                self.observe(call.name, started - call.since, took, len(batch))
+        if answers:
+            self._settle(answers)
+
+    def _attempt(self, batch: list[Call]) -> list[Answer]:
+        """Answer a batch in one transaction; where that fails for the fault of one call perhaps, each in its own."""
+        for last in (False,) * (TRIES - 1) + (True,):
+            answers: list[Answer] = []
+            try:
+                self._transact(batch, answers)
+            except Exception as error:  # noqa: BLE001  every caller of the batch raises it
+                self._roll_back()
+                for call, _, _ in answers:
+                    call.answered = False
+                if not last and self._database.may_retry(error):
+                    continue
+                fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
+                if len(batch) > 1 and not fatal:
+                    logger.warning("a transaction of %d calls was undone, each is tried alone: %r", len(batch), error)
+                    return [answer for call in batch for answer in self._attempt([call])]
+                return self._fail(batch, answers, error)
+            for call, _, _ in answers:
+                self._parked.remove(call)
+            return answers
+        raise AssertionError("unreachable")
+
+    def _roll_back(self) -> None:
         try:
-            version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
-        except sqlite3.Error as error:
-            logger.warning("the store could not look for changes: %s", explain(error, self._path))
-            return False
-        changed = self._data_version not in (-1, version)
-        self._data_version = version
-        return changed
+            self._connection.rollback()
+        except self._database.errors as error:
+            logger.warning("the store could not undo a transaction: %s", self._database.explain(error))
+        self._unit.rolled_back()
 
-    # -- one transaction -------------------------------------------------------------------------------------------
-
-    def _process(self, batch: list[Call], foreign: bool) -> None:
-        answers: list[Answer] = []
-        try:
-            self._transact(batch, foreign, answers)
-        except Exception as error:  # noqa: BLE001  every caller of the batch raises it
-            fault = self._fail(error)
-            calls = dict.fromkeys([*batch, *(call for call, _, _ in answers)])
-            if not calls:
-                logger.warning("the store could not apply its time limits, and tries again: %s", fault)
-            answers = [(call, None, _copy(fault)) for call in calls]
-            for call in calls:
-                call.answered = True
-                self._parked.pop(call, None)
-        settle(answers, self._lost)
-
-    def _fail(self, error: Exception) -> StoreError:
-        """Undo the transaction; what to tell its callers."""
-        if self._connection.in_transaction:
-            self._cursor.execute("ROLLBACK")
+    def _fail(self, batch: list[Call], answers: list[Answer], error: Exception) -> list[Answer]:
+        """What to tell the callers of a transaction that was undone."""
         self._last_tick = self._clock.steady()
-        fault = (
-            explain(error, self._path) if isinstance(error, sqlite3.Error) else StoreError(f"{self.name}: {error!r}")
-        )
+        known = isinstance(error, (*self._database.errors, StoreError))
+        fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
         logger.warning("a transaction was undone: %s", fault, exc_info=error)
-        return fault
+        calls = dict.fromkeys([*batch, *(call for call, _, _ in answers)])
+        if not calls:
+            logger.warning("the store could not apply its time limits, and tries again: %s", fault)
+        for call in calls:
+            call.answered = True
+            self._parked.remove(call)
+        return [(call, None, type(fault)(*fault.args)) for call in calls]
 
-    def _transact(self, batch: list[Call], foreign: bool, answers: list[Answer]) -> None:
-        transaction = Transaction(self._cursor, self._clock, foreign)
-        due = foreign or self._is_due()
-        writes = due or bool(self._chores) or any(call.writes for call in batch)
-        self._cursor.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
-        for chore in self._chores:
-            chore(transaction)
-        for call in batch:
-            self._take(call, transaction, answers)
-        if due:
-            self._due = self._expire(transaction)
+    def _transact(self, batch: list[Call], answers: list[Answer]) -> None:
+        unit, connection = self._unit, self._connection
+        heard = [self._heard.popleft() for _ in range(len(self._heard))]
+        due = self._is_due()
+        writing = [call for call in batch if call.writes]
+        lost = list(self._lost_answers)
+        writes = due or bool(writing or lost)
+        connection.begin(writes)
+        foreign = not (batch or heard) if self._database.shared else connection.changed()
+        if foreign and not writes:  # what expired elsewhere may have to be seen to
+            connection.rollback()
+            connection.begin(True)
+            writes = due = True
+            connection.changed()
+        unit.begin(foreign)
+        for queued, finished in heard:
+            unit.queued |= queued
+            unit.foreign |= finished is None
+            unit.finished.update(finished or ())
+        self._prefetch(writing)
+        for call, answer in lost:
+            call.undo(unit, answer)
+            unit.settle()
+        for call in writing:
+            self._take(call, answers)
+        if due or foreign:
+            if unit.dirty:
+                unit.flush()
+            next_due = self._expire(unit)
+        else:
+            next_due = self._due
+        self._claim_parked(answers)
+        if unit.dirty:
+            unit.flush()
+        self._look(batch, answers)
+        if writes:
+            connection.notify(unit.queued, list(unit.finished))
+            connection.commit()
+            self.commits += 1
+        else:
+            connection.rollback()
+        unit.committed()
+        for _ in lost:
+            self._lost_answers.popleft()
+        if due or foreign:
             self._last_tick = self._clock.steady()
-        for call in [call for call in self._parked if writes]:
-            if call.concerns is not None and call.concerns(transaction):
-                self._take(call, transaction, answers)
-        self._cursor.execute("COMMIT")
-        self._chores.clear()
-        if transaction.deadline is not None:
-            self._due = transaction.deadline if self._due is None else min(self._due, transaction.deadline)
+        if unit.deadline is not None:
+            next_due = unit.deadline if next_due is None else min(next_due, unit.deadline)
+        self._due = next_due
 
-    def _take(self, call: Call, transaction: Transaction, answers: list[Answer]) -> None:
+    def _prefetch(self, calls: list[Call]) -> None:
+        wants = Wants()
+        for call in calls:
+            call.want(wants)
+        if self._unit.queued or wants.claims or self._parked.claims:
+            wants.claims += len(self._parked.claims)
+        self._unit.prefetch(wants)
+
+    def _claim_parked(self, answers: list[Answer]) -> None:
+        """Give what waits to be claimed to those who wait for it, the first ones first."""
+        if not self._unit.queued:
+            return
+        for waiting in self._parked.groups():
+            for call in waiting:
+                if not self._take(call, answers):
+                    break  # the others of the group want the same
+
+    def _look(self, batch: list[Call], answers: list[Answer]) -> None:
+        """Answer those who only look, those parked whom it concerns, and those whose time is up."""
+        for call in self._parked.concerned(self._unit):
+            self._take(call, answers)
+        for call in batch:
+            if not call.writes:
+                self._take(call, answers)
+        for call in self._parked.expired():
+            if not call.answered:
+                self._answer_call(call, call.at_timeout, answers)
+
+    def _take(self, call: Call, answers: list[Answer]) -> bool:
+        """Run a call; False where it found nothing to do."""
         if call.answered or call.future.cancelled():
-            self._parked.pop(call, None)
-            return
-        answer = self._answer_alone(call, call.run, transaction)
-        if answer[1] is PARK and call.expired and call.at_timeout is not None:
-            answer = self._answer_alone(call, call.at_timeout, transaction)
-        if answer[1] is PARK:
-            self._parked[call] = None
-            return
-        call.answered = True
-        self._parked.pop(call, None)
-        answers.append(answer)
+            self._parked.remove(call)
+            return True
+        return self._answer_call(call, call.run, answers)
 
-    def _answer_alone(self, call: Call, run: Callable[[Transaction], Any], transaction: Transaction) -> Answer:
-        self._cursor.execute("SAVEPOINT one_call")
+    def _answer_call(self, call: Call, run: Callable[[Unit], Any], answers: list[Answer]) -> bool:
+        unit = self._unit
         try:
-            result = run(transaction)
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            self._cursor.execute("ROLLBACK TO one_call")
-            self._cursor.execute("RELEASE one_call")
-            return call, None, explain(error, self._path) if isinstance(error, sqlite3.Error) else error
-        self._cursor.execute("RELEASE one_call")
-        return call, result, None
+            result = run(unit)
+            if result is PARK and call.deadline <= time.monotonic():
+                result = call.at_timeout(unit)
+        except self._database.errors:
+            raise
+        except Exception as error:  # noqa: BLE001  the caller's thread raises it
+            unit.undo()
+            call.answered = True
+            answers.append((call, None, error))
+            return True
+        unit.settle()
+        if result is PARK:
+            call.park(self._parked)
+            return False
+        call.answered = True
+        answers.append((call, result, None))
+        return True
 
     def _lost(self, call: Call, result: Any) -> None:
-        if call.undo is not None:
-            self._queue.put(partial(call.undo, result))
+        self._lost_answers.append((call, result))
+        self._ring()
 
     def _abandon(self) -> None:
         """The end: those still waiting are told."""
-        error = StoreClosedError(f"{self.name} was closed while this call waited")
-        settle([(call, None, _copy(error)) for call in self._parked], self._lost)
-
-
-def settle(answers: list[Answer], lost: Callable[[Call, Any], None]) -> None:
-    """Answer the callers: one wake-up for each event loop."""
-    loops: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
-    for answer in answers:
-        loops.setdefault(answer[0].loop, []).append(answer)
-    for loop, ours in loops.items():
-        try:
-            loop.call_soon_threadsafe(_resolve, ours, lost)
-        except RuntimeError:  # the loop is closed: nobody is left to hear
-            for call, result, error in ours:
-                if error is None:
-                    lost(call, result)
-
-
-def _resolve(answers: list[Answer], lost: Callable[[Call, Any], None]) -> None:
-    for call, result, error in answers:
-        if call.future.done():
-            if error is None:
-                lost(call, result)
-        elif error is not None:
-            call.future.set_exception(error)
-        else:
-            call.future.set_result(result)
-
-
-def _copy(error: StoreError) -> StoreError:
-    """A new one for each caller, as each adds its own traceback."""
-    return type(error)(*error.args)
+        error = f"{self.name} was closed while this call waited"
+        self._settle([(call, None, StoreClosedError(error)) for call in self._parked.all()])
+        super()._abandon()

@@ -1,8 +1,8 @@
 """The tables of a store, and the SQL that makes them.
 
 Rows refer to one another by an integer `key`, which is also the order of creation; callers see only text ids. JSON is
-text, token ids and log-probabilities are one binary column of a span. Anything that differs between database dialects
-is said in this file and nowhere else.
+text. Spans are rows of `span_packs` (packs.py says what is in one), long prompts are rows of `token_blocks`. Anything
+that differs between database dialects is said in this file and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     BindParameter,
     Column,
     ColumnElement,
@@ -21,24 +22,22 @@ from sqlalchemy import (
     Table,
     Text,
     bindparam,
-    func,
-    literal_column,
-    select,
     text,
 )
-from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Dialect
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised by one with each migration; see migrations.py."""
-
-DIALECT: Dialect = sqlite.dialect()
-insert = sqlite.insert
-"""INSERT that knows ON CONFLICT."""
 
 WAITING = text("status IN ('queuing', 'requeuing')")
 OPEN = text("status IN ('preparing', 'running')")
+
+_Key = BigInteger().with_variant(Integer, "sqlite")
+_Number = Float().with_variant(postgresql.DOUBLE_PRECISION(), "postgresql")
+_Count = BigInteger().with_variant(Integer, "sqlite")
 
 metadata = MetaData()
 
@@ -52,105 +51,194 @@ about = Table(
 rollouts = Table(
     "rollouts",
     metadata,
-    Column("key", Integer, primary_key=True),
+    Column("key", _Key, primary_key=True),
     Column("rollout_id", Text, nullable=False, unique=True),
     Column("input", Text, nullable=False),
     Column("mode", Text),
     Column("resources_id", Text),
     Column("status", Text, nullable=False),
-    Column("start_time", Float, nullable=False),
-    Column("end_time", Float),
+    Column("start_time", _Number, nullable=False),
+    Column("end_time", _Number),
     Column("config", Text),
     Column("metadata", Text, nullable=False),
     Column("attempts", Integer, nullable=False),
-    Index("rollouts_waiting", "key", sqlite_where=WAITING, postgresql_where=WAITING),
+    Column("queue", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Index("rollouts_waiting", "queue", text("priority DESC"), "key", sqlite_where=WAITING, postgresql_where=WAITING),
+    Index("rollouts_open", "queue", sqlite_where=OPEN, postgresql_where=OPEN),
+    Index(
+        "rollouts_finished",
+        "end_time",
+        "status",
+        sqlite_where=text("end_time IS NOT NULL"),
+        postgresql_where=text("end_time IS NOT NULL"),
+    ),
 )
 
 attempts = Table(
     "attempts",
     metadata,
-    Column("key", Integer, primary_key=True),
-    Column("rollout_key", Integer, nullable=False),
+    Column("key", _Key, primary_key=True),
+    Column("rollout_key", _Key, nullable=False),
     Column("sequence_id", Integer, nullable=False),
     Column("attempt_id", Text, nullable=False, unique=True),
     Column("status", Text, nullable=False),
-    Column("start_time", Float, nullable=False),
-    Column("end_time", Float),
+    Column("start_time", _Number, nullable=False),
+    Column("end_time", _Number),
     Column("worker_id", Text),
-    Column("last_heartbeat_time", Float),
+    Column("last_heartbeat_time", _Number),
     Column("metadata", Text, nullable=False),
     Column("superseded", Integer, nullable=False),
-    Column("last_span", Integer, nullable=False),
-    Column("timeout_at", Float),
-    Column("silence", Float),
-    Column("silent_at", Float),
+    Column("last_span", _Count, nullable=False),
+    Column("spans", Integer, nullable=False),
+    Column("bytes", _Count, nullable=False),
+    Column("timeout_at", _Number),
+    Column("silence", _Number),
+    Column("silent_at", _Number),
     Index("attempts_of_rollout", "rollout_key", "sequence_id", unique=True),
-    Index("attempts_timeout", "timeout_at", sqlite_where=text("timeout_at IS NOT NULL")),
-    Index("attempts_silent", "silent_at", sqlite_where=text("silent_at IS NOT NULL")),
+    Index(
+        "attempts_timeout",
+        "timeout_at",
+        sqlite_where=text("timeout_at IS NOT NULL"),
+        postgresql_where=text("timeout_at IS NOT NULL"),
+    ),
+    Index(
+        "attempts_silent",
+        "silent_at",
+        sqlite_where=text("silent_at IS NOT NULL"),
+        postgresql_where=text("silent_at IS NOT NULL"),
+    ),
     Index("attempts_of_worker", "worker_id", sqlite_where=OPEN, postgresql_where=OPEN),
 )
+"""`last_span` is the highest sequence number given, `spans` and `bytes` are what its packs hold. `silence` is the time
+it may be silent, `silent_at` when that is over, `timeout_at` when its time is up; both on the steady clock."""
 
-spans = Table(
-    "spans",
+span_packs = Table(
+    "span_packs",
     metadata,
-    Column("key", Integer, primary_key=True),
-    Column("attempt_key", Integer, nullable=False),
-    Column("span_id", Text, nullable=False),
-    Column("sequence_id", Integer, nullable=False),
-    Column("trace_id", Text, nullable=False),
-    Column("parent_id", Text),
-    Column("name", Text, nullable=False),
-    Column("start_time", Float, nullable=False),
-    Column("end_time", Float),
-    Column("status_code", Text, nullable=False),
-    Column("status_message", Text),
-    Column("attributes", Text, nullable=False),
-    Column("events", Text),
-    Column("resource", Text),
-    Column("tokens", LargeBinary),
+    Column("key", _Key, primary_key=True),
+    Column("attempt_key", _Key, nullable=False),
+    Column("first_sequence", _Count, nullable=False),
+    Column("count", Integer, nullable=False),
     Column("superseded", Integer, nullable=False),
-    Index("spans_of_attempt", "attempt_key", "span_id", unique=True),
+    Column("sequences", Text),
+    Column("ids", LargeBinary, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("span_packs_of_attempt", "attempt_key", "first_sequence"),
 )
+"""`sequences` is a JSON list of sequence numbers where they do not simply count up from `first_sequence`, which is the
+lowest."""
+
+token_blocks = Table(
+    "token_blocks",
+    metadata,
+    Column("digest", LargeBinary, primary_key=True),
+    Column("parent", LargeBinary, nullable=False),
+    Column("ids", LargeBinary, nullable=False),
+)
+
+pack_blocks = Table(
+    "pack_blocks",
+    metadata,
+    Column("pack_key", _Key, primary_key=True),
+    Column("digest", LargeBinary, primary_key=True),
+)
+"""Which chains of blocks a pack needs, by the digest of their last block."""
 
 resources = Table(
     "resources",
     metadata,
-    Column("key", Integer, primary_key=True),
+    Column("key", _Key, primary_key=True),
     Column("resources_id", Text, nullable=False, unique=True),
     Column("version", Integer, nullable=False, unique=True),
-    Column("create_time", Float, nullable=False),
+    Column("create_time", _Number, nullable=False),
     Column("body", Text, nullable=False),
 )
 
 workers = Table(
     "workers",
     metadata,
-    Column("key", Integer, primary_key=True),
+    Column("key", _Key, primary_key=True),
     Column("worker_id", Text, nullable=False, unique=True),
-    Column("last_heartbeat_time", Float),
+    Column("last_heartbeat_time", _Number),
     Column("stats", Text, nullable=False),
+    Column("lease_seconds", _Number),
+    Column("lost_at", _Number),
+    Column("lost", Integer, nullable=False),
+    Column("last_error", Text),
+    Index(
+        "workers_lease",
+        "lost_at",
+        sqlite_where=text("lost_at IS NOT NULL"),
+        postgresql_where=text("lost_at IS NOT NULL"),
+    ),
+)
+"""`lost_at` is when its lease runs out, on the steady clock."""
+
+queues = Table(
+    "queues",
+    metadata,
+    Column("key", _Key, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("max_open", Integer),
 )
 
 
-def ddl() -> list[str]:
+def ddl(dialect: Dialect) -> list[str]:
     """The statements that make an empty database into a store of SCHEMA_VERSION."""
     statements: list[str] = []
     for table in metadata.sorted_tables:
-        statements.append(str(CreateTable(table).compile(dialect=DIALECT)))
+        statements.append(str(CreateTable(table).compile(dialect=dialect)))
         indexes = sorted(table.indexes, key=lambda index: str(index.name))
-        statements.extend(str(CreateIndex(index).compile(dialect=DIALECT)) for index in indexes)
+        statements.extend(str(CreateIndex(index).compile(dialect=dialect)) for index in indexes)
     return statements
 
 
-def is_one_of(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-    """`column` is in a JSON list given as parameter `name`: one statement for lists of every length."""
-    values = func.json_each(bindparam(name)).table_valued("value")
-    return column.in_(select(values.c.value))
+# -- what the dialects say differently -------------------------------------------------------------------------------
 
 
-def contains_text(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+class is_one_of(ColumnElement[bool]):  # noqa: N801  reads like a function in a query
+    """`column` is in a list given as parameter `name`: one statement for lists of every length."""
+
+    inherit_cache = False
+
+    def __init__(self, column: ColumnElement[Any], name: str) -> None:
+        self.column = column
+        self.values = bindparam(name)
+
+
+@compiles(is_one_of, "sqlite")
+def _one_of_json(element: is_one_of, compiler: Any, **options: Any) -> str:
+    column, values = compiler.process(element.column, **options), compiler.process(element.values, **options)
+    return f"{column} IN (SELECT value FROM json_each({values}))"
+
+
+@compiles(is_one_of, "postgresql")
+def _one_of_array(element: is_one_of, compiler: Any, **options: Any) -> str:
+    column, values = compiler.process(element.column, **options), compiler.process(element.values, **options)
+    return f"{column} = ANY ({values})"
+
+
+class contains_text(ColumnElement[bool]):  # noqa: N801
     """The text in parameter `name` is part of `column`, letter for letter."""
-    return func.instr(column, bindparam(name)) > literal_column("0")
+
+    inherit_cache = False
+
+    def __init__(self, column: ColumnElement[Any], name: str) -> None:
+        self.column = column
+        self.part = bindparam(name)
+
+
+@compiles(contains_text, "sqlite")
+def _instr(element: contains_text, compiler: Any, **options: Any) -> str:
+    column, part = compiler.process(element.column, **options), compiler.process(element.part, **options)
+    return f"instr({column}, {part}) > 0"
+
+
+@compiles(contains_text, "postgresql")
+def _position(element: contains_text, compiler: Any, **options: Any) -> str:
+    column, part = compiler.process(element.column, **options), compiler.process(element.part, **options)
+    return f"position({part} IN {column}) > 0"
 
 
 def given(name: str) -> BindParameter[Any]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store import codec, statements
 from agentlightning.store.codec import Row
-from agentlightning.store.engine import PARK, Park, Transaction
+from agentlightning.store.engine import Call
+from agentlightning.store.parking import PARK, Parked
+from agentlightning.store.unit import Unit
 
 
-class Wait:
-    """One `wait_for_rollouts`."""
+class Wait(Call):
+    """One `wait_for_rollouts`. Its answer: the rows of the finished ones, in the order asked for."""
+
+    __slots__ = ("_ids", "_minimum", "_missing", "_pending")
+
+    writes = False
 
     def __init__(self, rollout_ids: Sequence[str], minimum: int | None) -> None:
+        super().__init__("wait_for_rollouts")
+        codec.check_texts(rollout_ids, "rollout_ids")
         self._ids = list(dict.fromkeys(rollout_ids))
-        self._json = codec.dump(self._ids, "rollout_ids")
         self._minimum = len(self._ids) if minimum is None else minimum
         if not 0 <= self._minimum <= len(self._ids):
             raise ConfigError(
@@ -23,32 +31,26 @@ class Wait:
             )
         self._pending: set[str] = set()
         self._missing = 0
-        self._seen: set[str] = set()
 
-    def look(self, transaction: Transaction) -> list[Row] | Park:
-        """The rows of the finished rollouts, or PARK while there are too few."""
-        rows = self.finished(transaction)
+    def run(self, unit: Unit) -> Any:
+        rows = self.at_timeout(unit)
         if len(rows) >= self._minimum:
             return rows
         self._pending = set(self._ids).difference(row[1] for row in rows)
         self._missing = self._minimum - len(rows)
-        self._seen = set()
         return PARK
 
-    def finished(self, transaction: Transaction) -> list[Row]:
-        """The rows of those that have finished, in the order asked for."""
-        rows = {row[1]: row for row in transaction.all(statements.FINISHED_AMONG, self._json)}
+    def at_timeout(self, unit: Unit) -> list[Row]:
+        rows = {row[1]: row for row in unit.connection.all(statements.FINISHED_AMONG, self._ids)}
         if len(rows) < len(self._ids):
-            self._check_known(transaction)
+            self._check_known(unit)
         return [rows[rollout_id] for rollout_id in self._ids if rollout_id in rows]
 
-    def concerns(self, transaction: Transaction) -> bool:
-        """Whether looking again may find enough. A rollout queued again meanwhile is noticed by looking."""
-        self._seen |= self._pending & transaction.finished
-        return transaction.foreign or len(self._seen) >= self._missing
+    def park(self, parked: Parked) -> None:
+        parked.add_wait(self, self._pending, self._missing)
 
-    def _check_known(self, transaction: Transaction) -> None:
-        known = {row[0] for row in transaction.all(statements.KNOWN_AMONG, self._json)}
+    def _check_known(self, unit: Unit) -> None:
+        known = {row[0] for row in unit.connection.all(statements.KNOWN_AMONG, self._ids)}
         unknown = [rollout_id for rollout_id in self._ids if rollout_id not in known]
         if unknown:
             raise NotFoundError(f"no rollout {unknown[0]!r} in this store")
