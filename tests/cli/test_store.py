@@ -200,6 +200,22 @@ async def test_every_verb_works_on_a_server(agl: Agl, path: str) -> None:
     await store.close()
 
 
+def test_a_place_that_cannot_be_written_is_named(agl: Agl, path: str) -> None:
+    Path("blocked").write_text("a file, not a folder")
+    result = agl("export", "blocked/all.jsonl", "--store", path)
+    assert result.exit_code == 2
+    assert "blocked/all.jsonl cannot be written" in result.stderr
+
+
+def test_what_takes_long_tells_how_far_it_is(agl: Agl, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "to do" not in agl("export", "first.jsonl", "--store", path).stdout
+    monkeypatch.setattr(verbs, "QUIET_SECONDS", 0.0)
+    assert "exporting rollouts: 11 to do" in agl("export", "second.jsonl", "--store", path).stdout
+    assert "importing rollouts ..." in agl("import", "second.jsonl", "--store", "other.db").stdout
+    assert "pruning rollouts: 10 to do" in agl("prune", "--keep", "0", "--yes", "--store", path).stdout
+    assert "giving space back ..." in agl("vacuum", "--store", path).stdout
+
+
 def test_importing_nothing_makes_no_store(agl: Agl) -> None:
     assert agl("import", "absent.jsonl", "--store", "new.db").exit_code == 2
     assert not Path("new.db").exists()

@@ -128,6 +128,22 @@ async def test_remote_stores_are_copied_as_embedded_ones_are(
     assert await everything(other) == await everything(store)
 
 
+async def test_what_was_unfinished_waits_again_where_it_is_imported(
+    store: LightningStoreBase, other: LightningStoreBase, tmp_path: Path
+) -> None:
+    await store.enqueue_rollout("waits", rollout_id="ro-1")
+    await store.enqueue_rollout("runs", rollout_id="ro-2")
+    first = await store.dequeue_rollout()
+    assert first is not None
+    await store.add_span(Span(first.rollout_id, first.attempt.attempt_id, "started", 1.0))
+    await export_store(store, tmp_path / "all.jsonl")
+    await import_store(other, tmp_path / "all.jsonl")
+    claimed = await other.dequeue_many_rollouts(limit=5)
+    assert {rollout.input for rollout in claimed} == {"waits", "runs"}
+    assert {rollout.input: rollout.attempt.sequence_id for rollout in claimed} == {"waits": 2, "runs": 1}
+    assert [span.name for span in await other.query_spans("ro-1")] == ["started"]
+
+
 async def test_resources_that_were_updated_are_the_latest_after_the_import_too(
     store: LightningStoreBase, other: LightningStoreBase, tmp_path: Path
 ) -> None:

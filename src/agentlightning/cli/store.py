@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStoreBase, Pruned, Queue, Retention
     from agentlightning.store.transfer.copying import Report
 
-WATCH_SECONDS = 2.0
-"""How often a long prune is asked how far it is."""
+QUIET_SECONDS = 2.0
+"""What is done sooner needs no progress; what takes longer tells it this often at least."""
 PATIENCE_SECONDS = 3.0
 """How long a server may be away: somebody waits who can try again."""
 
@@ -184,21 +186,28 @@ def _ask(planned: Pruned, yes: bool, output: Output, progress: Progress) -> None
 
 
 async def _prune(store: LightningStoreBase, retention: Retention, planned: Pruned, progress: Progress) -> Pruned:
-    progress.phase("pruning rollouts", planned.rollouts)
-    watching = asyncio.create_task(_watch(store, planned.rollouts, progress))
-    try:
+    async with _meanwhile(_watch(store, await _finished(store), planned.rollouts, progress)):
         return await store.prune(retention)
+
+
+@asynccontextmanager
+async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Inside, `work` goes on; what becomes of it is of no interest."""
+    task = asyncio.create_task(work)
+    try:
+        yield
     finally:
-        watching.cancel()
-        await asyncio.wait({watching})
+        task.cancel()
+        await asyncio.wait({task})
 
 
-async def _watch(store: LightningStoreBase, total: int, progress: Progress) -> None:
-    """Tell how far it is, by what is left; others may finish rollouts meanwhile."""
-    before = await _finished(store)
+async def _watch(store: LightningStoreBase, before: int, total: int, progress: Progress) -> None:
+    """Tell how far it is, by what is left of the rollouts `before`; others may finish some meanwhile."""
+    await asyncio.sleep(QUIET_SECONDS)
+    progress.phase("pruning rollouts", total)
     while True:
-        await asyncio.sleep(WATCH_SECONDS)
         progress.update(max(0, min(total, before - await _finished(store))))
+        await asyncio.sleep(QUIET_SECONDS)
 
 
 async def _finished(store: LightningStoreBase) -> int:
@@ -233,12 +242,17 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
         async with _opened(store, server, token) as opened:
             before = (await opened.statistics())["bytes"]
-            progress.phase("vacuum")
-            await opened.vacuum()
+            async with _meanwhile(_say_later(progress, "giving space back")):
+                await opened.vacuum()
             after = (await opened.statistics())["bytes"]
         return {"bytes_before": before, "bytes": after}, lambda console: _show_vacuum(before, after, console)
 
     _run(as_json, work)
+
+
+async def _say_later(progress: Progress, name: str) -> None:
+    await asyncio.sleep(QUIET_SECONDS)
+    progress.phase(name)
 
 
 def _show_vacuum(before: int, after: int, console: Console) -> None:
@@ -272,12 +286,24 @@ def export_(
 
         filters: dict[str, Any] = {"status_in": _known(status, "status"), "mode_in": _known(mode, "mode")}
         async with _opened(store, server, token) as opened:
-            exported = await export_store(
-                opened, file, **filters, queue_in=queue or None, overwrite=force, report=_report(progress, "exporting")
-            )
+            with _writing(file):
+                report = _report(progress, "exporting")
+                exported = await export_store(
+                    opened, file, **filters, queue_in=queue or None, overwrite=force, report=report
+                )
         return {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console)
 
     _run(as_json, work)
+
+
+@contextmanager
+def _writing(file: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"{file} cannot be written: {error}") from error
 
 
 def _known(values: list[str] | None, name: str) -> list[str] | None:
@@ -293,15 +319,16 @@ def _known(values: list[str] | None, name: str) -> list[str] | None:
 
 
 def _report(progress: Progress, name: str) -> Report:
-    """What is told a copy's progress begins a phase when it is first told anything."""
-    begun = False
+    """What is told how far a copy is, and begins to tell it on when the copy takes long."""
+    start, begun = time.monotonic(), False
 
     def report(done: int, total: int | None) -> None:
         nonlocal begun
-        if not begun:
-            progress.phase(f"{name} rollouts", total)
+        if not begun and time.monotonic() - start >= QUIET_SECONDS:
+            progress.phase(f"{name} rollouts", total, done)
             begun = True
-        progress.update(done)
+        if begun:
+            progress.update(done)
 
     return report
 

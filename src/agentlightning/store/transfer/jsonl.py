@@ -99,6 +99,8 @@ class JsonlReader:
                     yield item, len(line)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._cut(number + 1) from error
+        except OSError as error:
+            raise DatasetError(f"{self._path} cannot be read: {error.strerror}") from error
         if not self._whole:
             raise self._cut(number + 1)
 
