@@ -75,7 +75,7 @@ async def check(store: LightningStoreBase, set_clock: Callable[[], object]) -> N
     set_clock()
     end, ended = time.monotonic() + 30, []
     while len(ended) < 2 and time.monotonic() < end:
-        await store.update_attempt(alive.rollout_id, alive.attempt.attempt_id, status="running")
+        await store.update_attempt(alive.rollout_id, alive.attempt.attempt_id, last_heartbeat_time=time.time())
         await store.update_worker("here")
         ids = [silent.rollout_id, lost.rollout_id]
         ended = await store.wait_for_rollouts(rollout_ids=ids, timeout=0.2)
