@@ -70,6 +70,7 @@ def read(whole: Pack, **changes: Any) -> list[Span]:
     return unpack(whole.body, **(arguments | changes))
 
 
+@settings(max_examples=60)
 @given(spans)
 def test_spans_come_back_as_they_were(some: list[Span]) -> None:
     assert read(pack(some)) == some

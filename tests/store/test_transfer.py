@@ -6,18 +6,21 @@ import asyncio
 import gzip
 import json
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, MissingExtraError
 from agentlightning.resources import LLM, PromptTemplate
-from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
+from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.server import Server
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
@@ -209,6 +212,78 @@ async def test_a_parquet_export_is_a_table_for_other_programs(store: LightningSt
     assert call["prompt_token_ids"] == list(range(1000))
     assert call["logprobs"] == [-0.5, -1.25]
     assert json.loads(call["events"]) == [{"name": "first token", "timestamp": 103.25, "attributes": {"index": 0}}]
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | finite | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+anything = st.dictionaries(text, values, max_size=3)
+ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)
+spans = st.builds(
+    Span,
+    st.just("ro"),
+    st.just("at"),
+    text,
+    finite,
+    st.none() | finite,
+    st.integers(1, 2**53),
+    text,
+    text,
+    st.none() | text,
+    st.sampled_from(["UNSET", "OK", "ERROR"]),
+    st.none() | text,
+    anything
+    | st.fixed_dictionaries(
+        {PROMPT_TOKEN_IDS: ids | values, RESPONSE_TOKEN_IDS: ids, LOGPROBS: st.lists(st.floats(-9, 0, width=32))}
+    ),
+    st.lists(st.builds(SpanEvent, text, finite, anything), max_size=2).map(tuple),
+    anything,
+)
+attempts = st.builds(
+    Attempt,
+    st.just("ro"),
+    text,
+    st.integers(1, 9),
+    finite,
+    st.sampled_from(get_args(AttemptStatus)),
+    st.none() | finite,
+    st.none() | text,
+    st.none() | finite,
+    anything,
+)
+rollouts = st.builds(
+    Rollout,
+    st.just("ro"),
+    values,
+    finite,
+    st.sampled_from(get_args(RolloutStatus)),
+    st.none() | st.sampled_from(get_args(RolloutMode)),
+    st.none() | text,
+    st.none() | finite,
+    st.builds(RolloutConfig, timeout_seconds=st.none() | st.floats(1, 9), max_attempts=st.integers(1, 9)),
+    anything,
+    text,
+    st.integers(-(2**31), 2**31),
+)
+records = st.builds(
+    RolloutRecord, rollouts, st.lists(attempts, max_size=2).map(tuple), st.lists(spans, max_size=2).map(tuple)
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(records, max_size=3))
+def test_whatever_a_store_holds_goes_through_every_format(several: list[RolloutRecord]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in FORMATS:
+            path = Path(folder) / name
+            writer = copying._open_writer(path, copying._ending(path))
+            writer.write(several)
+            writer.finish()
+            assert [item for item, _ in copying._open_reader(path).items()] == several
 
 
 # -- files that are damaged ------------------------------------------------------------------------------------------

@@ -149,9 +149,10 @@ def _span_columns(span: Span) -> dict[str, Any]:
     shape, attributes = span_shape(span), dict(span.attributes)
     for column, name in LISTS.items():
         value = attributes.get(name)
-        fits = tokens.pack_logprobs(name, value) if name == LOGPROBS else tokens.pack_ids(value)
-        if fits is not None:
-            shape[column] = attributes.pop(name)
+        packed = tokens.pack_logprobs(name, value) if name == LOGPROBS else tokens.pack_ids(value)
+        if packed is not None:
+            shape[column] = tokens.read_logprobs(packed) if name == LOGPROBS else tokens.read_ids(packed)
+            del attributes[name]
     return {**shape, "attributes": attributes}
 
 
