@@ -23,6 +23,7 @@ from agentlightning.gateway.dialects.fields import (
     expect,
     ignored,
     integer,
+    kind_of,
     optional,
     read_json,
     refuse,
@@ -39,7 +40,7 @@ _KNOWN: Final = frozenset(
         *("stream", "stream_options", "n", "logprobs", "top_logprobs"),
     }
 )
-_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+_ROLES: Final = ("assistant", "system", "tool", "user")
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
@@ -97,7 +98,7 @@ def _message(index: int, message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        raise bad("messages", f"{where} has the role {short(role)}; use {', '.join(sorted(_ROLES))} or developer")
+        raise bad("messages", f"{where} has the role {short(role)}; use {', '.join(_ROLES)} or developer")
     read: Message = {"role": role, "content": _content(where, message.get("content"))}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = _tool_calls(where, calls)
@@ -114,7 +115,7 @@ def _content(where: str, content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in expect(f"{where}.content", content, list):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = kind_of(part)
         if kind == "refusal":
             part["text"] = part.get("refusal")
         if kind not in ("text", "refusal") or not isinstance(part.get("text"), str):
@@ -131,7 +132,7 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad("messages", f"{where} must be an object with function.name and function.arguments")
     function = {"name": function["name"], "arguments": as_arguments(function.get("arguments"))}
-    return {"id": call.get("id"), "type": "function", "function": function}
+    return {"id": optional(call, "id", str), "type": "function", "function": function}
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

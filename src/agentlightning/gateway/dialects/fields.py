@@ -50,6 +50,12 @@ def expect(where: str, value: Any, kind: type) -> Any:
     return value
 
 
+def kind_of(value: Any) -> str | None:
+    """The `type` of an object."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     value = data.get(name)
     if value is not None and (type(value) is not int or not low <= value <= high):

@@ -21,6 +21,7 @@ from agentlightning.gateway.dialects.fields import (
     as_arguments,
     expect,
     ignored,
+    kind_of,
     optional,
     read_json,
     refuse,
@@ -190,11 +191,11 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
         given = given[RAW_ARGUMENTS]
     name = expect(f"{where}.tool_use.name", block.get("name"), str)
     arguments = given if isinstance(given, str) else as_arguments(given)
-    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": optional(block, "id", str), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(where: str, block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
+    kind = kind_of(block)
     if kind != "text" or not isinstance(block.get("text"), str):
         name = where.partition("[")[0]
         raise bad(name, f"{where} has a block of type {short(kind)}, which cannot be read here; this model reads text")

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from agentlightning.gateway.constraint import Check, Constraint, json_object, json_schema, strict_arguments
-from agentlightning.gateway.dialects.fields import expect, optional, short
+from agentlightning.gateway.dialects.fields import expect, kind_of, optional, short
 from agentlightning.gateway.problems import Problem, bad
 
 Tools = list[dict[str, Any]]
@@ -25,8 +25,8 @@ def function_tools(
     tools: Tools = []
     dropped: list[str] = []
     for index, tool in enumerate(optional(data, "tools", list) or ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(kind, str):
+        kind = kind_of(tool)
+        if kind is None:
             raise bad("tools", f"tools[{index}] must be an object with the type function")
         if kind != "function":
             dropped.append(f"tools.{kind}")
@@ -71,8 +71,8 @@ def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
         return False, None
     if value == "required":
         return True, None
-    kind = value.get("type") if isinstance(value, dict) else None
-    said = value.get(kind) if nested and isinstance(value, dict) else value
+    kind = kind_of(value)
+    said = value.get(kind) if nested and kind else value
     if kind == "function" and isinstance(said, dict) and isinstance(said.get("name"), str):
         return True, frozenset({said["name"]})
     if kind == "allowed_tools" and isinstance(said, dict) and said.get("mode") in ("auto", "required"):
@@ -91,7 +91,7 @@ def _allowed_name(tool: Any) -> str:
 
 def text_format(where: str, value: Any, nested: bool) -> Check | None:
     """The check of a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = kind_of(value)
     if value is None or kind == "text":
         return None
     if kind == "json_object":

@@ -23,6 +23,7 @@ from agentlightning.gateway.dialects.fields import (
     as_arguments,
     expect,
     ignored,
+    kind_of,
     optional,
     read_json,
     refuse,
@@ -49,7 +50,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
-_ROLES: Final = frozenset({"system", "user", "assistant", "developer"})
+_ROLES: Final = ("assistant", "developer", "system", "user")
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a content part -> where its text is."""
 
@@ -116,7 +117,7 @@ def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
         if item.get("type") == "item_reference":
             item = recall.item(expect(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
-            thought += _thought(item)
+            thought += _thought(place, item)
             continue
         _add_item(place, messages, item)
         if thought and messages[-1]["role"] == "assistant":
@@ -125,9 +126,10 @@ def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
     return messages
 
 
-def _thought(item: Mapping[str, Any]) -> str:
+def _thought(where: str, item: Mapping[str, Any]) -> str:
     """What a reasoning item says openly."""
-    texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+    parts = expect(f"{where}.content", item.get("content") or [], list)
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -147,7 +149,7 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
 def _add_message(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
     role, content = item.get("role"), _text(where, item.get("content"))
     if role not in _ROLES:
-        raise bad(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(sorted(_ROLES))}")
+        raise bad(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(_ROLES)}")
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
         messages[-1]["content"] += content  # Text after a tool call of the same turn.
         return
@@ -176,8 +178,8 @@ def _text(where: str, content: Any) -> str:
 
 
 def _part(where: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    kind = kind_of(part)
+    text = part.get(_TEXTS[kind]) if kind in _TEXTS else None
     if not isinstance(text, str):
         name = where.partition("[")[0]
         raise bad(name, f"{where} has content of type {short(kind)}, which cannot be read here; this model reads text")
