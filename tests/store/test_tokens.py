@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
@@ -39,6 +39,7 @@ def conversation(turns: int, new: int, seed: int = 0, attempt_id: str = "at-1") 
     return packs
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(2, 700))
 def test_a_conversation_takes_space_for_what_is_new_in_each_turn(turns: int, new: int) -> None:
     unique = 4 * turns * new
