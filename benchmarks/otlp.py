@@ -143,7 +143,6 @@ OURS = """
 import asyncio, sys, uvloop
 from agentlightning.server import Server
 from agentlightning.store import LightningStore
-from agentlightning.store.otlp import otlp_routes
 
 async def main(path):
     store = LightningStore(path)
@@ -151,9 +150,7 @@ async def main(path):
     for _ in range(8):
         started = await store.start_rollout({})
         ids.append([started.rollout_id, started.attempt.attempt_id])
-    server = Server(store, secret="s")
-    server.app.router.routes[:0] = otlp_routes(store, "s")
-    async with server:
+    async with Server(store, secret="s") as server:
         print(server.port, ids, flush=True)
         await asyncio.to_thread(sys.stdin.read)
     await store.close()

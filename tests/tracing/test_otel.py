@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
+from agentlightning.span import INPUT_MESSAGES, OPERATION_NAME, REQUEST_MODEL
 from agentlightning.tracing.otel import plain_attributes, to_span
 from agentlightning.tracing.tracer import tracer
 
@@ -44,3 +45,31 @@ def test_every_attribute_has_a_json_form() -> None:
     plain = plain_attributes({"bytes": b"\x00\xff", "nested": {"deep": (1, (2, None))}, "odd": complex(1, 2)})
     assert json.loads(json.dumps(plain)) == {"bytes": "AP8=", "nested": {"deep": [1, [2, None]]}, "odd": "(1+2j)"}
     assert plain_attributes(None) == {}
+
+
+def test_what_a_library_recorded_reads_in_our_vocabulary() -> None:
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("openinference.instrumentation.openai", "0.1")
+    cause = tracer.start_span("cause")
+    given = {"openinference.span.kind": "LLM", "llm.model_name": "m", "llm.input_messages.0.message.content": "6 x 7?"}
+    span: Any = tracer.start_span(
+        "ChatCompletion", kind=SpanKind.CLIENT, attributes=given, links=[Link(cause.get_span_context(), {"why": "it"})]
+    )
+    span.end()
+    ours = to_span(span, "ro", "at")
+    messages = json.loads(ours.attributes.pop(INPUT_MESSAGES))
+    assert messages == [{"role": "user", "parts": [{"type": "text", "content": "6 x 7?"}]}]
+    context = cause.get_span_context()
+    link = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}", "attributes": {"why": "it"}}
+    assert ours.attributes == given | {
+        OPERATION_NAME: "chat",
+        REQUEST_MODEL: "m",
+        "otel.scope.name": "openinference.instrumentation.openai",
+        "otel.scope.version": "0.1",
+        "span.kind": "client",
+        "otel.links": [link],
+    }
+
+
+def test_what_we_record_ourselves_is_left_as_it_is(recorded: Any) -> None:
+    tracer().start_span("call", attributes={"llm.model_name": "m"}).end()
+    assert recorded[0].attributes == {"llm.model_name": "m"}

@@ -221,7 +221,8 @@ class OtlpExporter:
     # -- what did not work -------------------------------------------------------------------------------------------
 
     def _drop(self, count: int, why: str) -> None:
-        self.counts.dropped += count
+        with self._changed:
+            self.counts.dropped += count
         self._mention("dropped", count, why)
 
     def _refuse(self, count: int, why: str) -> None:

@@ -1,16 +1,30 @@
-"""OpenTelemetry spans become ours. Pure: knows the shapes of both, and nothing of where they come from or go to."""
+"""OpenTelemetry spans become ours. Pure: knows the shapes of both, and nothing of where they come from or go to.
+
+What OpenTelemetry has and a `Span` lacks is kept as an attribute, so that nothing is lost on the way in and out again.
+What a library recorded in its own convention is read into our vocabulary (see `conventions.py`).
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry.trace import Link, SpanKind, format_span_id, format_trace_id
 
 from agentlightning.span import REWARD_VALUES, Span, SpanEvent
+from agentlightning.tracing import conventions
+
+INSTRUMENTATION: Final = "agentlightning"
+"""The scope of what we record ourselves."""
+SCOPE_NAME: Final = "otel.scope.name"
+SCOPE_VERSION: Final = "otel.scope.version"
+KIND: Final = "span.kind"
+"""client, server, producer or consumer; absent where internal."""
+LINKS: Final = "otel.links"
+TRACE_STATE: Final = "w3c.tracestate"
 
 NANOSECONDS = 1e9
 JSON_TYPES = frozenset({str, bool, int, float, type(None)})
@@ -23,10 +37,15 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     attributes = plain_attributes(span.attributes)
     if isinstance(values := attributes.get(REWARD_VALUES), str):
         attributes[REWARD_VALUES] = json.loads(values)
+    name, events = span.name, tuple(map(_event, span.events))
+    scope = span.instrumentation_scope
+    if scope is None or scope.name != INSTRUMENTATION:
+        _put_others(attributes, span)
+        name = conventions.complete(name, attributes, events)
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
-        name=span.name,
+        name=name,
         start_time=(span.start_time or 0) / NANOSECONDS,
         end_time=None if span.end_time is None else span.end_time / NANOSECONDS,
         trace_id="" if context is None else format_trace_id(context.trace_id),
@@ -35,9 +54,31 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
         status_code=status.status_code.name,
         status_message=status.description,
         attributes=attributes,
-        events=tuple(map(_event, span.events)),
+        events=events,
         resource=plain_attributes(span.resource.attributes) if resource is None else resource,
     )
+
+
+def _put_others(attributes: dict[str, Any], span: ReadableSpan) -> None:
+    scope, context = span.instrumentation_scope, span.get_span_context()
+    if scope is not None:
+        attributes[SCOPE_NAME] = scope.name
+        if scope.version:
+            attributes[SCOPE_VERSION] = scope.version
+    if span.kind is not SpanKind.INTERNAL:
+        attributes[KIND] = span.kind.name.lower()
+    if span.links:
+        attributes[LINKS] = list(map(_link, span.links))
+    if context is not None and context.trace_state:
+        attributes[TRACE_STATE] = context.trace_state.to_header()
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {
+        "trace_id": format_trace_id(link.context.trace_id),
+        "span_id": format_span_id(link.context.span_id),
+        "attributes": plain_attributes(link.attributes),
+    }
 
 
 def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:

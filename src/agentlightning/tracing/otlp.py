@@ -1,8 +1,7 @@
 """OTLP trace requests become ours, from protobuf and from JSON. Pure: knows nothing of where they come from or go to.
 
-What OpenTelemetry has and a `Span` lacks is kept as an attribute, so that nothing is lost on the way in and out again:
-`otel.scope.name` and `otel.scope.version`, `span.kind` (absent where internal), `otel.links`, `w3c.tracestate`. Numbers
-that JSON cannot hold become text, as in OTLP's JSON: "NaN", "Infinity", "-Infinity".
+What OpenTelemetry has and a `Span` lacks is kept in the attributes that `otel.py` names. Numbers that JSON cannot hold
+become text, as in OTLP's JSON: "NaN", "Infinity", "-Infinity".
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from agentlightning.errors import ConfigError
 from agentlightning.span import SpanEvent
 from agentlightning.tracing import conventions
+from agentlightning.tracing.otel import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
 
-SCOPE_NAME: Final = "otel.scope.name"
-SCOPE_VERSION: Final = "otel.scope.version"
-KIND: Final = "span.kind"
-LINKS: Final = "otel.links"
-TRACE_STATE: Final = "w3c.tracestate"
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """The place of a span within its attempt, where its writer asked the store for one (as 0.x does)."""
 

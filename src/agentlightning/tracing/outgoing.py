@@ -18,7 +18,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.rollouts import trace_id_of
 from agentlightning.span import TOKEN_ATTRIBUTES, Span
-from agentlightning.tracing.otlp import KIND, KINDS, LINKS, SCOPE_NAME, SCOPE_VERSION, SEQUENCE_ID, STATUS, TRACE_STATE
+from agentlightning.tracing.otel import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
+from agentlightning.tracing.otlp import KINDS, SEQUENCE_ID, STATUS
 
 SERVICE: Final = "agentlightning"
 _OWN_FIELDS: Final = frozenset({KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID})

@@ -36,12 +36,11 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace_id
 
 from agentlightning.span import AGENT_NAME, Span
-from agentlightning.tracing.otel import plain_attributes, to_span
+from agentlightning.tracing.otel import INSTRUMENTATION, plain_attributes, to_span
 from agentlightning.tracing.scope import Scope, current_agent, current_scope
 
 logger = logging.getLogger(__name__)
 
-INSTRUMENTATION = "agentlightning"
 _RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
 
 UNLIMITED = SpanLimits(
