@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
+from agentlightning.store.client import LightningStoreClient
 
 Opened = AsyncIterator[LightningStoreBase]
 
@@ -28,9 +29,28 @@ async def file(request: pytest.FixtureRequest) -> Opened:
     await store.close()
 
 
+@asynccontextmanager
+async def postgres(request: pytest.FixtureRequest) -> Opened:
+    url: str = request.getfixturevalue("postgres_store_url")
+    store = LightningStore(url)
+    yield store
+    await store.close()
+
+
+@asynccontextmanager
+async def http(request: pytest.FixtureRequest) -> Opened:
+    store = InMemoryLightningStore()
+    client = LightningStoreClient(request.getfixturevalue("hub").serve(store), patience=5.0)
+    yield client
+    await client.close()
+    await store.close()
+
+
 KINDS: dict[str, Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[LightningStoreBase]]] = {
     "memory": memory,
     "file": file,
+    "postgres": postgres,
+    "http": http,
 }
 
 

@@ -468,7 +468,10 @@ def _body(method: str, arguments: dict[str, Any]) -> bytes:
     call: dict[str, Any] = {"method": method, "arguments": given}
     if method in KEYED:
         call["key"] = new_hex() + new_hex()
-    return encode(call)
+    try:
+        return encode(call)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{error.object!r} holds half a character, which no database keeps") from None
 
 
 def _named(span: Span) -> Span:

@@ -9,6 +9,7 @@ its own.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 import random
@@ -218,26 +219,32 @@ class Line:
             self._depart()
 
     async def _send(self, batch: list[Call], seconds: float, path: str) -> None:
-        """Until each call of the batch is answered, or its patience is over."""
-        delay = FIRST_DELAY_SECONDS
+        """Until each call of the batch is answered, or its patience is over: nobody waits forever, whatever happens."""
         try:
-            while batch:
-                try:
-                    await self._greet()
-                    batch = self._settle(batch, await self._exchange(batch, seconds, path))
-                    reason = f"{self._settings.url} is closing"
-                except _PassingError as error:
-                    self._greeted = False
-                    reason = str(error)
-                batch = self._patient(batch, reason)
-                if batch:
-                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-                    delay = min(2 * delay, LAST_DELAY_SECONDS)
+            await self._send_patiently(batch, seconds, path)
         except AgentLightningError as error:
             _fail(batch, error)
         except asyncio.CancelledError:
             _fail(batch, self._closed)
             raise
+        except Exception as error:
+            _fail(batch, StoreServerError(f"the request to {self._settings.url} failed: {error!r}"))
+            raise
+
+    async def _send_patiently(self, batch: list[Call], seconds: float, path: str) -> None:
+        delay = FIRST_DELAY_SECONDS
+        while batch:
+            try:
+                await self._greet()
+                batch = self._settle(batch, await self._exchange(batch, seconds, path))
+                reason = f"{self._settings.url} is closing"
+            except _PassingError as error:
+                self._greeted = False
+                reason = str(error)
+            batch = self._patient(batch, reason)
+            if batch:
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, LAST_DELAY_SECONDS)
 
     def _patient(self, batch: Sequence[Call], reason: str) -> list[Call]:
         """The calls that can be sent again; the others are told why not."""
@@ -295,9 +302,7 @@ class Line:
         if self._greeted:
             return
         status, headers, answer = await self._request("GET", "/health", None, self._settings.timeout)
-        told: Any = None
-        if status == 200 and "json" in headers.get("content-type", ""):
-            told = orjson.loads(answer)
+        told = _parsed(answer) if status == 200 else None
         url, mine = self._settings.url, version()
         if not isinstance(told, dict) or "status" not in told:
             kind = headers.get("content-type", "no content type")
@@ -321,7 +326,7 @@ class Line:
             async with session.request(
                 verb,
                 self._settings.url + BASE + path,
-                data=body,
+                data=io.BytesIO(body) if body and len(body) > MAX_BYTES_TOGETHER else body,  # the rest goes at once
                 headers=None if body is None else {"content-type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=seconds, connect=10.0),
                 allow_redirects=False,
@@ -386,6 +391,13 @@ def _fail(calls: Any, error: AgentLightningError | None) -> None:
             call.future.cancel()
         else:
             call.future.set_exception(error)
+
+
+def _parsed(answer: bytes) -> Any:
+    try:
+        return orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _said(answer: bytes) -> str:

@@ -18,6 +18,8 @@ from agentlightning.errors import AgentLightningError, StoreAuthError
 from agentlightning.store.refusals import RequestError, refusal_of, status_of
 from agentlightning.store.wire import encode
 
+DISCARDED_BYTES: Final = 256 * 1024 * 1024
+"""How much of a body that is too large is read and thrown away: a client reads no answer while it is still sending."""
 MAX_WAIT_SECONDS: Final = 3600.0
 """No request waits longer; a client that wants to asks again."""
 Headers = Iterable[tuple[bytes, bytes]]
@@ -70,7 +72,7 @@ def admit(headers: Mapping[str, str], token: str | None) -> None:
 async def body_of(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     """The whole body, inflated. Raises RequestError over `limit` bytes (413) or of another type than JSON (415)."""
     announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit:
+    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
         raise _too_large(int(announced), limit)
     data = await _received(receive, limit)
     if not data:
@@ -95,10 +97,14 @@ async def _received(receive: Receive, limit: int) -> bytes:
             raise ClientGone
         part: bytes = message.get("body", b"")
         size += len(part)
-        if size > limit:
+        if size <= limit:
+            parts.append(part)
+        else:
+            parts.clear()
+        more = message.get("more_body", False)
+        if size > limit and (not more or size > limit + DISCARDED_BYTES):
             raise _too_large(size, limit)
-        parts.append(part)
-        if not message.get("more_body", False):
+        if not more:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

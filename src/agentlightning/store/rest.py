@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, cast, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
 import orjson
 from msgspec import Struct
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
@@ -27,11 +28,31 @@ from agentlightning.store.requests import (
     refuse,
     while_wanted,
 )
-from agentlightning.store.wire import argument, encode, read_hook, rendered
+from agentlightning.store.wire import argument, encode, read_hook, rendered, statistics_body
 
+Reached = tuple[Operation, dict[str, str]]
+"""An operation, and the parameters of its path that are fixed here."""
 PAGE: Final = 500
 """Items read from the store at once: a list is answered in such pieces, however long it is."""
 _MAX_FIELDS: Final = 10_000
+
+
+def gathered(operations: Sequence[Operation]) -> dict[str, list[Reached]]:
+    """The operations at each path. A path that is also one of another's (`attempts/latest`, `attempts/{attempt_id}`)
+    has the other's verbs too."""
+    paths: dict[str, list[Reached]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, []).append((operation, {}))
+    for path, reached in paths.items():
+        taken = {operation.verb for operation, _ in reached}
+        for operation in operations:
+            match = compile_path(operation.path)[0].fullmatch(path) if "{" in operation.path else None
+            fixed = (
+                {} if match is None else {name: value for name, value in match.groupdict().items() if "{" not in value}
+            )
+            if fixed and operation.path != path and operation.verb not in taken:
+                reached.append((operation, fixed))
+    return paths
 
 
 class Endpoint:
@@ -39,13 +60,13 @@ class Endpoint:
 
     def __init__(
         self,
-        operations: list[Operation],
+        reached: list[Reached],
         store: LightningStoreBase,
         token: str | None,
         max_body_bytes: int,
         once: Once,
     ) -> None:
-        self._operations = {operation.verb: operation for operation in operations}
+        self._operations = {operation.verb: (operation, fixed) for operation, fixed in reached}
         self._store = store
         self._token = token
         self._max_body_bytes = max_body_bytes
@@ -57,16 +78,17 @@ class Endpoint:
         try:
             headers = headers_of(scope)
             admit(headers, self._token)
-            operation = self._operations.get(scope["method"])
-            if operation is None:
+            if scope["method"] not in self._operations:
                 more = [self._allowed]
                 raise RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
+            operation, fixed = self._operations[scope["method"]]
+            scope["path_params"] |= fixed
             arguments = await self._arguments(operation, scope, headers, receive)
             if operation.pages:
                 await self._answer_page(operation, arguments, send)
             else:
                 value = await self._do(operation, arguments, headers.get("idempotency-key"), receive)
-                await answer(send, operation.status, _body(operation, value))
+                await answer(send, operation.status, _body(operation, value, scope))
         except AgentLightningError as error:
             await refuse(send, error, more)
         except (OverflowError, UnicodeError) as error:
@@ -206,10 +228,10 @@ def _is_text(kind: Any) -> bool:
     return kind is str or any(isinstance(each, str) or _is_text(each) for each in get_args(kind))
 
 
-def _body(operation: Operation, value: Any) -> bytes:
+def _body(operation: Operation, value: Any, scope: Scope) -> bytes:
     if value is None and not operation.absent and operation.method != "vacuum":
-        raise NotFoundError(f"there is none of this id at {operation.path}")
-    shown = rendered(value)
+        raise NotFoundError(f"there is nothing at {scope['path']}; {operation.path_names[-1]} is of none in this store")
+    shown = statistics_body(cast("dict[str, int]", value)) if operation.method == "statistics" else rendered(value)
     return encode({operation.scalar: shown} if operation.scalar else shown)
 
 

@@ -8,13 +8,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, NotFoundError
-from agentlightning.store.api import OPERATIONS, Operation
+from agentlightning.store.api import OPERATIONS
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.batches import PROTOCOL_HEADER, Batches, Once
 from agentlightning.store.events import event_routes, read_event
 from agentlightning.store.openapi import document
 from agentlightning.store.requests import admit, answer, headers_of, presented_key, refuse
-from agentlightning.store.rest import Endpoint
+from agentlightning.store.rest import Endpoint, gathered
 from agentlightning.store.wire import BASE, MAX_BODY_BYTES, PROTOCOL, encode, version
 
 __all__ = ["event_routes", "presented_key", "read_event", "store_routes"]
@@ -37,9 +37,7 @@ def store_routes(
     """
     once = Once()
     calls = Batches(store, token, max_body_bytes, once)
-    paths: dict[str, list[Operation]] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, []).append(operation)
+    paths = gathered(OPERATIONS)
     ordered = sorted(paths, key=lambda path: path.replace("{", _FIXED_FIRST))  # names before parameters
     told = {"status": "ok", "version": version(), "protocol": PROTOCOL}
     return [

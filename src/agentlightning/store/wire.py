@@ -241,6 +241,14 @@ _back: dict[Any, Callable[[Any], Any]] = {
 }
 
 
+def statistics_body(counts: Mapping[str, int]) -> dict[str, int]:
+    """With the totals that 0.x clients look for."""
+    names = ("attempts", "spans", "resources", "workers")
+    totals = {f"total_{name}": counts[name] for name in names if name in counts}
+    rollouts = sum(number for name, number in counts.items() if name.startswith("rollouts."))
+    return {**counts, "total_rollouts": rollouts, **totals}
+
+
 def rendered(value: Any) -> Any:
     """A result of the contract in the shape of the REST API."""
     if isinstance(value, list):
