@@ -58,6 +58,9 @@ ATTEMPT_IDS: Final = ("agentlightning.attempt_id", "agl.attempt_id")
 
 Ids = tuple[str, str]
 """(rollout_id, attempt_id)."""
+Names = tuple[str | None, str | None]
+"""Those of them that are named."""
+NOBODY: Final[Names] = (None, None)
 
 
 class _HttpError(AgentLightningError):
@@ -247,48 +250,50 @@ class Owners:
         self, spans: Sequence[Decoded], caller: Ids | None, refused: Counter[str]
     ) -> tuple[list[tuple[Ids, Decoded]], list[Decoded]]:
         """(spans with their owner, in order, spans of nobody). What cannot be kept is counted in `refused`."""
-        resolved: dict[tuple[str | None, str | None], Ids | str] = {}
-        resources: dict[int, tuple[str | None, str | None]] = {}
-        owners: list[Ids | str | None] = []
-        traces: dict[str, Ids] = {}
-        for span in spans:
-            named = _named(span, resources)
-            owner: Ids | str | None = None
-            if named != (None, None):
-                owner = resolved.get(named)
-                if owner is None:
-                    owner = resolved[named] = await self._resolve(*named)
-            if caller is not None:
-                owner = _as_caller(caller, owner)
-            owners.append(owner)
-            if isinstance(owner, tuple):
-                traces[span.trace_id] = owner
+        named = await self._by_name(spans, caller)
+        traces = {span.trace_id: owner for span, owner in named if isinstance(owner, tuple)}
+        unnamed = {span.trace_id for span, owner in named if owner is None} - traces.keys()
+        found = traces | {trace_id: await self._by_trace(trace_id) for trace_id in unnamed}
         owned: list[tuple[Ids, Decoded]] = []
         lost: list[Decoded] = []
-        unnamed: dict[str, Ids | None] = {}
-        for span, owner in zip(spans, owners, strict=True):
-            if owner is None:
-                trace = span.trace_id
-                if trace not in unnamed:
-                    unnamed[trace] = traces.get(trace) or await self._by_trace(trace)
-                owner = unnamed[trace]
+        for span, owner in named:
+            owner = found[span.trace_id] if owner is None else owner
             if isinstance(owner, tuple):
                 owned.append((owner, span))
             elif owner is None:
                 lost.append(span)
             else:
                 refused[owner] += 1
-        for trace, ids in traces.items():
-            _remember(self.traces, trace, ids)
+        for trace_id, ids in traces.items():
+            _remember(self.traces, trace_id, ids)
         return owned, lost
 
-    async def _resolve(self, rollout_id: str | None, attempt_id: str | None) -> Ids | str:
-        """The ids in full, or why there are none."""
+    async def _by_name(self, spans: Sequence[Decoded], caller: Ids | None) -> list[tuple[Decoded, Ids | str | None]]:
+        """Each span with the owner it names, None where it names none, or why it cannot have the one it names."""
+        owners: dict[Names, Ids | str | None] = {}
+        resources: dict[int, Names] = {}
+        found: list[tuple[Decoded, Ids | str | None]] = []
+        for span in spans:
+            names = _names_in(span.attributes)
+            if names is NOBODY:
+                key = id(span.resource)
+                if key not in resources:
+                    resources[key] = _names_in(span.resource)
+                names = resources[key]
+            if names not in owners:
+                owner = await self._resolve(*names)
+                owners[names] = owner if caller is None else _as_caller(caller, owner)
+            found.append((span, owners[names]))
+        return found
+
+    async def _resolve(self, rollout_id: str | None, attempt_id: str | None) -> Ids | str | None:
+        """The ids in full, or why there are none; None where nothing is named."""
         if rollout_id is not None and attempt_id is not None:
             return rollout_id, attempt_id
         if attempt_id is not None:
             return await self._of_attempt(attempt_id) or f"no attempt {attempt_id!r} in this store"
-        assert rollout_id is not None
+        if rollout_id is None:
+            return None
         try:
             attempt = await self.store.get_latest_attempt(rollout_id)
         except NotFoundError as error:
@@ -309,27 +314,17 @@ class Owners:
         return None if attempt_id is None else await self._of_attempt(attempt_id)
 
 
-def _named(span: Decoded, resources: dict[int, tuple[str | None, str | None]]) -> tuple[str | None, str | None]:
-    """The rollout and the attempt that a span, else its resource, names."""
-    own = _ids_in(span.attributes)
-    if own != (None, None):
-        return own
-    key = id(span.resource)
-    if key not in resources:
-        resources[key] = _ids_in(span.resource)
-    return resources[key]
+def _names_in(attributes: Mapping[str, Any]) -> Names:
+    """The rollout and the attempt that attributes name; NOBODY itself where they name none."""
+    rollout_id = attributes.get(ROLLOUT_IDS[0]) or attributes.get(ROLLOUT_IDS[1])
+    attempt_id = attributes.get(ATTEMPT_IDS[0]) or attributes.get(ATTEMPT_IDS[1])
+    if rollout_id is None and attempt_id is None:
+        return NOBODY
+    return _text(rollout_id), _text(attempt_id)
 
 
-def _ids_in(attributes: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    return _first(attributes, ROLLOUT_IDS), _first(attributes, ATTEMPT_IDS)
-
-
-def _first(attributes: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    for name in names:
-        value = attributes.get(name)
-        if isinstance(value, str) and value:
-            return value
-    return None
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _as_caller(caller: Ids, owner: Ids | str | None) -> Ids | str:

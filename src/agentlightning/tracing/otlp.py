@@ -98,18 +98,20 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _Refused("a trace id has 16 bytes and a span id 8, not all zero")
     attributes = _read_attributes(span.attributes)
-    events = tuple(map(_read_event, span.events)) if span.events else ()
-    links = [_read_link(link) for link in span.links] if span.links else None
-    code = STATUS[span.status.code] if span.HasField("status") and span.status.code < len(STATUS) else "UNSET"
+    if span.links:
+        attributes[LINKS] = [_read_link(link) for link in span.links]
+    status = ("UNSET", None)
+    if span.HasField("status") and 0 < span.status.code < len(STATUS):
+        status = (STATUS[span.status.code], span.status.message or None)
     return _decoded(
-        name=span.name,
-        times=(span.start_time_unix_nano, span.end_time_unix_nano, now),
-        ids=(trace_id.hex(), span_id.hex(), parent.hex() if any(parent) else None),
-        status=(code, span.status.message or None if code != "UNSET" else None),
-        attributes=attributes,
-        events=events,
-        others=(scope, span.kind, links, span.trace_state),
-        resource=resource,
+        span.name,
+        (span.start_time_unix_nano, span.end_time_unix_nano, now),
+        (trace_id.hex(), span_id.hex(), parent.hex() if any(parent) else None),
+        status,
+        attributes,
+        tuple(map(_read_event, span.events)) if span.events else (),
+        (scope, span.kind, span.trace_state),
+        resource,
     )
 
 
@@ -117,7 +119,8 @@ def _read_attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for pair in pairs:
         value = pair.value
-        attributes[pair.key] = value.string_value or _read_value(value, 0)
+        # Asking for a kind costs less than asking which it is.
+        attributes[pair.key] = value.string_value or value.int_value or _read_value(value, 0)
     return attributes
 
 
@@ -160,33 +163,31 @@ def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
 
 
 def _decoded(
-    *,
     name: str,
     times: tuple[int, int, float],
     ids: tuple[str, str, str | None],
     status: tuple[str, str | None],
     attributes: dict[str, Any],
     events: tuple[SpanEvent, ...],
-    others: tuple[tuple[str, str], int, list[dict[str, Any]] | None, str],
+    others: tuple[tuple[str, str], int, str],
     resource: dict[str, Any],
 ) -> Decoded:
-    (scope, version), kind, links, state = others
+    start, end, now = times
+    (scope, version), kind, state = others
     if scope:
         attributes[SCOPE_NAME] = scope
     if version:
         attributes[SCOPE_VERSION] = version
     if 2 <= kind < len(KINDS):
         attributes[KIND] = KINDS[kind]
-    if links:
-        attributes[LINKS] = links
     if state:
         attributes[TRACE_STATE] = state
-    start, end, now = times
+    place = attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)
     return Decoded(
         conventions.complete(name, attributes, events),
         (start or end) / NANOSECONDS or now,
         end / NANOSECONDS if end else None,
-        _sequence_id(attributes.get(SEQUENCE_ID, resource.get(SEQUENCE_ID))),
+        0 if place is None else _sequence_id(place),
         *ids,
         *status,
         attributes,
@@ -197,7 +198,7 @@ def _decoded(
 
 def _sequence_id(value: Any) -> int:
     """0, which asks the store for the next, where none is given or it is no number of ours."""
-    if value is None or isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, bool) or not isinstance(value, int | str):
         return 0
     text = str(value)
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 else 0
@@ -239,20 +240,23 @@ def _json_span(span: dict[str, Any], scope: tuple[str, str], resource: dict[str,
         raise _Refused("a traceId has 32 hexadecimal digits and a spanId 16, not all zero")
     status = _object(span, "a span", "status")
     code = _enumerated(status, STATUS, "STATUS_CODE_", "code")
-    links = [_json_link(link) for link in _objects(span, "a span", "links")]
+    attributes = _json_attributes(span)
+    if links := [_json_link(link) for link in _objects(span, "a span", "links")]:
+        attributes[LINKS] = links
+    times = (
+        _integer(span, "startTimeUnixNano", "start_time_unix_nano"),
+        _integer(span, "endTimeUnixNano", "end_time_unix_nano"),
+        now,
+    )
     return _decoded(
-        name=_text(span, "name"),
-        times=(
-            _integer(span, "startTimeUnixNano", "start_time_unix_nano"),
-            _integer(span, "endTimeUnixNano", "end_time_unix_nano"),
-            now,
-        ),
-        ids=(trace_id, span_id, _hex(span, 16, "parentSpanId", "parent_span_id") or None),
-        status=(STATUS[code], _text(status, "message") or None if code else None),
-        attributes=_json_attributes(span),
-        events=tuple(_json_event(event) for event in _objects(span, "a span", "events")),
-        others=(scope, _enumerated(span, KINDS, "SPAN_KIND_", "kind"), links, _text(span, "traceState", "trace_state")),
-        resource=resource,
+        _text(span, "name"),
+        times,
+        (trace_id, span_id, _hex(span, 16, "parentSpanId", "parent_span_id") or None),
+        (STATUS[code], _text(status, "message") or None if code else None),
+        attributes,
+        tuple(_json_event(event) for event in _objects(span, "a span", "events")),
+        (scope, _enumerated(span, KINDS, "SPAN_KIND_", "kind"), _text(span, "traceState", "trace_state")),
+        resource,
     )
 
 
