@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Self
 
 import orjson
@@ -18,7 +18,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from agentlightning.door import Door
 from agentlightning.errors import ServerError
@@ -26,6 +25,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.logs import SlowLog
 from agentlightning.store.metrics import Metrics, metrics_routes
+from agentlightning.store.otlp import OtlpReceiver
 from agentlightning.store.routes import store_routes
 
 
@@ -33,8 +33,8 @@ class Server:
     """Serves a store, and a gateway where one is given.
 
     `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with. With a
-    `token`, the store and the metrics are for those who present it. `routes` come before all others. With `metrics`
-    there is `/metrics`; `slow` mentions slow requests.
+    `token`, the store, traces and metrics are for those who present it. With `metrics` there is `/metrics`; `slow`
+    mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own.
     """
 
     def __init__(
@@ -44,17 +44,18 @@ class Server:
         *,
         secret: str,
         token: str | None = None,
-        routes: Sequence[Route] = (),
         metrics: Metrics | None = None,
         slow: SlowLog | None = None,
+        adopt_traces: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
         grace_seconds: int = 10,
     ) -> None:
+        self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces)
         self.app = Starlette(
             routes=[
-                *routes,
                 *store_routes(store, secret, token),
+                *self.traces.routes(),
                 *(metrics_routes(metrics, token) if metrics else []),
                 *(gateway.routes() if gateway else []),
             ],
@@ -79,6 +80,7 @@ class Server:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
         listener = _listen(self.host, self.port)
         self.port = listener.getsockname()[1]
+        await self.traces.__aenter__()
         self._door.open()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
@@ -113,6 +115,7 @@ class Server:
         self._uvicorn.leave()
         serving, self._serving = self._serving, None
         await serving
+        await self.traces.__aexit__()
 
     async def wait(self) -> None:
         """Wait until it has ended."""

@@ -96,11 +96,20 @@ def start(tmp_path) -> Iterator[Callable[..., Program]]:
 
 @pytest.fixture
 def invoke(monkeypatch) -> Iterator[Callable[..., Result]]:
-    """Run `agl` with arguments in this process; for what ends by itself."""
+    """Run `agl` with arguments in this process; for what ends by itself, and is told to if it does not."""
     monkeypatch.delenv("AGL_TOKEN", raising=False)
     root, ours = logging.getLogger(), logging.getLogger("agentlightning")
     handlers, levels = root.handlers[:], (root.level, ours.level)
-    yield lambda *arguments: CliRunner().invoke(build(), list(arguments))
+
+    def invoke(*arguments: str) -> Result:
+        insist = threading.Timer(20, os.kill, (os.getpid(), signal.SIGTERM))
+        insist.start()
+        try:
+            return CliRunner().invoke(build(), list(arguments))
+        finally:
+            insist.cancel()
+
+    yield invoke
     root.handlers[:] = handlers
     root.setLevel(levels[0])
     ours.setLevel(levels[1])

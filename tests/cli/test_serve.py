@@ -31,6 +31,10 @@ def test_an_address_others_can_reach_needs_a_token(invoke, host):
     assert "--no-token" in refused(invoke("serve", "--host", host, "--db", ":memory:"))
 
 
+def test_a_token_that_nobody_could_send_is_refused_and_not_shown(invoke):
+    assert "b\nd" not in refused(invoke("serve", "--db", ":memory:", "--token", "b\nd"))
+
+
 def test_a_path_that_cannot_be_written_is_named(invoke):
     assert "/proc/nowhere" in refused(invoke("serve", "--port", "0", "--db", "/proc/nowhere/store.db"))
 
@@ -38,7 +42,7 @@ def test_a_path_that_cannot_be_written_is_named(invoke):
 def test_a_database_of_a_newer_version_is_refused_with_advice(invoke, tmp_path):
     asyncio.run(LightningStore(tmp_path / "s.db").close())
     with sqlite3.connect(tmp_path / "s.db") as database:
-        database.execute("PRAGMA user_version = 99")
+        database.execute("UPDATE about SET value = '99' WHERE name = 'schema_version'")
     database.close()
     assert "99" in refused(invoke("serve", "--port", "0", "--db", str(tmp_path / "s.db")))
 
@@ -63,18 +67,18 @@ def test_a_size_that_is_none_is_refused(invoke):
 
 
 async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start, tmp_path):
-    program = start("serve", "--port", "0", "--db", "s.db", "--json", AGL_TOKEN="open sesame")
+    program = start("serve", "--port", "0", "--db", "s.db", "--json", AGL_TOKEN="open-sesame")
     said = program.line()
     url = said["url"]
     assert (said["pid"], said["token"]) == (program.process.pid, True)
-    client = LightningStoreClient(url, "open sesame")
+    client = LightningStoreClient(url, "open-sesame")
     queued = await client.enqueue_rollout({"x": 1})
     async with httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/metrics")).status_code == 401
-        shown = await http.get("/metrics", headers={"authorization": "Bearer open sesame"})
+        shown = await http.get("/metrics", headers={"authorization": "Bearer open-sesame"})
         assert 'agentlightning_rollouts{status="queuing"} 1.0' in shown.text
-        assert (await http.get("/v1/agl/nowhere", headers={"authorization": "Bearer open sesame"})).status_code == 404
+        assert (await http.get("/v1/agl/nowhere", headers={"authorization": "Bearer open-sesame"})).status_code == 404
 
     waiting = asyncio.create_task(client.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=60))
     while "agentlightning_store_waiters" not in (text := await _metrics(url)) or _waiters(text) < 1:  # noqa: ASYNC110
@@ -86,11 +90,11 @@ async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start,
     store = LightningStore(tmp_path / "s.db")
     assert (await store.get_rollout_by_id(queued.rollout_id)).input == {"x": 1}
     await store.close()
-    assert "open sesame" not in "".join(program.errors)
+    assert "open-sesame" not in "".join(program.errors)
 
 
 async def _metrics(url):
-    async with httpx.AsyncClient(headers={"authorization": "Bearer open sesame"}) as http:
+    async with httpx.AsyncClient(headers={"authorization": "Bearer open-sesame"}) as http:
         return (await http.get(f"{url}/metrics")).text
 
 

@@ -1,5 +1,7 @@
 """What `/metrics` says, read by Prometheus' own parser."""
 
+from pathlib import Path
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -109,3 +111,12 @@ async def test_metrics_are_for_those_who_present_the_token(parts):
         shown = await client.get("/metrics", headers={"authorization": "Bearer open sesame"})
     assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
     assert shown.status_code == 200
+
+
+async def test_every_metric_is_explained_in_the_documentation(parts):
+    _, store, metrics = parts
+    await store.update_queue("train", 5)
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    for family in text_string_to_metric_families((await metrics.render()).decode()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        assert f"`{name}`" in page or name.startswith("process_"), f"{name} is missing in docs/serving.md"

@@ -195,8 +195,8 @@ async def _find_server(options: _Options, store: LightningStoreBase) -> None:
         await probe.close()
 
 
-POLL_SECONDS = 2.0
-"""How long one claim waits: a thousand idle runners then ask five hundred times a second."""
+POLL_SECONDS = 10.0
+"""How long one claim waits: a thousand idle runners then ask a hundred times a second."""
 
 
 async def _has_model(server: str) -> bool:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,15 +128,22 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
     from agentlightning.store.logs import SlowLog
-    from agentlightning.store.metrics import Metrics
-    from agentlightning.store.observe import observed
+    from agentlightning.store.metrics import Metrics, counters
+    from agentlightning.store.observe import Observer, observed
+    from agentlightning.tracing.export import OtlpExporter
 
     _refuse_strangers(options)
     secret = attempt_secret(options.token)
     bare = _open_store(options.db)
     stack.push_async_callback(bare.close)
     metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
-    store = observed(bare, [metrics, slow])
+    observers: list[Observer] = [metrics, slow]
+    if options.otlp_export is not None:
+        exporter = OtlpExporter(options.otlp_export)
+        stack.push_async_callback(asyncio.to_thread, exporter.close)
+        metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
+        observers.append(exporter)
+    store = observed(bare, observers)
     gateway = await _gateway(options, store, secret, stack)
     metrics.add_source(lambda: _figures(gateway))
     server = Server(
@@ -146,9 +153,11 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         token=options.token,
         metrics=metrics,
         slow=slow,
+        adopt_traces=options.adopt_traces,
         host=options.host,
         port=options.port,
     )
+    metrics.add_source(lambda: counters("otlp", "Traces taken in", asdict(server.traces.counts)))
     await stack.enter_async_context(server)
     if options.retention is not None:
         await stack.enter_async_context(_pruning(bare, options.retention))
@@ -165,6 +174,9 @@ def _figures(gateway: Gateway) -> Iterable[Metric]:
 def _refuse_strangers(options: Options) -> None:
     from agentlightning.errors import ConfigError
 
+    token = options.token or ""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError("the access token holds characters that cannot be sent; use printable ASCII without spaces")
     if options.token is None and not options.no_token and not _is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines, and without a token everybody there could read "
@@ -213,16 +225,17 @@ async def _gateway(options: Options, store: LightningStoreBase, secret: str, sta
 
 async def _open_model(given: str) -> Policy:
     """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
-    from agentlightning.config import TrainConfig
     from agentlightning.errors import ConfigError
-    from agentlightning.policy.optimizer import OptimizerConfig
-    from agentlightning.prepare import open_policy, policy_config
 
     name, equals, path = given.partition("=")
     if not equals:
         name, path = Path(given).name, given
     if not await asyncio.to_thread(Path(path).is_dir):
         raise ConfigError(f"--model {given}: {path} is no directory; give one that transformers loads, or NAME=DIR")
+    from agentlightning.config import TrainConfig
+    from agentlightning.policy.optimizer import OptimizerConfig
+    from agentlightning.prepare import open_policy, policy_config
+
     config = policy_config(TrainConfig(), path, OptimizerConfig(), 1)
     return await open_policy(config.model_copy(update={"name": name}))
 

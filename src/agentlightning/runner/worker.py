@@ -66,7 +66,7 @@ class Runner:
     where the agent runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL
     may be given to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the
     agent's model calls go where they always go. A store that is full, or whose server is away, is tried again for
-    `patience` seconds. `poll_seconds` is how long one claim waits, and so the longest an idle runner takes to stop.
+    `patience` seconds. `poll_seconds` is how long one claim waits.
 
     `queues` are the only ones claimed from (None: all), and after `max_rollouts` the runner ends. Silent for longer
     than `lease_seconds`, the runner is lost to the store, which gives its rollouts to others (None: only each
@@ -141,6 +141,8 @@ class Runner:
         self._stopping = False
         self._started = False
         self._claiming: asyncio.Task[None] | None = None
+        self._asking: asyncio.Future[list[AttemptedRollout]] | None = None
+        """A claim that the store has not answered yet."""
         self._helpers: list[asyncio.Task[None]] = []
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -189,6 +191,9 @@ class Runner:
         """
         self._stopping = True
         self._wake.set()
+        if self._asking is not None:
+            self._asking.cancel()  # the store takes back what nobody has heard of
+            await asyncio.wait({self._asking})
         started, self._started = self._started, False
         try:
             if started:
@@ -225,11 +230,11 @@ class Runner:
         self._counts = replace(self._counts, **{what: getattr(self._counts, what) + by})
 
     async def _drain(self, seconds: float | None) -> None:
-        if self.error is None:
-            tasks = [attempt.task for attempt in self._open.values()]
-            await self._finished([*tasks, *([self._claiming] if self._claiming else [])], seconds)
-        if self._claiming is not None and not self._claiming.done():
-            self._claiming.cancel()  # the store is away; what it gave us unheard is left to the lease
+        until = None if seconds is None else time.monotonic() + seconds
+        if self._claiming is not None:
+            await self._finished([self._claiming], until)
+            self._claiming.cancel()  # no sooner, as it may have claimed what has yet to be begun or given back
+        await self._finished([attempt.task for attempt in self._open.values()], until)
         left = list(self._open.values())
         for attempt in left:
             if self.error is not None or not attempt.reporting or self._hurried.is_set():
@@ -239,25 +244,32 @@ class Runner:
         if self.error is None:
             await self._part([attempt.claimed for attempt in left if attempt.task.cancelled()])
 
-    async def _finished(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
-        """Wait for the tasks, for `seconds`, or until somebody hurries us."""
-        if not tasks:
+    async def _finished(self, tasks: Sequence[asyncio.Task[None]], until: float | None) -> None:
+        """Wait for the tasks, until then (monotonic seconds), until somebody hurries us, or until nothing can be done
+        any more."""
+        if not tasks or self.error is not None:
             return
         hurried = asyncio.ensure_future(self._hurried.wait())
         ended = asyncio.ensure_future(asyncio.wait(tasks))
+        seconds = None if until is None else max(0.0, until - time.monotonic())
         await asyncio.wait({hurried, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in (hurried, ended):
             task.cancel()
 
     async def _part(self, left: Sequence[AttemptedRollout]) -> None:
-        """The last things to tell the store. In a hurry, it is not waited for long."""
+        """Tell the store the last things. In a hurry, it is not waited for long."""
+        parting = asyncio.get_running_loop().create_task(self._sign_off(left))
+        await self._finished([parting], None)
+        await asyncio.wait({parting}, timeout=GIVE_BACK_SECONDS)
+        if not parting.done():
+            parting.cancel()
+            logger.warning("the store does not answer; %d rollouts are left to the lease", len(left))
+
+    async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
         try:
-            async with asyncio.timeout(GIVE_BACK_SECONDS if self._hurried.is_set() else None):
-                await self._give_back(left)
-                await self._writer.written()
-                await self._register(stopped=True)
-        except TimeoutError:
-            logger.warning("the store did not answer; it will miss %d rollouts when the lease runs out", len(left))
+            await self._give_back(left)
+            await self._writer.written()
+            await self._patiently(lambda: self._register(stopped=True))
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
 
@@ -267,8 +279,11 @@ class Runner:
         if not ours:
             return
         reason = f"the runner {self.worker_id} was stopped"
-        for rollout in await self.store.query_rollouts(rollout_id_in=list(ours), status_in=("preparing", "running")):
-            latest = await self.store.get_latest_attempt(rollout.rollout_id)
+        going = await self._patiently(
+            lambda: self.store.query_rollouts(rollout_id_in=list(ours), status_in=("preparing", "running"))
+        )
+        for rollout in going:
+            latest = await self._patiently(lambda r=rollout: self.store.get_latest_attempt(r.rollout_id))
             if latest is not None and latest.attempt_id == ours[rollout.rollout_id]:
                 await self._patiently(lambda r=rollout: self.store.requeue_rollout(r.rollout_id, reason))
                 self._count("requeued")
@@ -325,9 +340,19 @@ class Runner:
     async def _claim_some(self, room: int) -> list[AttemptedRollout]:
         """Up to `room` rollouts. An answer that was lost on its way is asked for again under the same id."""
         claim_id, poll = new_id("cl"), self._poll_seconds
-        claimed = await self._patiently(
-            lambda: self.store.dequeue_many_rollouts(room, self.worker_id, poll, queues=self._queues, claim_id=claim_id)
+        self._asking = asyncio.ensure_future(
+            self._patiently(
+                lambda: self.store.dequeue_many_rollouts(
+                    room, self.worker_id, poll, queues=self._queues, claim_id=claim_id
+                )
+            )
         )
+        try:
+            claimed = await self._asking
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            return []
         if self._claims_left is not None:
             self._claims_left -= len(claimed)
         return claimed
@@ -336,7 +361,9 @@ class Runner:
         versions: dict[str | None, NamedResources | None] = {}
         for rollout in claimed:
             if rollout.resources_id not in versions:
-                versions[rollout.resources_id] = await self._resources(rollout.resources_id)
+                versions[rollout.resources_id] = await self._patiently(
+                    lambda wanted=rollout.resources_id: self._resources(wanted)
+                )
             task = self._supervised(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
             self._open[attempt_id] = _Open(rollout, task)
