@@ -23,7 +23,7 @@ from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.server import Server
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
-from agentlightning.store import InMemoryLightningStore, LightningStoreBase
+from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 from agentlightning.store.base import RolloutRecord
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.transfer import Exported, Imported, copying, export_store, import_store
@@ -129,6 +129,24 @@ async def test_remote_stores_are_copied_as_embedded_ones_are(
         await source.close()
         await target.close()
     assert await everything(other) == await everything(store)
+
+
+@pytest.fixture
+async def postgresql(postgres_store_url: str) -> AsyncIterator[LightningStoreBase]:
+    store = LightningStore(postgres_store_url)
+    yield store
+    await store.close()
+
+
+async def test_a_store_moves_to_postgresql_through_a_file(
+    store: LightningStoreBase, postgresql: LightningStoreBase, tmp_path: Path
+) -> None:
+    await fill(store)
+    await export_store(store, tmp_path / "all.jsonl")
+    assert await import_store(postgresql, tmp_path / "all.jsonl") == Imported(resources=2, rollouts=3, known=0)
+    assert await everything(postgresql) == await everything(store)
+    await export_store(postgresql, tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "all.jsonl").read_bytes()
 
 
 async def test_what_was_unfinished_waits_again_where_it_is_imported(
@@ -274,7 +292,7 @@ records = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(records, max_size=3))
 def test_whatever_a_store_holds_goes_through_every_format(several: list[RolloutRecord]) -> None:
     with tempfile.TemporaryDirectory() as folder:
