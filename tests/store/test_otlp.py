@@ -28,7 +28,9 @@ from agentlightning import span as names
 from agentlightning.rollouts import attempt_environment, attempt_key, trace_id_of
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
+from agentlightning.store.observe import observed
 from agentlightning.store.otlp import MAX_BODY_BYTES, PATH, OtlpReceiver
+from agentlightning.tracing.export import OtlpExporter
 
 SECRET, TOKEN = "secret", "token"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -419,6 +421,15 @@ async def test_without_the_token_nothing_is_taken(guarded: Site) -> None:
     assert await guarded.spans() == []
     assert partial(await guarded.post(sent, authorization=f"Bearer {TOKEN}")) == (0, "")
     assert len(await guarded.spans()) == 1
+
+
+async def test_a_server_does_not_send_its_spans_to_itself(site: Site) -> None:
+    exporter = OtlpExporter(site.server.url)
+    store = observed(site.store, [exporter])
+    kept = await store.add_span(names.Span(site.rollout_id, site.attempt_id, "work", 1.0))
+    assert await asyncio.to_thread(exporter.close)
+    assert (exporter.counts.sent, exporter.counts.refused) == (0, 1)
+    assert await site.spans() == [kept]
 
 
 async def test_a_store_that_cannot_write_asks_for_patience(site: Site) -> None:

@@ -40,6 +40,7 @@ from agentlightning.span import Span
 from agentlightning.store.adopt import Adopter
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.routes import presented_key
+from agentlightning.tracing.export import FROM, THIS_PROCESS
 from agentlightning.tracing.otlp import Decoded, OtlpError, Request, decode_json, decode_protobuf
 
 PATH: Final = "/v1/traces"
@@ -141,6 +142,8 @@ class OtlpReceiver:
 
     def _admit(self, headers: Mapping[str, str]) -> Ids | None:
         """The attempt that speaks; None for whoever knows the token, and for anybody where there is none."""
+        if headers.get(FROM) == THIS_PROCESS:  # each span would come back for ever
+            raise _HttpError(508, "this server sends its spans on to itself; give --otlp-export another address")
         key = presented_key(headers)
         named = read_attempt_key(self._secret, key) if key.startswith("agl-") else None
         if named is not None:

@@ -17,6 +17,7 @@ import gzip
 import logging
 import os
 import random
+import secrets
 import threading
 import time
 from collections import deque
@@ -40,6 +41,9 @@ RETRIED: Final = frozenset({429, 502, 503, 504})
 """The statuses OTLP says to try again."""
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
+FROM: Final = "agentlightning-exporter"
+"""The request header that says which process exports."""
+THIS_PROCESS: Final = secrets.token_hex(8)
 HEADERS: Final = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
@@ -189,7 +193,7 @@ class OtlpExporter:
 
     def _post(self, client: httpx.Client, body: bytes) -> httpx.Response | httpx.TransportError:
         try:
-            headers = {"content-type": "application/x-protobuf", "content-encoding": "gzip"}
+            headers = {"content-type": "application/x-protobuf", "content-encoding": "gzip", FROM: THIS_PROCESS}
             return client.post(self.url, content=body, headers=headers)
         except httpx.TransportError as error:
             return error
