@@ -24,6 +24,7 @@ from typing import Any, Final
 from agentlightning.errors import StoreClosedError, StoreError
 from agentlightning.store.clock import Clock
 from agentlightning.store.database import Connection, Database
+from agentlightning.store.hot import HotSpans
 from agentlightning.store.parking import PARK, Parked
 from agentlightning.store.unit import Unit, Wants
 
@@ -161,6 +162,11 @@ class Lane:
                 self._asleep = False
                 self._wake.release()
 
+    def check_open(self) -> None:
+        """Raises StoreClosedError where `submit` would."""
+        if self._closed or self._process_id != os.getpid():
+            raise self._refusal()
+
     def _refusal(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
@@ -280,8 +286,10 @@ class Writer(Lane):
         connection: Connection,
         clock: Clock,
         expire: Callable[[Unit], float | None],
+        hot: HotSpans | None,
     ) -> None:
         self._clock = clock
+        self._hot = hot
         self._expire = expire
         self._unit = Unit(connection, clock, database.shared)
         self._due: float | None = clock.steady()
@@ -422,6 +430,8 @@ class Writer(Lane):
             connection.begin(True)
             writes = due = True
             connection.changed()
+        if foreign and self._hot is not None:  # before the commit makes it look fresh
+            self._hot.clear()
         unit.begin(foreign)
         for queued, finished in heard:
             unit.queued |= queued
@@ -450,6 +460,8 @@ class Writer(Lane):
         else:
             connection.rollback()
         unit.committed()
+        if self._hot is not None and (unit.written or unit.dropped):
+            self._hot.committed(unit.written, unit.dropped)
         for _ in lost:
             self._lost_answers.popleft()
         if due or foreign:

@@ -45,10 +45,11 @@ from agentlightning.store.clock import Clock
 from agentlightning.store.codec import Row
 from agentlightning.store.database import Connection, Database
 from agentlightning.store.engine import Call, Do, Lane, Observer, Read, Writer
+from agentlightning.store.hot import HotSpans
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.store.looking import RolloutFilters
 from agentlightning.store.spans import SpanQuery
-from agentlightning.store.sqlite import SqliteDatabase, locate
+from agentlightning.store.sqlite import SqliteConnection, SqliteDatabase, locate
 from agentlightning.store.unit import Unit
 from agentlightning.store.waiting import Wait
 
@@ -80,7 +81,8 @@ class SqlStore(LightningStoreBase):
         self._clock = Clock() if clock is None else clock
         self.database.prepare()
         connection = self.database.connect(read_only=False)
-        self._writer = Writer("agl-store-writer", self.database, connection, self._clock, lifecycle.expire)
+        self._hot = HotSpans(connection.fresh) if isinstance(connection, SqliteConnection) else None
+        self._writer = Writer("agl-store-writer", self.database, connection, self._clock, lifecycle.expire, self._hot)
         self._reader: Lane = self._writer
         if not self.database.single:
             self._reader = Lane("agl-store-reader", self.database, self.database.connect(read_only=True))
@@ -425,6 +427,11 @@ class SqlStore(LightningStoreBase):
         asked = SpanQuery(
             rollout_id, attempt_id, after, limit, offset, name, name_contains, trace_id, span_id, parent_id
         )
+        if self._hot is not None and after is None and attempt_id != "latest":
+            self._writer.check_open()
+            found = self._hot.spans(rollout_id, attempt_id)
+            if found is not None:
+                return asked.page(found)
         return await self._read("query_spans", lambda connection: spans.query(connection, asked))
 
     async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:

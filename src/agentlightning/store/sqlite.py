@@ -6,7 +6,9 @@ write lock for all processes, so what was read in one transaction still holds in
 
 from __future__ import annotations
 
+import random
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,7 +92,7 @@ class SqliteDatabase:
                 connection.execute("PRAGMA query_only = ON")
         except sqlite3.Error as error:
             raise self.explain(error) from error
-        return SqliteConnection(connection, watched=self.path is not None)
+        return SqliteConnection(connection, self.path)
 
     def listen(self, wake: Wake) -> None:
         """Other processes are noticed by `SqliteConnection.changed`."""
@@ -110,10 +112,16 @@ class SqliteDatabase:
 class SqliteConnection:
     """One connection of the driver."""
 
-    def __init__(self, connection: sqlite3.Connection, watched: bool) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
         self.raw = connection
+        self._path = path
         self._cursor = connection.cursor()
-        self._watched = watched
+        self._watched = path is not None
+        self._mark = random.SystemRandom().randrange(1, 2**31)
+        """What the database's user_version is while this connection was the last to write."""
+        self._marked = False
+        self._glance: sqlite3.Cursor | None = None
+        self._glance_lock = threading.Lock()
         self._version = -1
         self._writing = False
         self._keys: dict[str, int] = {}
@@ -125,6 +133,11 @@ class SqliteConnection:
         self._writing = write
 
     def commit(self) -> None:
+        if self._writing and self._watched and not self._marked:
+            self._cursor.execute(f"PRAGMA user_version = {self._mark}")
+            self._cursor.execute("COMMIT")
+            self._marked = True
+            return
         self._cursor.execute("COMMIT")
 
     def rollback(self) -> None:
@@ -134,7 +147,23 @@ class SqliteConnection:
             self._cursor.execute("ROLLBACK")
 
     def close(self) -> None:
+        with self._glance_lock:
+            if self._glance is not None:
+                self._glance.connection.close()
+            self._glance = None
         self.raw.close()
+
+    def fresh(self) -> bool:
+        """From any thread: whether this connection was the last to write."""
+        if self._path is None:
+            return True
+        with self._glance_lock:
+            try:
+                if self._glance is None:
+                    self._glance = _connect(self._path).cursor()
+                return self._glance.execute("PRAGMA user_version").fetchone()[0] == self._mark
+            except sqlite3.Error:
+                return False
 
     def all(self, statement: Statement, *values: Any) -> list[Any]:
         compiled = statement.compiled(_dialect)
@@ -178,6 +207,7 @@ class SqliteConnection:
         self._version = version
         if changed:
             self._keys.clear()
+            self._marked = False
         return changed
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:

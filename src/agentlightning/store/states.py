@@ -90,6 +90,11 @@ class RolloutState(State):
         return next(reversed(self.tries.values())) if self.tries else None
 
     @property
+    def spans(self) -> int:
+        """Of all its attempts."""
+        return sum([attempt.spans for attempt in self.tries.values()])
+
+    @property
     def weight(self) -> int:
         """About how many bytes of memory it takes."""
         return 1000 + len(self.input) + len(self.metadata) + 700 * len(self.tries)
