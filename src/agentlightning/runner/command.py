@@ -65,7 +65,7 @@ class Command:
     def start(self, call: Call) -> str:
         """Run the program to its end; its output. Raises CommandError."""
         task = orjson.dumps(call.task)
-        environment = dict(os.environ)
+        environment = {**os.environ, **call.environment}
         if len(task) <= TASK_VARIABLE_BYTES:
             environment["AGL_TASK"] = task.decode()
         process = Running(self.words, environment, self.grace)

@@ -142,7 +142,7 @@ class Host:
             try:
                 call.resources = bind_resources(job.resources, job.server_url, job.environment)
                 variables = environ.task_variables(call.task, self._setup.environment)
-                with environ.overlay({**variables, **call.environment}):
+                with environ.overlay({**variables, **_in_process(call.environment)}):
                     output = recordable(await self._run(call))
             except BaseException as error:  # noqa: BLE001  the one place where an agent's failure becomes a record
                 error = error.with_traceback(None) if isinstance(error, CommandError) else users_traceback(error)
@@ -182,6 +182,12 @@ class Host:
         if error is not None:
             raise error
         return await _settled(value)
+
+
+def _in_process(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what OpenTelemetry SDKs read. One that is set up once in this process would give the spans of every later
+    attempt to the first; what it traces is recorded here, by attempt. Programs get it all (see `command.py`)."""
+    return {name: value for name, value in environment.items() if not name.startswith("OTEL_")}
 
 
 def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
