@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, StoreAuthError, StoreServerError
+from agentlightning.rollouts import RolloutConfig
 from agentlightning.runner.heart import Heart
 from agentlightning.runner.worker import Runner
 from agentlightning.testing import agents
@@ -85,11 +86,8 @@ async def test_a_runner_whose_lease_ran_out_loses_its_attempts_to_another(store:
             if not await self._store.query_rollouts(status_in=("preparing", "running")):
                 await self._store.update_worker(worker_id, *args, **options)
 
-    config = {"max_attempts": 2}
-    from agentlightning.rollouts import RolloutConfig
-
     async with Runner(Mute(store), agents.hangs_async, worker_id="mute", lease_seconds=0.3, **OPTIONS) as mute:  # type: ignore[arg-type]
-        queued = await store.enqueue_rollout({"hang": True}, config=RolloutConfig(**config))
+        queued = await store.enqueue_rollout({"hang": True}, config=RolloutConfig(max_attempts=2))
         await until(lambda: mute.statistics.running == 1)
         claimed = await store.dequeue_rollout("other", timeout=20)
         assert claimed is not None
@@ -100,6 +98,17 @@ async def test_a_runner_whose_lease_ran_out_loses_its_attempts_to_another(store:
     first, _ = await store.query_attempts(queued.rollout_id)
     assert first.status == "unresponsive"
     assert "mute" in first.metadata["error"]["message"]
+
+
+async def test_a_claim_that_waits_for_a_lost_worker_takes_nothing(store: Any) -> None:
+    await store.update_worker("suspended", lease_seconds=0.3)
+    started = await store.start_rollout("a task", worker_id="suspended", config=RolloutConfig(max_attempts=2))
+    waiting = asyncio.create_task(store.dequeue_rollout("suspended", timeout=20))
+    await asyncio.sleep(0)
+    claimed = await store.dequeue_rollout("other", timeout=20)
+    assert claimed is not None
+    assert claimed.rollout_id == started.rollout_id
+    assert await waiting is None
 
 
 async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store: Any) -> None:
@@ -116,8 +125,6 @@ async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store
                 return found
             self.silent = False
             return found
-
-    from agentlightning.rollouts import RolloutConfig
 
     late = Late(store)
     options = {**OPTIONS, "queues": ["work"]}
