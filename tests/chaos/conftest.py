@@ -246,12 +246,12 @@ def start_runner(tmp_path: Path, start_process: Callable[..., Process]) -> Calla
 
 @pytest.fixture
 def connect() -> Callable[[str], AbstractAsyncContextManager[LightningStoreBase]]:
-    """`async with connect(url) as store`: a client that is closed in the end."""
+    """`async with connect(url) as store`: a client, or the database itself, closed in the end."""
     from agentlightning.store.client import LightningStoreClient
 
     @asynccontextmanager
     async def connected(url: str) -> AsyncIterator[LightningStoreBase]:
-        store = LightningStoreClient(url)
+        store = LightningStoreClient(url) if url.startswith("http") else LightningStore(url)
         try:
             yield store
         finally:

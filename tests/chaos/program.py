@@ -64,6 +64,8 @@ class Client:
 
     async def work(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stopping.set)
+        if self.options.lease is not None:  # before anything is claimed
+            await self.store.update_worker(self.worker, lease_seconds=self.options.lease)
         beating = asyncio.create_task(self.beat())
         await asyncio.gather(*(self.repeat() for _ in range(self.options.tasks)))
         beating.cancel()

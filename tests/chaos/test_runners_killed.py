@@ -36,39 +36,59 @@ def work(task):
 """
 
 
-def test_the_rollouts_of_killed_clients_are_finished_by_others(
-    make_server, start_client, connect, heard, wait_until, audit, tell
-) -> None:
-    chance = random.Random(8)
-    server = make_server()
-    server.start()
-    options = ("--attempts", "50", "--lease", str(LEASE), "--pause", "0.05")
-    clients = [start_client("work", server.url, *options) for _ in range(6)]
-    killed_at = {}
-    for _ in range(8):
-        heard.wait_for_more(50_000)
-        victim = clients.pop(chance.randrange(len(clients)))
-        killed_at[f"worker-{victim.pid}"] = time.time()
-        victim.kill()
-        clients.append(start_client("work", server.url, *options))
-    heard.wait_for_more(50_000)
-    # What the last one held must wait again before the others stop looking.
-    wait_until(lambda: asyncio.run(is_lost(connect(server.url), list(killed_at)[-1])), "it is lost")
-    assert [client.end() for client in clients] == [0] * len(clients), clients[0].said()
-    server.process.end()
-    found = audit(server.database)
+@pytest.fixture
+def kill_clients(start_client, connect, heard, wait_until):
+    """Six clients of one store, one after the other killed and replaced; tells when, by worker id."""
+
+    def run(url: str, kills: int) -> dict[str, float]:
+        chance, killed_at = random.Random(8), dict[str, float]()
+        options = ("--attempts", "50", "--lease", str(LEASE), "--pause", "0.05")
+        clients = [start_client("work", url, *options) for _ in range(6)]
+        for _ in range(kills):
+            heard.wait_for_more(30_000, clients[0])
+            at_work = {line["pid"] for line in heard.lines()}
+            victim = chance.choice([client for client in clients if client.pid in at_work])
+            clients.remove(victim)
+            killed_at[f"worker-{victim.pid}"] = time.time()
+            victim.kill()
+            clients.append(start_client("work", url, *options))
+        heard.wait_for_more(30_000, clients[0])
+        # What the last one held must wait again before the others stop looking.
+        wait_until(lambda: asyncio.run(is_lost(connect(url), list(killed_at)[-1])), "it is lost")
+        assert [client.end() for client in clients] == [0] * len(clients), clients[0].said()
+        return killed_at
+
+    return run
+
+
+def check_retries(found, killed_at: dict[str, float]) -> dict[str, object]:
+    """Everything ended once, and what was tried again was tried again because its worker was lost."""
     found.check_nothing_is_lost()
     found.check_everything_ended_once()
-    lost = [a for attempts in found.attempts.values() for a in attempts if a.status == "unresponsive"]
-    assert lost
     waited = []
     for attempts in found.attempts.values():
         for first, second in pairwise(attempts):
             assert first.status == "unresponsive"
             assert first.worker_id in str(first.metadata["error"]), "the error does not name the worker that was lost"
             waited.append(second.start_time - killed_at[first.worker_id])
-    longest = f"{max(waited):.1f} s"
-    tell(kills=8, **found.figures(), retried=len(lost), lease=f"{LEASE:g} s", longest_from_kill_to_retry=longest)
+    assert waited
+    figures = {"kills": len(killed_at), **found.figures(), "retried": len(waited), "lease": f"{LEASE:g} s"}
+    return figures | {"longest_from_kill_to_retry": f"{max(waited):.1f} s"}
+
+
+def test_the_rollouts_of_killed_clients_are_finished_by_others(make_server, kill_clients, audit, tell) -> None:
+    server = make_server()
+    server.start()
+    killed_at = kill_clients(server.url, 8)
+    server.process.end()
+    tell(**check_retries(audit(server.database), killed_at))
+
+
+def test_the_rollouts_of_killed_processes_that_share_a_file_are_finished_by_others(
+    tmp_path: Path, kill_clients, audit, tell
+) -> None:
+    killed_at = kill_clients(str(tmp_path / "store.db"), 6)
+    tell(**check_retries(audit(tmp_path / "store.db"), killed_at))
 
 
 def test_killed_runners_leave_no_rollout_behind(make_server, start_runner, connect, audit, tell) -> None:
