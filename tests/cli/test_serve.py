@@ -10,7 +10,7 @@ import pytest
 
 from agentlightning.cli.serve import prune_regularly
 from agentlightning.errors import StoreFullError
-from agentlightning.rollouts import EnqueueRolloutRequest
+from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key, attempt_path, attempt_secret
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import Retention
 from agentlightning.store.client import LightningStoreClient
@@ -79,6 +79,13 @@ async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start,
         shown = await http.get("/metrics", headers={"authorization": "Bearer open-sesame"})
         assert 'agentlightning_rollouts{status="queuing"} 1.0' in shown.text
         assert (await http.get("/v1/agl/nowhere", headers={"authorization": "Bearer open-sesame"})).status_code == 404
+        started = await client.start_rollout("a task")
+        ids = started.rollout_id, started.attempt.attempt_id
+        path, key = f"{attempt_path(*ids)}/v1/chat/completions", attempt_key(attempt_secret("open-sesame"), *ids)
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        assert (await http.post(path, json=body)).status_code == 401
+        reply = await http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        assert (reply.status_code, "agl serve --model" in reply.json()["error"]["message"]) == (404, True)
 
     waiting = asyncio.create_task(client.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=60))
     while "agentlightning_store_waiters" not in (text := await _metrics(url)) or _waiters(text) < 1:  # noqa: ASYNC110
@@ -122,7 +129,7 @@ async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_pat
     from openai import AsyncOpenAI
 
     from agentlightning.policy.tiny import make_tiny
-    from agentlightning.rollouts import attempt_environment, attempt_secret
+    from agentlightning.rollouts import attempt_environment
 
     await asyncio.to_thread(make_tiny, tmp_path / "small", [{"messages": [{"role": "user", "content": "hello"}]}])
     program = start("serve", "--port", "0", "--db", ":memory:", "--json", "--model", "pupil=small")
@@ -138,18 +145,6 @@ async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_pat
     assert span.name == "chat pupil"
     await client.close()
     assert await asyncio.to_thread(program.stop) == 0
-
-
-async def test_without_a_model_it_says_how_to_give_it_one(start):
-    program = start("serve", "--port", "0", "--db", ":memory:", "--json")
-    url = program.line()["url"]
-    client = LightningStoreClient(url)
-    started = await client.start_rollout("a task")
-    path = f"/rollout/{started.rollout_id}/attempt/{started.attempt.attempt_id}/v1/chat/completions"
-    async with httpx.AsyncClient(base_url=url) as http:
-        reply = await http.post(path, json={"model": "m", "messages": [{"role": "user", "content": "x"}]})
-    assert (reply.status_code, "agl serve --model" in reply.json()["error"]["message"]) == (404, True)
-    await client.close()
 
 
 # -- retention -------------------------------------------------------------------------------------------------------

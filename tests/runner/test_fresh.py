@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentlightning.testing import agents
 
 STATE: list[Any] = []
@@ -42,6 +44,7 @@ async def test_what_an_attempt_emits_arrives_before_its_process_is_gone(start: A
         assert len(await store.query_spans(rollout.rollout_id)) == 40
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_is_killed_at_its_timeout_and_makes_room(start: Any, roll: Any, attempt_of: Any) -> None:
     def agent(task: Any) -> None:
         time.sleep(600 if task else 0)

@@ -1,4 +1,7 @@
-"""A runner and its store: who is alive, whose attempt it is, and what is asked for again."""
+"""A runner and its store: who is alive, whose attempt it is, and what is asked for again.
+
+Agents run in this process here; that hosts do what they should is for the other tests of the runner.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,41 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreAuthError, StoreServerError
 from agentlightning.rollouts import RolloutConfig
+from agentlightning.runner import worker
 from agentlightning.runner.heart import Heart
+from agentlightning.runner.wire import Done
 from agentlightning.runner.worker import Runner
-from agentlightning.testing import agents
 
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05, "grace": 0.2}
+
+
+class Inside:
+    """In place of agent hosts: agents that run right here."""
+
+    crashes = 0
+
+    def __init__(self, agent: Any, *, concurrency: int, **options: Any) -> None:
+        self.agent, self.capacity = agent, concurrency
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run(self, claimed: Any, *rest: Any) -> Done:
+        return Done(0, None, await self.agent(claimed.input))
+
+
+@pytest.fixture(autouse=True)
+def agents_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HostPool", Inside)
+
+
+async def quick(task: Any) -> Any:
+    return task
+
+
+async def endless(task: Any) -> None:
+    await asyncio.Event().wait()
 
 
 class Proxy:
@@ -35,11 +68,11 @@ async def until(holds: Any, seconds: float = 20) -> None:
 
 
 async def test_a_runner_is_registered_before_it_claims_and_signs_off_when_it_stops(store: Any) -> None:
-    async with Runner(store, agents.echo, worker_id="w", lease_seconds=20, **OPTIONS):
-        [worker] = await store.query_workers()
-        assert (worker.worker_id, worker.lease_seconds) == ("w", 20)
-    [worker] = await store.query_workers()
-    assert worker.stats["stopped"] is True
+    async with Runner(store, quick, worker_id="w", lease_seconds=20, **OPTIONS):
+        [known] = await store.query_workers()
+        assert (known.worker_id, known.lease_seconds) == ("w", 20)
+    [known] = await store.query_workers()
+    assert known.stats["stopped"] is True
 
 
 async def test_the_heart_beats_while_the_loop_is_busy(store: Any) -> None:
@@ -47,8 +80,8 @@ async def test_the_heart_beats_while_the_loop_is_busy(store: Any) -> None:
     heart.start()
     time.sleep(0.3)  # noqa: ASYNC251  a loop that does nothing else is what this is about
     await heart.stop()
-    [worker] = await store.query_workers()
-    assert worker.stats == {"n": 1}
+    [known] = await store.query_workers()
+    assert known.stats == {"n": 1}
     await heart.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "agl-heartbeat"]
 
@@ -75,7 +108,7 @@ async def test_a_heart_survives_a_store_that_is_away(store: Any) -> None:
 
 def test_a_lease_of_no_time_is_refused(store: Any) -> None:
     with pytest.raises(ConfigError, match="lease_seconds=0"):
-        Runner(store, agents.echo, lease_seconds=0, **OPTIONS)
+        Runner(store, quick, lease_seconds=0, **OPTIONS)
 
 
 async def test_a_runner_whose_lease_ran_out_loses_its_attempts_to_another(store: Any) -> None:
@@ -86,7 +119,7 @@ async def test_a_runner_whose_lease_ran_out_loses_its_attempts_to_another(store:
             if not await self._store.query_rollouts(status_in=("preparing", "running")):
                 await self._store.update_worker(worker_id, *args, **options)
 
-    async with Runner(Mute(store), agents.hangs_async, worker_id="mute", lease_seconds=0.3, **OPTIONS) as mute:  # type: ignore[arg-type]
+    async with Runner(Mute(store), endless, worker_id="mute", lease_seconds=0.3, **OPTIONS) as mute:  # type: ignore[arg-type]
         queued = await store.enqueue_rollout({"hang": True}, config=RolloutConfig(max_attempts=2))
         await until(lambda: mute.statistics.running == 1)
         claimed = await store.dequeue_rollout("other", timeout=20)
@@ -128,7 +161,7 @@ async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store
 
     late = Late(store)
     options = {**OPTIONS, "queues": ["work"]}
-    async with Runner(late, agents.hangs_async, lease_seconds=0.3, concurrency=1, **options) as runner:  # type: ignore[arg-type]
+    async with Runner(late, endless, lease_seconds=0.3, concurrency=1, **options) as runner:  # type: ignore[arg-type]
         queued = await store.enqueue_rollout({"hang": True}, queue="work", config=RolloutConfig(max_attempts=2))
         await until(lambda: runner.statistics.running == 1)
         late.silent = True
@@ -155,7 +188,7 @@ async def test_a_claim_whose_answer_was_lost_is_made_once(store: Any) -> None:
                 raise StoreServerError("the answer was lost")
             return claimed
 
-    async with Runner(Lossy(store), agents.reward_of_task, **OPTIONS):  # type: ignore[arg-type]
+    async with Runner(Lossy(store), quick, **OPTIONS):  # type: ignore[arg-type]
         queued = await store.enqueue_rollout({"reward": 1})
         [ended] = await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
     assert ended.status == "succeeded"
@@ -172,7 +205,7 @@ async def test_a_report_is_made_once_the_server_is_back(store: Any) -> None:
             return await self._store.update_attempt(*args, **options)
 
     down = Down(store)
-    async with Runner(down, agents.reward_of_task, **OPTIONS) as runner:  # type: ignore[arg-type]
+    async with Runner(down, quick, **OPTIONS) as runner:  # type: ignore[arg-type]
         queued = await store.enqueue_rollout({"reward": 1})
         await until(lambda: runner.statistics.running == 1)
         assert await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=0.2) == []
@@ -186,7 +219,7 @@ async def test_a_token_that_is_refused_ends_the_runner_at_once(store: Any) -> No
         async def dequeue_many_rollouts(self, *args: Any, **options: Any) -> Any:
             raise StoreAuthError("the server wants another token")
 
-    runner = Runner(Refusing(store), agents.echo, **OPTIONS)  # type: ignore[arg-type]
+    runner = Runner(Refusing(store), quick, **OPTIONS)  # type: ignore[arg-type]
     await runner.start()
     with pytest.raises(StoreAuthError):
         await asyncio.wait_for(runner.wait(), 20)
@@ -195,7 +228,7 @@ async def test_a_token_that_is_refused_ends_the_runner_at_once(store: Any) -> No
 
 
 async def test_a_runner_ends_after_as_many_rollouts_as_it_was_told(store: Any) -> None:
-    async with Runner(store, agents.reward_of_task, max_rollouts=3, **OPTIONS) as runner:
+    async with Runner(store, quick, max_rollouts=3, **OPTIONS) as runner:
         for _ in range(5):
             await store.enqueue_rollout({"reward": 1})
         await asyncio.wait_for(runner.wait(), 20)
@@ -204,7 +237,7 @@ async def test_a_runner_ends_after_as_many_rollouts_as_it_was_told(store: Any) -
 
 
 async def test_a_runner_claims_from_its_own_queues_only(store: Any) -> None:
-    async with Runner(store, agents.reward_of_task, queues=["val"], **OPTIONS) as runner:
+    async with Runner(store, quick, queues=["val"], **OPTIONS) as runner:
         train = await store.enqueue_rollout({"reward": 1}, mode="train")
         val = await store.enqueue_rollout({"reward": 1}, mode="val")
         await store.wait_for_rollouts(rollout_ids=[val.rollout_id], timeout=20)
@@ -213,7 +246,7 @@ async def test_a_runner_claims_from_its_own_queues_only(store: Any) -> None:
 
 
 async def test_a_drain_without_a_limit_waits_until_somebody_hurries(store: Any) -> None:
-    runner = Runner(store, agents.hangs_async, **OPTIONS)
+    runner = Runner(store, endless, **OPTIONS)
     await runner.start()
     queued = await store.enqueue_rollout({"hang": True})
     await until(lambda: runner.statistics.running == 1)
