@@ -72,6 +72,15 @@ async def test_the_limit_of_a_queue_is_shown_where_there_is_one(parts):
     assert ("agentlightning_queue_limit", ("queue", "val")) not in seen
 
 
+async def test_transactions_are_measured_by_the_store_itself(parts):
+    bare, store, metrics = parts
+    bare.observe = metrics.took
+    await store.enqueue_rollout("x")
+    seen = read(await metrics.render())
+    assert seen["agentlightning_store_calls_together_bucket", ("le", "1")] == 1
+    assert seen["agentlightning_store_transaction_seconds_sum",] > 0
+
+
 async def test_a_store_that_does_not_answer_is_down_and_the_rest_is_still_said(parts):
     bare, _, metrics = parts
     await bare.close()

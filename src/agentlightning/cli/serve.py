@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from agentlightning.policy.base import Policy
     from agentlightning.server import Server
     from agentlightning.store.base import LightningStoreBase, Retention
+    from agentlightning.store.logs import SlowLog
+    from agentlightning.store.metrics import Metrics
+    from agentlightning.store.sql import SqlStore
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +142,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     stack.push_async_callback(bare.close)
     metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
     observers: list[Observer] = [metrics, slow]
+    bare.observe = partial(_took, metrics, slow)
     if options.otlp_export is not None:
         exporter = OtlpExporter(options.otlp_export)
         stack.push_async_callback(asyncio.to_thread, exporter.close)
@@ -162,6 +167,11 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     if options.retention is not None:
         await stack.enter_async_context(_pruning(bare, options.retention))
     return server
+
+
+def _took(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: float, together: int) -> None:
+    metrics.took(method, waited, decided, together)
+    slow.took(method, waited, decided, together)
 
 
 def _figures(gateway: Gateway) -> Iterable[Metric]:
@@ -193,13 +203,13 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _open_store(db: str | None) -> LightningStoreBase:
+def _open_store(db: str | None) -> SqlStore:
     """Raises ConfigError: a store that cannot be opened is a mistake in what was given."""
     from agentlightning.errors import ConfigError, StoreError
-    from agentlightning.store import LightningStore
+    from agentlightning.store.sql import SqlStore
 
     try:
-        return LightningStore(db)
+        return SqlStore(db)
     except StoreError as error:
         raise ConfigError(str(error)) from error
 

@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +25,20 @@ from agentlightning.store.observe import Observed, ids_of
 logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
-FIELDS: Final = ("rollout_id", "attempt_id", "worker_id", "queue", "route", "method", "status", "seconds", "unreported")
+FIELDS: Final = (
+    "rollout_id",
+    "attempt_id",
+    "worker_id",
+    "queue",
+    "route",
+    "method",
+    "status",
+    "seconds",
+    "waited",
+    "decided",
+    "together",
+    "unreported",
+)
 """What a line may carry beside its message."""
 SLOW_SECONDS: Final = 0.25
 SLOW_LINES: Final = 10
@@ -113,6 +127,12 @@ class SlowLog:
         self._minute = 0
         self._lines = 0
         self._unreported = 0
+        self._parts: deque[tuple[str, float, float, int]] = deque(maxlen=SLOW_LINES)
+
+    def took(self, method: str, waited: float, decided: float, together: int) -> None:
+        """As `SqlStore.observe`, from the threads of the store: why a call will turn out to be slow."""
+        if waited + decided >= self._limit / 2:
+            self._parts.append((method, waited, decided, together))
 
     def began(self, method: str) -> None:
         """Nothing is slow yet."""
@@ -122,8 +142,17 @@ class SlowLog:
             how = "" if call.error is None else f" and failed with {type(call.error).__name__}"
             self._mention(
                 f"slow: the store took {1000 * call.seconds:.0f} ms for {call.method}{how}",
-                {"method": call.method, "seconds": round(call.seconds, 4), **ids_of(call)},
+                {"method": call.method, "seconds": round(call.seconds, 4), **self._split(call), **ids_of(call)},
             )
+
+    def _split(self, call: Observed) -> dict[str, Any]:
+        """How the time of a call was spent, if the store said so of one of this method that took about as long."""
+        said = [part for part in list(self._parts) if part[0] == call.method]
+        nearest = min(said, key=lambda part: abs(call.seconds - part[1] - part[2]), default=None)
+        if nearest is None or abs(call.seconds - nearest[1] - nearest[2]) > call.seconds / 2:
+            return {}
+        self._parts.remove(nearest)
+        return {"waited": round(nearest[1], 4), "decided": round(nearest[2], 4), "together": nearest[3]}
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
         """Told of each HTTP request; its time is without waiting for rollouts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -79,6 +80,8 @@ class Metrics:
         self._claims: Counter[str] = Counter()
         self._spans = 0
         self._batches = Classes(SIZES)
+        self._taking = threading.Lock()
+        self._taken, self._queued, self._decided = Classes(SIZES), Classes(LATENCIES), Classes(LATENCIES)
         self._process = ProcessCollector(registry=CollectorRegistry())
         self._known: list[Metric] = []
         self._asked = float("-inf")
@@ -115,6 +118,15 @@ class Metrics:
                 self._claims[rollout.queue] += 1
         elif method in ("dequeue_rollout", "start_rollout", "start_attempt"):
             self._claims[result.queue] += 1
+
+    def took(self, method: str, waited: float, decided: float, together: int) -> None:
+        """As `SqlStore.observe`, from the threads of the store."""
+        if method in WAITING_CALLS:
+            return
+        with self._taking:
+            self._taken.add(together)
+            self._queued.add(waited)
+            self._decided.add(decided)
 
     def request_began(self) -> None:
         self._open_requests += 1
@@ -176,6 +188,9 @@ class Metrics:
         yield _histogram(
             "store_call_seconds", "Calls of the store; those that wait are left out.", "method", self._calls
         )
+        yield _histogram("store_queue_seconds", "Before a call was taken into a transaction.", "", {"": self._queued})
+        yield _histogram("store_transaction_seconds", "The transaction of a call.", "", {"": self._decided})
+        yield _histogram("store_calls_together", "Calls in the transaction of a call.", "", {"": self._taken})
         errors = CounterMetricFamily(
             "agentlightning_store_errors", "Calls that failed, by error.", labels=["method", "error"]
         )
