@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, ConfigError, StoreClosedError, StoreError
 from agentlightning.span import Span
-from agentlightning.store.api import call_reader
+from agentlightning.store.api import CALLS, call_reader
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.refusals import RequestError, refusal_of
 from agentlightning.store.requests import (
@@ -89,6 +89,7 @@ class _Batch(Struct):
 
 _read_batch = decoder(_Batch)
 _read_call = call_reader()
+_ADDING: Final = frozenset({CALLS["add_span"], CALLS["add_many_spans"]})
 
 
 class Batches:
@@ -135,7 +136,32 @@ class Batches:
     async def _all(self, calls: list[Any]) -> list[bytes]:
         if len(calls) == 1:
             return [await self._one(calls[0])]
-        return await asyncio.gather(*(self._one(call) for call in calls))
+        adding = [index for index, call in enumerate(calls) if type(call) in _ADDING]
+        if len(adding) < 2:
+            return await asyncio.gather(*(self._one(call) for call in calls))
+        others = [index for index, call in enumerate(calls) if type(call) not in _ADDING]
+        added, done = await asyncio.gather(
+            self._add([calls[index] for index in adding]),
+            asyncio.gather(*(self._one(calls[index]) for index in others)),
+        )
+        results = dict(zip(adding, added, strict=True)) | dict(zip(others, done, strict=True))
+        return [results[index] for index in range(len(calls))]
+
+    async def _add(self, calls: list[Any]) -> list[bytes]:
+        """The spans of all these calls at once, which costs the store a fraction; each call for itself where one of
+        them is refused, so that it is alone in that."""
+        given = [_spans_of(call) for call in calls]
+        sent = [span for spans in given for span in spans]
+        try:
+            kept = await self._store.add_many_spans(sent)
+        except (AgentLightningError, OverflowError, UnicodeError):
+            return await asyncio.gather(*(self._one(call) for call in calls))
+        told = iter([_told(span, each) for span, each in zip(sent, kept, strict=True)])
+        results: list[bytes] = []
+        for call, spans in zip(calls, given, strict=True):
+            values = [next(told) for _ in spans]
+            results.append(_value(values if hasattr(call.arguments, "spans") else values[0]))
+        return results
 
     async def _one(self, call: Any) -> bytes:
         try:
@@ -146,7 +172,7 @@ class Batches:
             work = getattr(self._store, method)
             key = None if call.key is None else f"{method} {call.key}"
             value = await (work(**arguments) if key is None else self._once.run(key, lambda: work(**arguments)))
-            return b'{"value":' + encode(_shortened(arguments, value)) + b"}"
+            return _value(_shortened(arguments, value))
         except AgentLightningError as error:
             return _error(error)
         except (OverflowError, UnicodeError) as error:
@@ -154,6 +180,15 @@ class Batches:
         except Exception as error:
             logger.exception("a call of the store failed")
             return _error(StoreError(f"the server failed: {type(error).__name__}; its log says more"))
+
+
+def _value(value: Any) -> bytes:
+    return b'{"value":' + encode(value) + b"}"
+
+
+def _spans_of(call: Any) -> list[Span]:
+    arguments = call.arguments
+    return arguments.spans if hasattr(arguments, "spans") else [arguments.span]
 
 
 def _error(error: AgentLightningError) -> bytes:
