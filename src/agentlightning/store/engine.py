@@ -300,6 +300,8 @@ class Writer(Lane):
         self._lost_answers: deque[tuple[Call, Any]] = deque()
         self._heard: deque[tuple[bool, Sequence[str] | None]] = deque()
         """What other processes told."""
+        self._hearing: list[tuple[bool, Sequence[str] | None]] = []
+        """Of that, what the transaction under way goes by."""
         self.batches = 0
         self.commits = 0
         self.calls = 0
@@ -418,13 +420,13 @@ class Writer(Lane):
 
     def _transact(self, batch: list[Call], answers: list[Answer]) -> None:
         unit, connection = self._unit, self._connection
-        heard = [self._heard.popleft() for _ in range(len(self._heard))]
+        self._hearing += [self._heard.popleft() for _ in range(len(self._heard))]
         due = self._is_due()
         writing = [call for call in batch if call.writes]
         lost = list(self._lost_answers)
-        writes = due or bool(writing or lost)
+        writes = due or bool(writing or lost or self._hearing)
         connection.begin(writes)
-        foreign = not (batch or heard) if self._database.shared else connection.changed()
+        foreign = not (batch or self._hearing) if self._database.shared else connection.changed()
         if foreign and not writes:  # what expired elsewhere may have to be seen to
             connection.rollback()
             connection.begin(True)
@@ -433,10 +435,6 @@ class Writer(Lane):
         if foreign and self._hot is not None:  # before the commit makes it look fresh
             self._hot.clear()
         unit.begin(foreign)
-        for queued, finished in heard:
-            unit.queued |= queued
-            unit.foreign |= finished is None
-            unit.finished.update(finished or ())
         self._prefetch(writing)
         for call, answer in lost:
             call.undo(unit, answer)
@@ -449,17 +447,20 @@ class Writer(Lane):
             next_due = self._expire(unit)
         else:
             next_due = self._due
+        news = unit.queued, list(unit.finished)
+        self._learn(foreign)
         self._claim_parked(answers)
         if unit.dirty:
             unit.flush()
         self._look(batch, answers)
         if writes:
-            connection.notify(unit.queued, list(unit.finished))
+            connection.notify(*news)
             connection.commit()
             self.commits += 1
         else:
             connection.rollback()
         unit.committed()
+        self._hearing.clear()
         if self._hot is not None and (unit.written or unit.dropped):
             self._hot.committed(unit.written, unit.dropped)
         for _ in lost:
@@ -469,6 +470,16 @@ class Writer(Lane):
         if unit.deadline is not None:
             next_due = unit.deadline if next_due is None else min(next_due, unit.deadline)
         self._due = next_due
+
+    def _learn(self, foreign: bool) -> None:
+        """Have those who wait look at what other processes did. What they told is not told again."""
+        unit = self._unit
+        unit.foreign = foreign
+        unit.queued |= foreign
+        for queued, finished in self._hearing:
+            unit.queued |= queued
+            unit.foreign |= finished is None
+            unit.finished.update(finished or ())
 
     def _prefetch(self, calls: list[Call]) -> None:
         wants = Wants()

@@ -116,8 +116,8 @@ class Unit:
         if self.shared or foreign:
             self.forget()
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
-        self.foreign = foreign
-        self.queued = foreign
+        self.foreign = False
+        self.queued = False
         self.finished = set()
         self.deadline = None
         self.written = []

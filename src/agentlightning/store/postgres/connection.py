@@ -64,7 +64,7 @@ class PostgresConnection:
     def begin(self, write: bool) -> None:
         self._wrote = False
         self._notices.clear()
-        start = self._plan_anew() + (_WRITE if write else _READ)
+        start = (_WRITE if write else _READ) + self._plan_anew()
         for again in (True, False):
             try:
                 if self._connection.closed:
@@ -83,7 +83,7 @@ class PostgresConnection:
         if self._begun < self._plan_at:
             return b""
         self._plan_at += min(self._plan_at, REPLAN)
-        return b"DISCARD PLANS; "
+        return b"; DISCARD PLANS"
 
     def commit(self) -> None:
         """Where the answer of the server is lost, it is asked again over a new connection."""

@@ -14,6 +14,8 @@ from agentlightning.errors import StoreError, StoreFullError
 
 RETRY: Final = frozenset({"40001", "40P01"})
 """Serialization failure, deadlock: PostgreSQL undid the transaction so that another could go on."""
+TAKEN: Final = "23505"
+"""Another server inserted the same id in this moment: decided afresh, it is found."""
 LOST: Final = frozenset({"25P03", "57P01", "57P02", "57P03", "57P05"})
 """The server ended the connection: it shuts down, crashed, starts, or an administrator said so."""
 DISK_FULL: Final = "53100"
@@ -81,14 +83,14 @@ def may_retry(error: BaseException) -> bool:
     """The same transaction may succeed when tried again."""
     if isinstance(error, ConnectError):
         return False  # it was tried for as long as anyone should wait
-    return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in RETRY)
+    return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, TAKEN))
 
 
 def is_fatal(error: BaseException) -> bool:
     """Nothing of the transaction can succeed, whatever call of it was at fault."""
-    if isinstance(error, (ConnectError, UnknownOutcomeError)) or may_retry(error):
-        return True
     code = error.sqlstate if isinstance(error, psycopg.Error) else None
+    if isinstance(error, (ConnectError, UnknownOutcomeError)) or (may_retry(error) and code != TAKEN):
+        return True
     return code is not None and (code in _ADVICE or code[:2] in ("53", "57", "58", "XX"))
 
 
