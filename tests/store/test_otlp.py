@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import os
 import zlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,6 +32,7 @@ from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.observe import observed
 from agentlightning.store.otlp import MAX_BODY_BYTES, PATH, OtlpReceiver
+from agentlightning.tracing.emit import find_reward_spans, get_reward_value
 from agentlightning.tracing.export import OtlpExporter
 
 SECRET, TOKEN = "secret", "token"
@@ -442,3 +445,26 @@ async def test_a_large_attribute_is_kept_whole(site: Site) -> None:
     sent = request({"attributes": {"text": "x" * 10_000_000}}, resource=site.ids)
     assert partial(await site.post(gzip.compress(sent.SerializeToString(), 1), content_encoding="gzip")) == (0, "")
     assert len((await site.spans())[0].attributes["text"]) == 10_000_000
+
+
+# -- Agent Lightning 0.3 ---------------------------------------------------------------------------------------------
+
+PEER = Path(os.environ.get("AGL_PEER_03") or Path(__file__).parents[2] / ".peers/agl03/bin/python")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PEER.exists(),
+    reason=f"no agentlightning 0.3 at {PEER}; make it with benchmarks/peers.sh, or name its Python with AGL_PEER_03",
+)
+async def test_what_an_agent_of_0_3_emits_is_ours_and_still_its_own(site: Site) -> None:
+    script = Path(__file__).with_name("interop_03_traces.py")
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(PEER, script, site.server.url, stdout=pipe, stderr=pipe, cwd="/")
+    printed, complaints = await process.communicate()
+    assert process.returncode == 0, complaints.decode()[-3000:]
+    seen = orjson.loads(printed.splitlines()[-1])
+    assert (seen["reward"], seen["spans"]) == (1.0, 3)  # read by its own rules
+    spans = await site.store.query_spans(seen["rollout_id"])
+    assert [get_reward_value(span) for span in find_reward_spans(spans)] == [0.25, 1.0]  # and by ours
+    assert [span.attributes[names.MESSAGE_BODY] for span in spans if span.name == names.MESSAGE] == ["thinking"]
