@@ -1,10 +1,12 @@
 """A gateway as agents meet it: behind a real server on loopback, in front of a real store."""
 
+import ssl
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+import httpx
+import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from agentlightning.gateway.app import Gateway
@@ -17,6 +19,9 @@ from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.tokenizer import tiny_tokenizer
 
 SECRET = "a-secret-nobody-prints"
+
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Reading the certificates of the world takes a client 60 ms, and nobody here meets them."""
 
 
 @pytest.fixture(scope="session")
@@ -62,12 +67,21 @@ class Service:
         return self.environment["OPENAI_BASE_URL"]
 
     async def client(self, **options) -> AsyncOpenAI:
-        options = {"base_url": self.base_url, "api_key": self.key, "max_retries": 0} | options
-        return await self.exits.enter_async_context(AsyncOpenAI(**options))
+        options = {"base_url": self.base_url, "api_key": self.key} | options
+        http = httpx2.AsyncClient(verify=NO_TLS, timeout=60)
+        return await self.exits.enter_async_context(AsyncOpenAI(http_client=http, max_retries=0, **options))
 
-    async def anthropic(self, **options) -> AsyncAnthropic:
-        options = {"base_url": self.environment["ANTHROPIC_BASE_URL"], "api_key": self.key, "max_retries": 0} | options
-        return await self.exits.enter_async_context(AsyncAnthropic(**options))
+    async def anthropic(self, **options):
+        """Anthropic's official client."""
+        from anthropic import AsyncAnthropic  # Takes a second to import.
+
+        options = {"base_url": self.environment["ANTHROPIC_BASE_URL"], "api_key": self.key} | options
+        http = httpx2.AsyncClient(verify=NO_TLS, timeout=60)
+        return await self.exits.enter_async_context(AsyncAnthropic(http_client=http, max_retries=0, **options))
+
+    async def http(self) -> httpx.AsyncClient:
+        """For requests no SDK would make."""
+        return await self.exits.enter_async_context(httpx.AsyncClient(verify=NO_TLS, timeout=60))
 
     async def ask(self, messages="hi", **options):
         """One plain completion."""

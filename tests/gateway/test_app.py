@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -183,8 +182,8 @@ async def test_a_forged_key_and_another_attempts_key_are_refused(serve, secret):
     service = await serve([])
     for key in (service.key + "0", "agl-a.b.c", "agl-é", attempt_key(secret, service.rollout_id, "at-other")):
         headers = {"Authorization": f"Bearer {key}".encode()}
-        async with httpx.AsyncClient() as client:
-            reply = await client.post(f"{service.base_url}/chat/completions", headers=headers, content=b"{}")
+        client = await service.http()
+        reply = await client.post(f"{service.base_url}/chat/completions", headers=headers, content=b"{}")
         # A key that is not even ASCII is no key: the URL still names the attempt, and the body is then refused.
         assert reply.status_code == (401 if key.isascii() else 400)
     client = await service.client(api_key=service.key + "0")
@@ -342,8 +341,8 @@ async def test_a_prompt_longer_than_the_context_is_the_callers_error_and_recorde
 
 async def test_a_body_that_is_no_json_is_a_bad_request_in_openais_shape(serve):
     service = await serve([])
-    async with httpx.AsyncClient() as client:
-        reply = await client.post(f"{service.base_url}/chat/completions", content=b"{")
+    client = await service.http()
+    reply = await client.post(f"{service.base_url}/chat/completions", content=b"{")
     assert reply.status_code == 400
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -356,9 +355,9 @@ async def test_a_body_that_is_too_large_is_refused(serve, chunked):
         for _ in range(20):
             yield b"x" * 100
 
-    async with httpx.AsyncClient() as client:
-        content = parts() if chunked else b"x" * 2000
-        reply = await client.post(f"{service.base_url}/chat/completions", content=content)
+    client = await service.http()
+    content = parts() if chunked else b"x" * 2000
+    reply = await client.post(f"{service.base_url}/chat/completions", content=content)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
 
 
@@ -439,10 +438,10 @@ async def test_models_are_listed_at_every_base_url(serve):
 async def test_roots_answer_at_once_and_unknown_paths_in_openais_shape(serve):
     service = await serve([])
     root = service.base_url.removesuffix("/v1")
-    async with httpx.AsyncClient() as client:
-        for url in (service.server.url, f"{service.server.url}/v1", root, service.base_url):
-            assert (await client.head(url)).status_code == 200
-        reply = await client.post(f"{service.base_url}/embeddings", content=b"{}")
+    client = await service.http()
+    for url in (service.server.url, f"{service.server.url}/v1", root, service.base_url):
+        assert (await client.head(url)).status_code == 200
+    reply = await client.post(f"{service.base_url}/embeddings", content=b"{}")
     assert reply.status_code == 404
     assert "/embeddings is not served here" in reply.json()["error"]["message"]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import httpx
 import pytest
 
 from agentlightning import span as names
@@ -42,12 +41,12 @@ async def test_a_caller_that_hangs_up_frees_the_engine_and_is_recorded(serve, pa
             raise
 
     service.engine.sample = watched
-    async with httpx.AsyncClient() as client:
-        body = {"model": "scripted", "stream": streams} | BODIES[path]
-        call = asyncio.create_task(client.post(url(service, path), json=body))
-        await until(lambda: service.engine.calls)
-        call.cancel()
-        await asyncio.wait([call])
+    client = await service.http()
+    body = {"model": "scripted", "stream": streams} | BODIES[path]
+    call = asyncio.create_task(client.post(url(service, path), json=body))
+    await until(lambda: service.engine.calls)
+    call.cancel()
+    await asyncio.wait([call])
     await service.gateway.drain(timeout=10)
     assert freed == [True]
     (span,) = await service.spans()
@@ -66,7 +65,8 @@ async def test_the_span_is_in_the_store_before_the_stream_says_that_the_answer_i
         "/v1/messages": '"stop_reason":"end_turn"',
     }[path]
     kept = None
-    async with httpx.AsyncClient() as client, client.stream("POST", url(service, path), json=body) as reply:
+    client = await service.http()
+    async with client.stream("POST", url(service, path), json=body) as reply:
         async for line in reply.aiter_lines():
             if last in line and kept is None:
                 kept = await service.spans()
@@ -76,32 +76,32 @@ async def test_the_span_is_in_the_store_before_the_stream_says_that_the_answer_i
 @pytest.mark.parametrize("path", BODIES)
 async def test_what_is_wrong_with_a_body_is_said_in_the_callers_own_shape(serve, path):
     service = await serve([])
-    async with httpx.AsyncClient() as client:
-        for body in (b"{", b"[]", b"{}", b'{"messages": 5, "prompt": {}, "input": 5}'):
-            reply = await client.post(url(service, path), content=body)
-            assert reply.status_code == 400
-            error = reply.json()["error"]
-            assert error["type"] == "invalid_request_error"
-            assert error["message"]
-            assert ("type" in reply.json()) == (path == "/v1/messages")
+    client = await service.http()
+    for body in (b"{", b"[]", b"{}", b'{"messages": 5, "prompt": {}, "input": 5}'):
+        reply = await client.post(url(service, path), content=body)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+        assert ("type" in reply.json()) == (path == "/v1/messages")
     assert service.engine.calls == []
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_fields_nobody_knows_are_accepted_and_counted(serve, path):
     service = await serve(["Hello."])
-    async with httpx.AsyncClient() as client:
-        body = {"model": "scripted", "x_unheard_of": 1, "service_tier": "auto"} | BODIES[path]
-        assert (await client.post(url(service, path), json=body)).status_code == 200
+    client = await service.http()
+    body = {"model": "scripted", "x_unheard_of": 1, "service_tier": "auto"} | BODIES[path]
+    assert (await client.post(url(service, path), json=body)).status_code == 200
     assert set(service.gateway.counters.unknown_names) == {"x_unheard_of", "service_tier"}
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_call_for_no_attempt_is_served_where_that_is_allowed(serve, path):
     service = await serve(["Hello."], allow_unattributed=True)
-    async with httpx.AsyncClient() as client:
-        body = {"model": "scripted"} | BODIES[path]
-        reply = await client.post(service.server.url + path, json=body)
+    client = await service.http()
+    body = {"model": "scripted"} | BODIES[path]
+    reply = await client.post(service.server.url + path, json=body)
     assert "Hello." in reply.text
     assert service.gateway.counters.unattributed == 1
     assert await service.spans() == []
@@ -109,8 +109,8 @@ async def test_a_call_for_no_attempt_is_served_where_that_is_allowed(serve, path
 
 async def test_dialects_share_one_conversation(serve):
     service = await serve(["Hello.", "Good-bye."])
-    async with httpx.AsyncClient() as client:
-        await client.post(url(service, "/v1/messages"), json={"messages": MESSAGES, "max_tokens": 9})
-        history = [*MESSAGES, {"role": "assistant", "content": "Hello."}, *MESSAGES]
-        await client.post(url(service, "/v1/responses"), json={"input": history})
+    client = await service.http()
+    await client.post(url(service, "/v1/messages"), json={"messages": MESSAGES, "max_tokens": 9})
+    history = [*MESSAGES, {"role": "assistant", "content": "Hello."}, *MESSAGES]
+    await client.post(url(service, "/v1/responses"), json={"input": history})
     assert service.gateway.counters.continued == 1

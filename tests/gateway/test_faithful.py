@@ -182,7 +182,7 @@ AGENTS = [ChatAgent, MessagesAgent, ResponsesAgent, NamingAgent, CompletionsAgen
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before_it(house, agent):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(st.lists(TURN, min_size=1, max_size=3), st.booleans())
     def check(turns, streams):
         spans = house.runner.run(house.converse(agent, turns, streams))
