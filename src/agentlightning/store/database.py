@@ -15,6 +15,7 @@ from sqlalchemy import ClauseElement, Table
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import StoreError
+from agentlightning.store.clock import Clock
 
 Row = Sequence[Any]
 
@@ -167,6 +168,10 @@ class Database(Protocol):
 
     def connect(self, read_only: bool) -> Connection:
         """Raises StoreError with the way out."""
+        ...
+
+    def clock(self) -> Clock:
+        """The clock of deadlines: one that all processes of the database agree on."""
         ...
 
     def listen(self, wake: Wake) -> Listener | None:

@@ -222,18 +222,25 @@ class Lane:
 
     def _answer(self, call: Call) -> Answer:
         started = time.perf_counter()
-        try:
-            if not isinstance(call, Read):
-                raise TypeError(f"{call.name} is no read")
-            self._connection.begin(False)
-            answer: Answer = (call, call.look(self._connection), None)
-            self._connection.rollback()
-        except Exception as error:  # noqa: BLE001  the caller's thread raises it
-            self._connection.rollback()
-            answer = (call, None, self._explain(error))
+        answer = self._look_at(call)
         if self.observe is not None:
             self.observe(call.name, started - call.since, time.perf_counter() - started, 1)
         return answer
+
+    def _look_at(self, call: Call) -> Answer:
+        for last in (False,) * (TRIES - 1) + (True,):
+            try:
+                if not isinstance(call, Read):
+                    raise TypeError(f"{call.name} is no read")
+                self._connection.begin(False)
+                found = call.look(self._connection)
+                self._connection.rollback()
+                return call, found, None
+            except Exception as error:  # noqa: BLE001  the caller's thread raises it
+                self._connection.rollback()
+                if last or not self._database.may_retry(error):
+                    return call, None, self._explain(error)
+        raise AssertionError("unreachable")
 
     def _explain(self, error: Exception) -> Exception:
         return self._database.explain(error) if isinstance(error, self._database.errors) else error

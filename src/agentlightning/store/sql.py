@@ -78,8 +78,8 @@ class SqlStore(LightningStoreBase):
         self.database = find_database(url)
         self.path: Path | None = getattr(self.database, "path", None)
         """The file; None where there is none."""
-        self._clock = Clock() if clock is None else clock
         self.database.prepare()
+        self._clock = self.database.clock() if clock is None else clock
         connection = self.database.connect(read_only=False)
         self._hot = HotSpans(connection.fresh) if isinstance(connection, SqliteConnection) else None
         self._writer = Writer("agl-store-writer", self.database, connection, self._clock, lifecycle.expire, self._hot)

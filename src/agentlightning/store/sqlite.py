@@ -20,6 +20,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.clock import Clock
 from agentlightning.store.database import Insert, Row, Statement, Update, Wake
 from agentlightning.store.faults import explain, is_fatal
 from agentlightning.store.migrations import migrate
@@ -93,6 +94,9 @@ class SqliteDatabase:
         except sqlite3.Error as error:
             raise self.explain(error) from error
         return SqliteConnection(connection, self.path)
+
+    def clock(self) -> Clock:
+        return Clock()
 
     def listen(self, wake: Wake) -> None:
         """Other processes are noticed by `SqliteConnection.changed`."""
