@@ -48,7 +48,9 @@ class Arm:
     def send(self, job: str, **arguments: Any) -> None:
         if self._process is None:
             command = [str(PYTHONS[self.name]), "-W", "ignore", str(HERE / "arms" / f"{self.name}.py")]
-            environment = os.environ | self._environment
+            environment = dict(os.environ) | self._environment
+            if PYTHONS[self.name] != PYTHONS["ours"]:
+                environment.pop("PYTHONPATH", None)  # it would lead a peer to our package
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
         assert self._process.stdin is not None
