@@ -11,7 +11,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.rollouts import Rollout
-from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
+from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase, adopt
 from agentlightning.store.adopt import QUEUE, Adopter, ids_of_trace
 from agentlightning.store.otlp import OtlpReceiver
 from agentlightning.tracing.otlp import Decoded, Request
@@ -94,6 +94,18 @@ async def test_a_trace_without_a_root_ends_when_it_is_silent(store: LightningSto
     attempt = await store.get_attempt(attempt_id)
     assert attempt is not None
     assert attempt.metadata["incomplete"] == "its root span has not arrived"
+
+
+async def test_open_traces_are_bounded(store: LightningStoreBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopt, "MAX_OPEN", 2)
+    monkeypatch.setattr(adopt, "LOOK_SECONDS", 0.01)
+    async with receiver(store) as otlp:
+        traces = [f"{number + 1:032x}" for number in range(5)]
+        for trace_id in traces:
+            await otlp.take(Request([span("a", "b", trace_id)]))
+        oldest = [ids_of_trace(trace_id)[0] for trace_id in traces[:3]]
+        assert len(await store.wait_for_rollouts(rollout_ids=oldest, timeout=10)) == 3
+    assert [(await adopted(store, trace_id)).status for trace_id in traces[3:]] == ["running"] * 2
 
 
 async def test_another_server_takes_up_what_is_open(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from agentlightning import span as names
@@ -29,6 +31,10 @@ SOURCE: Final = "otlp"
 IDLE_SECONDS: Final = 600.0
 LOOK_SECONDS: Final = 5.0
 """How often silent traces are looked for."""
+AT_ONCE: Final = 256
+"""Silent traces that are finished together."""
+MAX_OPEN: Final = 100_000
+"""Beyond so many open traces those that were silent for longest are finished early."""
 PAGE: Final = 1000
 
 Ids = tuple[str, str]
@@ -45,7 +51,6 @@ def _claim(trace_id: str) -> str:
 
 @dataclass(slots=True)
 class _Trace:
-    ids: Ids
     heard: float
     """When it last said something (monotonic seconds)."""
 
@@ -56,7 +61,8 @@ class Adopter:
     def __init__(self, store: LightningStoreBase, idle_seconds: float = IDLE_SECONDS) -> None:
         self._store = store
         self._idle = idle_seconds
-        self._open: dict[str, _Trace] = {}
+        self._open: OrderedDict[str, _Trace] = OrderedDict()
+        """By trace id; the one that was silent for longest first."""
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -69,7 +75,7 @@ class Adopter:
             for rollout in page:
                 trace_id = rollout.metadata.get("trace_id")
                 if isinstance(trace_id, str) and rollout.metadata.get("source") == SOURCE:
-                    self._open[trace_id] = _Trace(ids_of_trace(trace_id), time.monotonic())
+                    self._open[trace_id] = _Trace(time.monotonic())
             if len(page) < PAGE:
                 break
             after = page[-1].rollout_id
@@ -83,14 +89,12 @@ class Adopter:
 
     async def adopt(self, spans: Sequence[Decoded]) -> list[tuple[Ids, Decoded]]:
         """The spans with their owners, which exist from now on."""
-        first = {span.trace_id: span for span in reversed(spans)}
-        for trace_id, span in first.items():
-            if trace_id not in self._open:
-                await self._begin(trace_id, span)
+        first = {span.trace_id: span for span in reversed(spans) if span.trace_id not in self._open}
+        await asyncio.gather(*(self._begin(trace_id, span) for trace_id, span in first.items()))
         return [(ids_of_trace(span.trace_id), span) for span in spans]
 
     async def _begin(self, trace_id: str, span: Decoded) -> None:
-        rollout_id, attempt_id = ids = ids_of_trace(trace_id)
+        rollout_id, attempt_id = ids_of_trace(trace_id)
         metadata: dict[str, Any] = {"source": SOURCE, "trace_id": trace_id}
         if isinstance(service := span.resource.get("service.name"), str):
             metadata["service"] = service
@@ -101,20 +105,22 @@ class Adopter:
         except ConflictError:  # it was begun and has ended
             return
         if started.attempt.attempt_id == attempt_id and started.status not in FINISHED:
-            self._open[trace_id] = _Trace(ids, time.monotonic())
+            self._open[trace_id] = _Trace(time.monotonic())
 
     async def heard(self, spans: Iterable[Decoded]) -> None:
         """These spans are kept now: note that their traces live, and finish those whose root is among them."""
+        roots: list[Decoded] = []
         for span in spans:
             trace = self._open.get(span.trace_id)
-            if trace is None:
-                continue
-            trace.heard = time.monotonic()
-            if span.parent_id is None:
-                await self._finish(span.trace_id, "failed" if span.status_code == "ERROR" else "succeeded", span)
+            if trace is not None:
+                trace.heard = time.monotonic()
+                self._open.move_to_end(span.trace_id)
+                if span.parent_id is None:
+                    roots.append(span)
+        await asyncio.gather(*(self._finish(root.trace_id, _status(root), root) for root in roots))
 
     async def _finish(self, trace_id: str, status: AttemptStatus, root: Decoded | None) -> None:
-        rollout_id, attempt_id = self._open[trace_id].ids
+        rollout_id, attempt_id = ids_of_trace(trace_id)
         try:
             if root is not None and (given := _input(root)) is not None:
                 await self._store.update_rollout(rollout_id, input=given)
@@ -127,13 +133,22 @@ class Adopter:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._idle))
-            before = time.monotonic() - self._idle
-            for trace_id in [trace_id for trace_id, trace in self._open.items() if trace.heard < before]:
+            while silent := self._silent():
                 try:
-                    await self._finish(trace_id, "succeeded", None)
+                    await asyncio.gather(*(self._finish(trace_id, "succeeded", None) for trace_id in silent))
                 except StoreError as error:
-                    logger.warning("could not finish the silent trace %s, trying again: %s", trace_id, error)
+                    logger.warning("could not finish %d silent traces, trying again: %s", len(silent), error)
                     break
+
+    def _silent(self) -> list[str]:
+        """Some of those that were silent for too long, or are too many."""
+        before, spare = time.monotonic() - self._idle, len(self._open) - MAX_OPEN
+        first = list(islice(self._open.items(), AT_ONCE))
+        return [trace_id for place, (trace_id, trace) in enumerate(first) if trace.heard < before or place < spare]
+
+
+def _status(root: Decoded) -> AttemptStatus:
+    return "failed" if root.status_code == "ERROR" else "succeeded"
 
 
 def _input(root: Decoded) -> Any:
