@@ -51,7 +51,10 @@ class Path:
         while path is not None:
             parts.append(path.tokens)
             path = path.parent
-        return [token for part in reversed(parts) for token in part]
+        tokens = array("i")
+        for part in reversed(parts):
+            tokens.extend(part)
+        return tokens.tolist()
 
 
 @dataclass(frozen=True, slots=True)
