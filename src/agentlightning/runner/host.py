@@ -33,7 +33,7 @@ from agentlightning.span import Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otel import to_span
 from agentlightning.tracing.scope import current_scope, scope
-from agentlightning.tracing.tracer import flush, install_globally
+from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
 """How much of an output is kept with the attempt."""
@@ -50,9 +50,7 @@ class Setup:
 
 
 def serve(sock: socket.socket, setup: Setup) -> None:
-    """Run attempts until the runner goes away."""
-    environ.install()
-    install_globally()
+    """Run attempts until the runner goes away. The process has `environ` and the tracer installed already."""
     asyncio.run(Host(sock, setup).serve())
 
 

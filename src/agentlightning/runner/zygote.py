@@ -28,10 +28,12 @@ from types import FrameType
 from typing import IO, Any, NoReturn, cast
 
 from agentlightning.errors import AgentError
+from agentlightning.runner import environ
 from agentlightning.runner.agent import load_agent, load_object
 from agentlightning.runner.host import Setup, serve
 from agentlightning.runner.reward import RewardFunction
 from agentlightning.runner.wire import Exited, Fork, Frames, Kill, Load, Loaded, LoadFailed, encode
+from agentlightning.tracing.tracer import install_globally
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ def main() -> None:
     except AgentError as error:
         control.sendall(encode(LoadFailed(str(error))))
         return
+    environ.install()
+    install_globally()
     control.sendall(encode(Loaded()))
     gc.collect()
     gc.freeze()  # what is loaded stays shared between the hosts: the collector does not touch it
