@@ -20,6 +20,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.checkpoints import Checkpoints
 from agentlightning.store.clock import Clock
 from agentlightning.store.database import Insert, Row, Statement, Update, Wake
 from agentlightning.store.faults import explain, is_fatal
@@ -28,8 +29,9 @@ from agentlightning.store.migrations import migrate
 DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
-CHECKPOINT_PAGES: Final = 4000
-"""The WAL is moved into the database after so many pages of 4 KiB."""
+CHECKPOINT_PAGES: Final = 8000
+"""The WAL is moved into the database within a commit after so many pages of 4 KiB, if it was not before: see
+checkpoints.py."""
 CACHE_KIB: Final = 16 * 1024
 """Of pages, for each connection."""
 STEPS: Final = (64, 32, 16, 8)
@@ -126,6 +128,8 @@ class SqliteConnection:
         self._marked = False
         self._glance: sqlite3.Cursor | None = None
         self._glance_lock = threading.Lock()
+        self._large = 0
+        self._checkpoints = None if path is None else Checkpoints(lambda: _connect(path))
         self._version = -1
         self._writing = False
         self._keys: dict[str, int] = {}
@@ -141,8 +145,11 @@ class SqliteConnection:
             self._cursor.execute(f"PRAGMA user_version = {self._mark}")
             self._cursor.execute("COMMIT")
             self._marked = True
-            return
-        self._cursor.execute("COMMIT")
+        else:
+            self._cursor.execute("COMMIT")
+        if self._checkpoints is not None:
+            self._checkpoints.committed(self._cursor, self._large)
+            self._large = 0
 
     def rollback(self) -> None:
         if self._writing:  # the rows with the last keys are gone
@@ -155,6 +162,8 @@ class SqliteConnection:
             if self._glance is not None:
                 self._glance.connection.close()
             self._glance = None
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self.raw.close()
 
     def fresh(self) -> bool:
@@ -179,6 +188,8 @@ class SqliteConnection:
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
         count = 0
+        if rows and type(rows[0][-1]) is bytes:
+            self._large += sum([len(row[-1]) for row in rows])
         for chunk in _chunks(rows):
             key = (insert, len(chunk))
             sql = self._inserts.get(key)
