@@ -7,12 +7,13 @@ them. A peer that is not there is left out, and says how to have it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,29 @@ class Limit:
     at_most: bool = False
 
 
-def add_options(parser: argparse.ArgumentParser, *, rounds: int, seconds: float) -> None:
-    """What every benchmark takes."""
+def add_options(parser: argparse.ArgumentParser, *, rounds: int, seconds: float | None = None) -> None:
+    """What every benchmark takes; with `seconds` also how long one measurement is, and a PostgreSQL."""
     parser.add_argument("--rounds", type=int, default=rounds, help="how often the arms take turns")
-    parser.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
+        help_text = "ours on PostgreSQL as well; without a URL on a throw-away server"
+        parser.add_argument("--postgres", metavar="URL", nargs="?", const="new", help=help_text)
     parser.add_argument("--directory", type=Path, default=None, help="where the database files go")
     parser.add_argument("--ours", action="store_true", help="leave the peers out")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     parser.add_argument("--json", action="store_true")
+
+
+@contextlib.contextmanager
+def postgres(named: str | None) -> Iterator[str | None]:
+    """The URL of the database that `--postgres` names; "new" makes a server of its own that is gone afterwards."""
+    if named != "new":
+        yield named
+        return
+    from agentlightning.testing.postgres import PostgresCluster
+
+    with PostgresCluster() as cluster:
+        yield cluster.new_database()
 
 
 def present(cases: Sequence[Case]) -> list[Case]:

@@ -30,7 +30,7 @@ class FreshArm(Arm):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, rounds=2, seconds=0)
+    add_options(parser, rounds=2)
     parser.add_argument("--spans", type=int, default=100_000)
     options = parser.parse_args()
     where = {"directory": str(options.directory)} if options.directory else {}

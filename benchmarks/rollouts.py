@@ -27,7 +27,7 @@ LIMITS = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, rounds=3, seconds=0)
+    add_options(parser, rounds=3)
     parser.add_argument("--number", type=int, default=1000, help="rollouts of a measurement (slow arms do fewer)")
     parser.add_argument("--hosts", type=int, default=1, help="processes our agents run in")
     parser.add_argument("--concurrency", type=int, default=64, help="of our runner")

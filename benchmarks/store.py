@@ -4,9 +4,9 @@ A cycle is what one rollout costs: enqueue, dequeue, eight spans of 1.5 KB, fini
 every answer is on the disk before the caller sees it, and throughput comes from many callers at once (64). 0.3 keeps
 everything in memory, and is measured with the number of callers that suits it best. The arms are processes of their
 own and take turns; each round begins with a new store. For orientation: bare rows into SQLite, and COPY into
-PostgreSQL with `--postgres URL` (which also measures ours there).
+PostgreSQL with `--postgres [URL]` (which also measures ours there).
 
-    python benchmarks/store.py [--rounds 5] [--seconds 2] [--callers 64] [--postgres URL] [--uvloop] [--check] [--json]
+    python benchmarks/store.py [--rounds 5] [--seconds 2] [--callers 64] [--postgres] [--uvloop] [--check] [--json]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from harness import Arm, Case, Limit, add_options, best, report, take_turns
+from harness import Arm, Case, Limit, add_options, best, postgres, report, take_turns
 
 ONE, BATCH = "ours, durable file, add_span one by one", "ours, durable file, add_many_spans of 8"
 PEER_ONE, PEER_BATCH = "0.3 in memory, add_span one by one", "0.3 in memory, add_many_spans of 8"
@@ -29,10 +29,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=5, seconds=2.0)
     parser.add_argument("--callers", type=int, default=64, help="tasks that call our store at once")
-    parser.add_argument("--postgres", metavar="URL", help="an empty PostgreSQL database to measure ours on as well")
     parser.add_argument("--uvloop", action="store_true", help="all arms on uvloop instead of asyncio's own loop")
     options = parser.parse_args()
-    cases = take_turns(make_cases(options), options.rounds)
+    with postgres(options.postgres) as options.postgres:
+        cases = take_turns(make_cases(options), options.rounds)
     return report("store in process", cases, LIMITS, options, extra=cost)
 
 

@@ -5,7 +5,7 @@ is `agl store` (in memory) with its own client; 1.0 its server (in memory) with 
 spans, so a cycle there is enqueue, set running, eight events, finish, query. The peers are called by eight tasks at
 once, which suits both best of 1, 4, 8, 16 and 64; the arms take turns, each time on a new server.
 
-    python benchmarks/store_http.py [--rounds 3] [--seconds 2] [--callers 64] [--postgres URL] [--check] [--json]
+    python benchmarks/store_http.py [--rounds 3] [--seconds 2] [--callers 64] [--postgres] [--check] [--json]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from harness import Arm, Case, Limit, add_options, report, take_turns
+from harness import Arm, Case, Limit, add_options, postgres, report, take_turns
 
 BATCH, ONE = "cycles: ours, durable, add_many_spans of 8", "cycles: ours, durable, add_span one by one"
 SPANS, SPANS_BATCHED = "spans: ours, durable, add_span one by one", "spans: ours, durable, add_many_spans of 100"
@@ -32,9 +32,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=3, seconds=2.0)
     parser.add_argument("--callers", type=int, default=64, help="tasks that call our client at once")
-    parser.add_argument("--postgres", metavar="URL", help="measure ours on this PostgreSQL database as well")
     options = parser.parse_args()
-    cases = take_turns(make_cases(options), options.rounds)
+    with postgres(options.postgres) as options.postgres:
+        cases = take_turns(make_cases(options), options.rounds)
     return report("store over HTTP", cases, LIMITS, options, unit="a second", extra=latency)
 
 
