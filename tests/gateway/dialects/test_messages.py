@@ -289,3 +289,12 @@ async def test_models_and_unknown_paths_speak_the_dialect_of_who_asks(serve):
     assert (await client.models.retrieve("scripted")).display_name == "scripted"
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         await client.messages.batches.list()
+
+
+async def test_a_body_that_is_too_large_and_an_attempt_that_has_ended_are_told_apart(serve):
+    service = await serve([], max_body_bytes=1000)
+    with pytest.raises(anthropic.RequestTooLargeError, match="larger than 1000 bytes"):
+        await create(service, [{"role": "user", "content": "long " * 1000}])
+    await service.store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
+    with pytest.raises(anthropic.ConflictError, match="ended as failed"):
+        await create(service)
