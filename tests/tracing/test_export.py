@@ -280,9 +280,12 @@ def test_an_endpoint_is_a_base_or_the_full_address(given: str, url: str) -> None
 
 
 def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for endpoint in ("localhost:4317", "grpc://localhost", "http://", ""):
+    for endpoint in ("localhost:4317", "grpc://localhost", "http://", "http://localhost:99999", "http://h:x", ""):
         with pytest.raises(ConfigError, match="is no OTLP/HTTP endpoint"):
             OtlpExporter(endpoint)
+    for value in ("sécret", "secret\n"):
+        with pytest.raises(ConfigError, match="the header 'authorization' has a value that cannot be sent"):
+            OtlpExporter("http://127.0.0.1:9", headers={"authorization": value})
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "secret")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS has a part without") as error:
         OtlpExporter("http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""Every span a store keeps, sent on to an OTLP endpoint: Jaeger, Phoenix, Langfuse, a collector, another hub.
+"""Every span a store keeps, sent on to an OTLP endpoint: Jaeger, Phoenix, Langfuse, a collector.
 
     exporter = OtlpExporter("http://127.0.0.1:4318")
     store = observed(LightningStore(), [exporter])          # from agentlightning.store.observe
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Final, Protocol, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import httpx
 from google.protobuf.message import DecodeError
@@ -191,11 +191,11 @@ class OtlpExporter:
                 return
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _post(self, client: httpx.Client, body: bytes) -> httpx.Response | httpx.TransportError:
+    def _post(self, client: httpx.Client, body: bytes) -> httpx.Response | httpx.RequestError:
         try:
             headers = {"content-type": "application/x-protobuf", "content-encoding": "gzip", FROM: THIS_PROCESS}
             return client.post(self.url, content=body, headers=headers)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return error
 
     def _pause(self, seconds: float, until: float) -> bool:
@@ -243,10 +243,17 @@ class OtlpExporter:
 def traces_url(endpoint: str) -> str:
     """The URL that traces are posted to. Raises ConfigError for what is no HTTP address."""
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
         raise ConfigError(f"{endpoint!r} is no OTLP/HTTP endpoint; give one like http://127.0.0.1:4318")
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith("/v1/traces") else f"{path}/v1/traces").geturl()
+
+
+def _has_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 def _headers(given: Mapping[str, str] | str | None) -> dict[str, str]:
@@ -254,8 +261,12 @@ def _headers(given: Mapping[str, str] | str | None) -> dict[str, str]:
         found: dict[str, str] = {}
         for name in HEADERS:
             found |= _parse_headers(os.environ.get(name, ""), name)
-        return found
-    return _parse_headers(given, "headers") if isinstance(given, str) else dict(given)
+    else:
+        found = _parse_headers(given, "headers") if isinstance(given, str) else dict(given)
+    for name, value in found.items():
+        if not (name + value).isascii() or not (name + value).isprintable():
+            raise ConfigError(f"the header {name!r} has a value that cannot be sent; use printable ASCII")
+    return found
 
 
 def _parse_headers(text: str, what: str) -> dict[str, str]:
