@@ -135,6 +135,8 @@ class Lane:
         self._asleep = False
         self._rung = False
         self._closed = False
+        self._reading = False
+        """A transaction is open that only looks."""
         self._process_id = os.getpid()
         self.observe: Observer | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -211,12 +213,16 @@ class Lane:
         self._abandon()
 
     def _answer_some(self) -> None:
+        """The calls that are there now, in one transaction: it begins after them, so it shows what each may expect."""
         answers: list[Answer] = []
         enough = time.monotonic() + TOGETHER_SECONDS
-        while self._calls and time.monotonic() <= enough:
+        for _ in range(len(self._calls)):
             call = self._calls.popleft()
             if not call.future.cancelled():
                 answers.append(self._answer(call))
+            if time.monotonic() > enough:
+                break
+        self._end_reading()
         if answers:
             self._settle(answers)
 
@@ -232,15 +238,20 @@ class Lane:
             try:
                 if not isinstance(call, Read):
                     raise TypeError(f"{call.name} is no read")
-                self._connection.begin(False)
-                found = call.look(self._connection)
-                self._connection.rollback()
-                return call, found, None
+                if not self._reading:
+                    self._connection.begin(False)
+                    self._reading = True
+                return call, call.look(self._connection), None
             except Exception as error:  # noqa: BLE001  the caller's thread raises it
-                self._connection.rollback()
+                self._end_reading()
                 if last or not self._database.may_retry(error):
                     return call, None, self._explain(error)
         raise AssertionError("unreachable")
+
+    def _end_reading(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._connection.rollback()
 
     def _explain(self, error: Exception) -> Exception:
         return self._database.explain(error) if isinstance(error, self._database.errors) else error
