@@ -110,7 +110,10 @@ def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, An
         },
     }
     if operation.body is not None:
-        content = {"application/json": {"schema": schemas[repr(operation.body)]}}
+        schema = schemas[repr(operation.body)]
+        if operation.empty_is_allowed:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        content = {"application/json": {"schema": schema}}
         made["requestBody"] = {"required": not operation.empty_is_allowed, "content": content}
     return made
 

@@ -137,6 +137,15 @@ async def answer(send: Send, status: int, body: bytes, headers: Headers = ()) ->
     await send({"type": "http.response.body", "body": body})
 
 
+async def only_get(scope: Scope, send: Send) -> bool:
+    """Whether the request was refused, because it wants to do more than look."""
+    if scope["method"] in ("GET", "HEAD"):
+        return False
+    error = RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
+    await refuse(send, error, [(b"allow", b"GET, HEAD")])
+    return True
+
+
 async def refuse(send: Send, error: AgentLightningError, headers: Headers = ()) -> None:
     """The answer to a request that could not be done."""
     status = status_of(error)

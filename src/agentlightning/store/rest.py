@@ -108,8 +108,9 @@ class Endpoint:
         elif operation.whole is not None:
             arguments[operation.whole] = operation.read(body)
             arguments |= operation.arguments(_query(scope, operation.query_request))
-        elif body not in (b"", b"null") or not operation.empty_is_allowed:  # 0.x clients send null for nothing
-            arguments |= operation.arguments(operation.read(body))
+        else:
+            empty = operation.empty_is_allowed and body in (b"", b"null")  # 0.x clients send null for nothing
+            arguments |= operation.arguments(operation.read(b"{}" if empty else body))
         for name in operation.path_names:
             arguments[name] = scope["path_params"][name]
         if operation.single:
@@ -121,8 +122,10 @@ class Endpoint:
     async def _do(self, operation: Operation, arguments: dict[str, Any], key: str | None, receive: Receive) -> Any:
         work = getattr(self._store, operation.method)
         if operation.waits:
-            timeout = arguments.get("timeout", None if operation.method == "wait_for_rollouts" else 0.0)
-            arguments["timeout"] = MAX_WAIT_SECONDS if timeout is None else min(timeout, MAX_WAIT_SECONDS)
+            timeout = arguments.get("timeout")
+            if timeout is None:
+                timeout = MAX_WAIT_SECONDS if operation.method == "wait_for_rollouts" else 0.0
+            arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
             if arguments["timeout"] > 0:
                 return await while_wanted(receive, work(**arguments))
         if key is None or operation.verb == "GET":

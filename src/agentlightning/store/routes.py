@@ -13,7 +13,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.batches import PROTOCOL_HEADER, Batches, Once
 from agentlightning.store.events import event_routes, read_event
 from agentlightning.store.openapi import document
-from agentlightning.store.requests import admit, answer, headers_of, presented_key, refuse
+from agentlightning.store.requests import admit, answer, headers_of, only_get, presented_key, refuse
 from agentlightning.store.rest import Endpoint, gathered
 from agentlightning.store.wire import BASE, MAX_BODY_BYTES, PROTOCOL, encode, version
 
@@ -44,11 +44,11 @@ def store_routes(
         Route(f"{BASE}/calls", calls),
         Route(f"{BASE}/waits/calls", calls),
         *(Route(BASE + path, Endpoint(paths[path], store, token, max_body_bytes, once)) for path in ordered),
-        Route(f"{BASE}/health", _Health(store, told), methods=["GET"]),
-        Route(f"{BASE}/openapi.json", _Document(token), methods=["GET"]),
+        Route(f"{BASE}/health", _Health(store, told)),
+        Route(f"{BASE}/openapi.json", _Document(token)),
         Route(BASE + "/{path:path}", _Nowhere(token)),
         *event_routes(store, secret),
-        Route("/health", _Health(store, {"status": "ok"}), methods=["GET"]),
+        Route("/health", _Health(store, {"status": "ok"})),
     ]
 
 
@@ -60,10 +60,13 @@ class _Health:
         self._body = encode(told)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if await only_get(scope, send):
+            return
         try:
             await self._store.get_latest_resources()
         except AgentLightningError as error:
-            return await refuse(send, error, [PROTOCOL_HEADER])
+            await refuse(send, error, [PROTOCOL_HEADER])
+            return
         await answer(send, 200, self._body, [PROTOCOL_HEADER])
 
 
@@ -74,10 +77,13 @@ class _Document:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if await only_get(scope, send):
+            return
         try:
             admit(headers_of(scope), self._token)
         except AgentLightningError as error:
-            return await refuse(send, error)
+            await refuse(send, error)
+            return
         await answer(send, 200, encode(document(with_token=self._token is not None)))
 
 

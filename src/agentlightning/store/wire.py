@@ -290,7 +290,7 @@ def read_hook(kind: type, value: Any) -> Any:
         return _config(orjson.dumps(value))
     if kind is Resources:
         try:
-            return Resources(named_resources.validate_python(value))
+            return Resources(named_resources.validate_python(value, strict=True))
         except ValidationError as error:
             raise ConfigError(f"these resources are no dict of LLM and PromptTemplate by name: {error}") from None
     raise NotImplementedError(f"{kind} cannot be read")
@@ -299,7 +299,7 @@ def read_hook(kind: type, value: Any) -> Any:
 @lru_cache(maxsize=256)
 def _config(text: bytes) -> RolloutConfig:
     try:
-        return RolloutConfig.model_validate_json(text)
+        return RolloutConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise ConfigError(f"this is no configuration of a rollout: {error}") from None
 
