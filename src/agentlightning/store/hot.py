@@ -16,7 +16,7 @@ from agentlightning.store import packs
 from agentlightning.store.packs import Pack
 from agentlightning.store.spans import WrittenPack
 
-HOT_BYTES: Final = 12 << 20
+HOT_BYTES: Final = 8 << 20
 """Of packs in memory, about."""
 _OVERHEAD: Final = 600
 

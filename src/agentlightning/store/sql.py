@@ -109,7 +109,7 @@ class SqlStore(LightningStoreBase):
 
     async def close(self) -> None:
         try:
-            await self._do("close", lambda unit: None)  # whatever was answered has arrived once this has
+            await self._write(Read("close", lambda connection: None))  # what was answered has arrived once this has
         except StoreClosedError:
             return
         await asyncio.get_running_loop().run_in_executor(None, self._finalizer)

@@ -32,7 +32,7 @@ BUSY_SECONDS: Final = 30.0
 CHECKPOINT_PAGES: Final = 8000
 """The WAL is moved into the database within a commit after so many pages of 4 KiB, if it was not before: see
 checkpoints.py."""
-CACHE_KIB: Final = 16 * 1024
+CACHE_KIB: Final = 8 * 1024
 """Of pages, for each connection."""
 STEPS: Final = (64, 32, 16, 8)
 """Rows in one statement. What is left over goes in one more, so that few different ones have to be compiled."""
@@ -132,6 +132,7 @@ class SqliteConnection:
         self._checkpoints = None if path is None else Checkpoints(lambda: _connect(path))
         self._version = -1
         self._writing = False
+        self._before = 0
         self._keys: dict[str, int] = {}
         self._inserts: dict[tuple[Insert, int], str] = {}
         self._updates: dict[tuple[Update, int], str] = {}
@@ -139,9 +140,10 @@ class SqliteConnection:
     def begin(self, write: bool) -> None:
         self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         self._writing = write
+        self._before = self.raw.total_changes
 
     def commit(self) -> None:
-        if self._writing and self._watched and not self._marked:
+        if self._watched and not self._marked and self.raw.total_changes > self._before:
             self._cursor.execute(f"PRAGMA user_version = {self._mark}")
             self._cursor.execute("COMMIT")
             self._marked = True

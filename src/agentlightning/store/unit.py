@@ -42,7 +42,7 @@ from agentlightning.store.states import (
     worker_row,
 )
 
-KEPT_BYTES: Final = 12 << 20
+KEPT_BYTES: Final = 6 << 20
 """Of rollouts in memory between transactions, about."""
 KEPT_WORKERS: Final = 5_000
 KEPT_DIGESTS: Final = 20_000
