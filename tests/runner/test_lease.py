@@ -6,18 +6,21 @@ Agents run in this process here; that hosts do what they should is for the other
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import threading
 import time
 from typing import Any
 
 import pytest
 
-from agentlightning.errors import ConfigError, StoreAuthError, StoreServerError
+from agentlightning.errors import AgentError, ConfigError, StoreAuthError, StoreServerError
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.runner import worker
 from agentlightning.runner.heart import Heart
 from agentlightning.runner.wire import Done
 from agentlightning.runner.worker import Runner
+from agentlightning.store.logs import JsonFormatter
 
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05, "grace": 0.2}
 
@@ -212,6 +215,20 @@ async def test_a_report_is_made_once_the_server_is_back(store: Any) -> None:
         down.down = False
         [ended] = await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
     assert ended.status == "succeeded"
+
+
+async def test_an_attempt_that_fails_is_logged_with_its_ids(store: Any, caplog: Any) -> None:
+    async def fails(task: Any) -> None:
+        raise AgentError("no idea")
+
+    caplog.handler.setFormatter(JsonFormatter())
+    with caplog.at_level(logging.INFO, "agentlightning.runner.worker"):
+        async with Runner(store, fails, worker_id="w", **OPTIONS):
+            queued = await store.enqueue_rollout({})
+            await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
+    records = [json.loads(line) for line in caplog.text.splitlines()]
+    [line] = [record for record in records if "no idea" in record["message"]]
+    assert (line["rollout_id"], line["worker_id"]) == (queued.rollout_id, "w")
 
 
 async def test_a_token_that_is_refused_ends_the_runner_at_once(store: Any) -> None:

@@ -41,6 +41,7 @@ from agentlightning.runner.tally import RunnerStatistics
 from agentlightning.runner.writer import SpanWriter, failure_span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
+from agentlightning.store.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -385,12 +386,15 @@ class Runner:
     # -- one attempt -------------------------------------------------------------------------------------------------
 
     async def _attempt(self, claimed: AttemptedRollout, resources: NamedResources | None) -> None:
-        status, metadata = await self._execute(claimed, resources)
-        attempt = self._open.get(claimed.attempt.attempt_id)
-        if attempt is not None:
-            attempt.reporting = True
-        await self._writer.written()
-        await self._report(claimed, status, metadata)
+        with about(rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, worker_id=self.worker_id):
+            status, metadata = await self._execute(claimed, resources)
+            attempt = self._open.get(claimed.attempt.attempt_id)
+            if attempt is not None:
+                attempt.reporting = True
+            await self._writer.written()
+            await self._report(claimed, status, metadata)
+            if status != "succeeded":
+                logger.info("an attempt ended as %s: %s", status, metadata["error"]["message"])
 
     async def _execute(
         self, claimed: AttemptedRollout, resources: NamedResources | None
