@@ -11,6 +11,7 @@ import pytest
 from agentlightning.cli.serve import prune_regularly
 from agentlightning.errors import StoreFullError
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key, attempt_path, attempt_secret
+from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import Retention
 from agentlightning.store.client import LightningStoreClient
@@ -145,6 +146,31 @@ async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_pat
     assert span.name == "chat pupil"
     await client.close()
     assert await asyncio.to_thread(program.stop) == 0
+
+
+@pytest.mark.slow
+async def test_spans_are_sent_on_and_traces_of_nobody_adopted(start):
+    second = start("serve", "--port", "0", "--db", ":memory:", "--json", "--adopt-traces").line()["url"]
+    first = start("serve", "--port", "0", "--db", ":memory:", "--json", "--otlp-export", second)
+    here, there = LightningStoreClient(first.line()["url"]), LightningStoreClient(second)
+    started = await here.start_rollout("a task")
+    await here.add_span(Span(started.rollout_id, started.attempt.attempt_id, "work", 1.0, 2.0))
+    assert await asyncio.to_thread(first.stop) == 0, "what waited was to be sent before the end"
+    span = {
+        "traceId": "a" * 32,
+        "spanId": "b" * 16,
+        "name": "elsewhere",
+        "startTimeUnixNano": "1",
+        "endTimeUnixNano": "2",
+    }
+    async with httpx.AsyncClient(base_url=second) as http:
+        await http.post("/v1/traces", json={"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]})
+        shown = (await http.get("/metrics")).text
+    assert "agentlightning_otlp_requests_total 2.0" in shown
+    [adopted] = await there.query_rollouts()
+    assert [span.name for span in await there.query_spans(adopted.rollout_id)] == ["elsewhere"]
+    await here.close()
+    await there.close()
 
 
 # -- retention -------------------------------------------------------------------------------------------------------
