@@ -54,6 +54,16 @@ KINDS: dict[str, Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[L
 }
 
 
+TIMED = ("test_signs_of_life_keep_an_attempt_alive", "test_an_attempt_that_is_said_to_run_is_watched_from_then_on")
+"""These wait for seconds while the store behind a client does what it does without one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.startswith(TIMED) and "[http-" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=list(KINDS))
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[LightningStoreBase]:
     async with KINDS[request.param](request) as store:

@@ -34,7 +34,9 @@ async def store() -> AsyncIterator[Store]:
 
 @pytest.fixture
 async def http(store: Store, hub: Hub) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=hub.serve(store) + BASE) as http:
+    async with httpx.AsyncClient(
+        base_url=hub.serve(store) + BASE, verify=False
+    ) as http:  # no TLS here, which is slow to prepare
         yield http
 
 
@@ -334,9 +336,9 @@ async def test_a_compressed_body_is_read_and_a_bomb_is_not(hub: Hub, store: Stor
     packed = {**JSON, "content-encoding": "gzip"}
     span = orjson.dumps(body_of_span(claimed, attributes={"text": "a" * 10_000}))
     url = hub.serve(store, max_body_bytes=1_000_000) + BASE
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, verify=False) as http:
         assert (await http.post("/spans", content=gzip.compress(span), headers=packed)).status_code == 201
-        bomb = gzip.compress(b'{"name": "' + b"a" * 50_000_000 + b'"}')
+        bomb = gzip.compress(b'{"name": "' + b"a" * 20_000_000 + b'"}')
         assert len(bomb) < 100_000
         refusal(await http.post("/spans", content=bomb, headers=packed), 413, "RequestError", "1000000")
         for broken in (gzip.compress(span)[:-9], gzip.compress(span) + b"more", b"no gzip"):
