@@ -239,7 +239,7 @@ async def test_a_full_disk_is_told_to_the_callers_and_the_store_goes_on_once_the
 
 async def _limit_pages(store: SqlStore, pages: int) -> None:
     """What a full disk looks like to SQLite."""
-    await store._do(  # pyright: ignore[reportPrivateUsage]
+    await store.do(
         "limit", lambda unit: unit.connection.raw.execute(f"PRAGMA max_page_count = {pages}").fetchone()
     )
 

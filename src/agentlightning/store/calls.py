@@ -11,8 +11,8 @@ from agentlightning.errors import ConflictError
 from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
 from agentlightning.store import lifecycle, spans
 from agentlightning.store.base import UNSET, Unset
+from agentlightning.store.call import Call
 from agentlightning.store.codec import Row
-from agentlightning.store.engine import Call
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.parking import PARK, Parked
 from agentlightning.store.spans import Kept, SpanGroup

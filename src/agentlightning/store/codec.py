@@ -130,6 +130,13 @@ def check_attempt_status(value: Any) -> str:
     return value
 
 
+def check_cursor(after: Any, limit: Any, offset: Any) -> tuple[int, int]:
+    """(limit, offset) as a database takes them, of a page that begins after the id `after`."""
+    if after is not None:
+        check_text(after, "after")
+    return check_page(limit, offset)
+
+
 # -- rollouts and attempts -------------------------------------------------------------------------------------------
 
 DEFAULT_CONFIG = RolloutConfig()

@@ -1,9 +1,8 @@
-"""The threads that own the database connections, and group commit.
+"""The thread that writes: group commit.
 
-A caller in any event loop hands over a `Call` and awaits its future. One writer thread takes all calls that are there
-as one batch: it loads what they need at once, has each decide in memory, writes everything at once (unit.py), commits,
-and only then answers: an answer is durable. Answers for one event loop travel in one wake-up. Long reads run on a
-second thread with a connection of its own, which sees everything that was answered.
+It takes all calls that are there as one batch: it loads what they need at once, has each decide in memory, writes
+everything at once (unit.py), commits, and only then answers: an answer is durable. Long reads run on a thread and a
+connection of their own (lane.py), which see everything that was answered.
 
 A call that finds nothing to do yet may return PARK: it is run again after each batch that could concern it, until it
 answers or its time is up. Nothing polls, except for what other processes write to the same file.
@@ -11,20 +10,20 @@ answers or its time is up. Nothing polls, except for what other processes write 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError, StoreError
+from agentlightning.store.call import Call
 from agentlightning.store.clock import Clock
 from agentlightning.store.database import Connection, Database
 from agentlightning.store.hot import HotSpans
+from agentlightning.store.lane import TRIES, Answer, Lane
 from agentlightning.store.parking import PARK, Parked
 from agentlightning.store.unit import Unit, Wants
 
@@ -32,266 +31,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH: Final = 1024
 """Calls in one transaction at most: bounds the wait of the first one."""
-TOGETHER_SECONDS: Final = 0.002
-"""Answers to reads travel together when they take no longer than this."""
 TICK_SECONDS: Final = 0.25
 """The clock looks for expired attempts no more often than this."""
 IDLE_SECONDS: Final = 0.5
 """How often a quiet store looks for what other processes wrote."""
-TRIES: Final = 5
-"""How often a transaction is tried that failed for a reason that passes."""
-
-Observer = Callable[[str, float, float, int], None]
-"""(name of the call, seconds it waited to be taken, seconds its batch took, calls in the batch)"""
-
-
-class Call:
-    """One thing to do, and where its answer goes. It may be run several times until its transaction is committed, so
-    it keeps nothing from one time to the next."""
-
-    __slots__ = ("answered", "deadline", "future", "loop", "name", "since")
-
-    writes = True
-    """Whether it changes anything. One that does not is run after all that do, on what they have written."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.answered = False
-        self.deadline = math.inf
-        """Until when it may be parked, on time.monotonic."""
-        self.since = 0.0
-
-    def want(self, wants: Wants) -> None:
-        """Say what is needed."""
-
-    def run(self, unit: Unit) -> Any:
-        """The answer, or PARK."""
-        raise NotImplementedError
-
-    def at_timeout(self, unit: Unit) -> Any:
-        """The answer of a parked call whose time is up."""
-        raise NotImplementedError
-
-    def undo(self, unit: Unit, answer: Any) -> None:
-        """What to do with an answer nobody is left to take."""
-
-    def park(self, parked: Parked) -> None:
-        """Wait for what may concern it."""
-        raise NotImplementedError
-
-
-class Do(Call):
-    """A call that is a function of the unit."""
-
-    __slots__ = ("_function", "_rollouts", "_workers")
-
-    def __init__(
-        self, name: str, function: Callable[[Unit], Any], rollouts: Iterable[str] = (), workers: Iterable[str] = ()
-    ) -> None:
-        super().__init__(name)
-        self._function = function
-        self._rollouts = rollouts
-        self._workers = workers
-
-    def want(self, wants: Wants) -> None:
-        wants.rollouts.update(self._rollouts)
-        wants.workers.update(self._workers)
-
-    def run(self, unit: Unit) -> Any:
-        return self._function(unit)
-
-
-class Read(Call):
-    """A call that only looks at the database."""
-
-    __slots__ = ("look",)
-
-    writes = False
-
-    def __init__(self, name: str, look: Callable[[Connection], Any]) -> None:
-        super().__init__(name)
-        self.look = look
-
-    def run(self, unit: Unit) -> Any:
-        return self.look(unit.connection)
-
-
-Answer = tuple[Call, Any, BaseException | None]
-
-
-class Lane:
-    """A thread, its connection, and the calls handed over to it."""
-
-    def __init__(self, name: str, database: Database, connection: Connection) -> None:
-        self._database = database
-        self._connection = connection
-        self._calls: deque[Call] = deque()
-        self._lock = threading.Lock()
-        self._wake = threading.Lock()
-        """Free when the thread is to wake up."""
-        self._wake.acquire()
-        self._asleep = False
-        self._rung = False
-        self._closed = False
-        self._reading = False
-        """A transaction is open that only looks."""
-        self._process_id = os.getpid()
-        self.observe: Observer | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def name(self) -> str:
-        return self._database.name
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
-
-    def submit(self, call: Call) -> None:
-        """Hand over a call; its future is settled in its own event loop."""
-        if self.observe is not None:
-            call.since = time.perf_counter()
-        if self._process_id != os.getpid():
-            raise self._refusal()
-        with self._lock:
-            if self._closed:
-                raise self._refusal()
-            self._calls.append(call)
-            if self._asleep:
-                self._asleep = False
-                self._wake.release()
-
-    def check_open(self) -> None:
-        """Raises StoreClosedError where `submit` would."""
-        if self._closed or self._process_id != os.getpid():
-            raise self._refusal()
-
-    def _refusal(self) -> StoreClosedError:
-        if self._process_id != os.getpid():
-            return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
-
-    def _ring(self) -> None:
-        """Wake the thread. Any number of times is as good as once."""
-        with self._lock:
-            self._rung = True
-            if self._asleep:
-                self._asleep = False
-                self._wake.release()
-
-    def _sleep(self, seconds: float | None) -> None:
-        """Until something is there to do, `seconds` at most."""
-        with self._lock:
-            if self._calls or self._rung or self._closed:
-                self._rung = False
-                return
-            self._asleep = True
-        if not self._wake.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
-            with self._lock:
-                if not self._asleep:  # rung at the last moment
-                    self._wake.acquire()
-                self._asleep = False
-        self._rung = False
-
-    def stop(self) -> None:
-        """Have the thread end once everything handed over is done. Does not wait."""
-        if self._process_id != os.getpid():  # a forked child has no thread to end, and perhaps a lock held for ever
-            return
-        with self._lock:
-            self._closed = True
-        self._ring()
-
-    def _work(self) -> None:
-        while not self._closed or self._calls:
-            if not self._calls:
-                self._sleep(None)
-            self._answer_some()
-        self._connection.close()
-        self._abandon()
-
-    def _answer_some(self) -> None:
-        """The calls that are there now, in one transaction: it begins after them, so it shows what each may expect."""
-        answers: list[Answer] = []
-        enough = time.monotonic() + TOGETHER_SECONDS
-        for _ in range(len(self._calls)):
-            call = self._calls.popleft()
-            if not call.future.cancelled():
-                answers.append(self._answer(call))
-            if time.monotonic() > enough:
-                break
-        self._end_reading()
-        if answers:
-            self._settle(answers)
-
-    def _answer(self, call: Call) -> Answer:
-        started = time.perf_counter()
-        answer = self._look_at(call)
-        if self.observe is not None:
-            self.observe(call.name, started - call.since, time.perf_counter() - started, 1)
-        return answer
-
-    def _look_at(self, call: Call) -> Answer:
-        for last in (False,) * (TRIES - 1) + (True,):
-            try:
-                if not isinstance(call, Read):
-                    raise TypeError(f"{call.name} is no read")
-                if not self._reading:
-                    self._connection.begin(False)
-                    self._reading = True
-                return call, call.look(self._connection), None
-            except Exception as error:  # noqa: BLE001  the caller's thread raises it
-                self._end_reading()
-                if last or not self._database.may_retry(error):
-                    return call, None, self._explain(error)
-        raise AssertionError("unreachable")
-
-    def _end_reading(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._connection.rollback()
-
-    def _explain(self, error: Exception) -> Exception:
-        return self._database.explain(error) if isinstance(error, self._database.errors) else error
-
-    def _settle(self, answers: list[Answer]) -> None:
-        """Answer the callers: one wake-up for each event loop."""
-        loops: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
-        for answer in answers:
-            loop = answer[0].loop
-            if loop in loops:
-                loops[loop].append(answer)
-            else:
-                loops[loop] = [answer]
-        for loop, ours in loops.items():
-            try:
-                loop.call_soon_threadsafe(self._resolve, ours)
-            except RuntimeError:  # the loop is closed: nobody is left to hear
-                for call, result, error in ours:
-                    if error is None:
-                        self._lost(call, result)
-
-    def _resolve(self, answers: list[Answer]) -> None:
-        for call, result, error in answers:
-            future = call.future
-            if future.done():
-                if error is None:
-                    self._lost(call, result)
-            elif error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-    def _lost(self, call: Call, result: Any) -> None:
-        """An answer came too late for its caller."""
-
-    def _abandon(self) -> None:
-        """The end: those still waiting are told."""
-        calls = list(self._calls)
-        self._calls.clear()
-        self._settle([(call, None, self._refusal()) for call in calls])
 
 
 class Writer(Lane):
@@ -460,16 +203,14 @@ class Writer(Lane):
         for call in writing:
             self._take(call, answers)
         if due or foreign:
-            if unit.dirty:
-                unit.flush()
+            unit.write_first()
             next_due = self._expire(unit)
         else:
             next_due = self._due
         news = unit.queued, list(unit.finished)
         self._learn(foreign)
         self._claim_parked(answers)
-        if unit.dirty:
-            unit.flush()
+        unit.write_first()
         self._look(batch, answers)
         if writes:
             connection.notify(*news)

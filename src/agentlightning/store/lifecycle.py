@@ -287,8 +287,7 @@ def expire(unit: Unit) -> float | None:
     _expire_timeouts(unit, now)
     _expire_silent(unit, now)
     _expire_leases(unit, now)
-    if unit.dirty:
-        unit.flush()
+    unit.write_first()
     nexts: list[Any] = [
         unit.connection.all(statement)[0][0]
         for statement in (statements.NEXT_TIMEOUT, statements.NEXT_SILENCE, statements.NEXT_LOST)
@@ -312,8 +311,7 @@ def _expire_silent(unit: Unit, now: float) -> None:
 
 
 def _due(unit: Unit, statement: statements.Statement, now: float) -> list[AttemptState]:
-    if unit.dirty:
-        unit.flush()
+    unit.write_first()
     rows = unit.connection.all(statement, now, EXPIRE_AT_ONCE)
     unit.load({rollout_id for _, rollout_id in rows})
     found = [unit.rollout(rollout_id).tries.get(attempt_id) for attempt_id, rollout_id in rows]
@@ -323,8 +321,7 @@ def _due(unit: Unit, statement: statements.Statement, now: float) -> list[Attemp
 
 
 def _expire_leases(unit: Unit, now: float) -> None:
-    if unit.dirty:
-        unit.flush()
+    unit.write_first()
     names = [row[0] for row in unit.connection.all(statements.LOST_WORKERS, now, EXPIRE_AT_ONCE)]
     unit.load_workers(names)
     unit.load({rollout_id for name in names for rollout_id in unit.worker(name).work.values()})

@@ -55,8 +55,7 @@ def delete_finished(unit: Unit, ends: dict[str, float]) -> None:
 def _remove(unit: Unit, states: Sequence[RolloutState]) -> None:
     if not states:
         return
-    if unit.dirty:
-        unit.flush()
+    unit.write_first()
     run = unit.connection.run
     attempts = [attempt.key for state in states for attempt in state.tries.values()]
     if attempts:
@@ -134,10 +133,9 @@ class Excess:
 
 def drop_unused_blocks(unit: Unit) -> None:
     """Tokens that no span refers to any more."""
-    if unit.dirty:
-        unit.flush()
+    unit.write_first()
     unit.connection.run(statements.DELETE_UNUSED_BLOCKS)
-    unit.digests.clear()
+    unit.pending.digests.clear()
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from agentlightning.store.engine import Call
+    from agentlightning.store.call import Call
     from agentlightning.store.unit import Unit
 
 

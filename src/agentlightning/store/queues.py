@@ -71,13 +71,10 @@ class Queues:
         self._loaded = False
         self.known: set[str] = set()
         """Names that are in the database: none is ever removed."""
-        self.unnamed: set[str] = set()
-        """Names that are to be written."""
 
     def forget(self) -> None:
         self._states.clear()
         self._loaded = False
-        self.unnamed.clear()
 
     def load(self) -> None:
         """Read the limits; on a shared database, the queues that have one are locked."""
@@ -105,7 +102,7 @@ class Queues:
         queue = self._states.get(rollout.queue) or self._state(rollout.queue)
         if rollout.queue not in self.known:
             self.known.add(rollout.queue)
-            self.unnamed.add(rollout.queue)
+            self._unit.pending.queues.add(rollout.queue)
         if new in WAITING and old not in WAITING:
             self._unit.queued = True
             queue.push((-rollout.priority, rollout.key, rollout.rollout_id))
@@ -151,8 +148,7 @@ class Queues:
     def _count(self, queues: list[QueueState]) -> None:
         for queue in queues:
             if queue.limit is not None and queue.open is None:
-                if self._unit.dirty:
-                    self._unit.flush()
+                self._unit.write_first()
                 queue.open = int(self._unit.connection.all(statements.COUNT_OPEN, queue.name)[0][0])
 
     def _head(self, queue: QueueState, taken: dict[RolloutState, Any]) -> tuple[Entry, RolloutState] | None:
@@ -171,8 +167,7 @@ class Queues:
             self._refill(queue)
 
     def _refill(self, queue: QueueState) -> None:
-        if self._unit.dirty:
-            self._unit.flush()
+        self._unit.write_first()
         many = max(1, self._unit.claims_wanted) if self._unit.shared else WINDOW
         start = (codec.NO_LIMIT, 0) if queue.edge == NOTHING else (-int(queue.edge[0]), int(queue.edge[1]))
         rows = self._unit.connection.all(statements.NEXT_WAITING, queue.name, *start, many)

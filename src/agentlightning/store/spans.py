@@ -81,8 +81,7 @@ class SpanIds:
             return found[1]
         ids: set[str] = set()
         if attempt.spans:
-            if unit.dirty:
-                unit.flush()
+            unit.write_first()
             for (some,) in unit.connection.all(statements.IDS_OF, attempt.key):
                 ids.update(packs.split_ids(bytes(some)))
         self._remember(attempt.key, attempt.spans, ids)
@@ -250,8 +249,8 @@ def add(unit: Unit, groups: Sequence[SpanGroup]) -> list[Kept]:
     twice = [group.duplicates(unit, attempt) for group, attempt in zip(groups, attempts, strict=True)]
     stored: list[dict[str, Span]] = []
     for attempt, found in zip(attempts, twice, strict=True):
-        if found and unit.dirty:
-            unit.flush()
+        if found:
+            unit.write_first()
         stored.append(spans_by_id(unit.connection, attempt, set(found.values())) if found else {})
     everything = zip(groups, attempts, twice, stored, strict=True)
     return [group.write(unit, attempt, found, there) for group, attempt, found, there in everything]

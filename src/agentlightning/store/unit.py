@@ -12,7 +12,7 @@ locked until the end.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 from agentlightning.errors import NotFoundError
@@ -20,6 +20,7 @@ from agentlightning.rollouts import FINISHED, WAITING
 from agentlightning.store import statements
 from agentlightning.store.clock import Clock
 from agentlightning.store.database import Connection
+from agentlightning.store.pending import Pending
 from agentlightning.store.queues import Queues
 from agentlightning.store.schema import attempts as attempts_table
 from agentlightning.store.schema import rollouts as rollouts_table
@@ -31,15 +32,9 @@ from agentlightning.store.states import (
     RolloutState,
     State,
     WorkerState,
-    attempt_row,
-    changed_attempt_row,
-    changed_row,
     keep_attempt,
     keep_rollout,
     keep_worker,
-    moved_row,
-    rollout_row,
-    worker_row,
 )
 
 KEPT_BYTES: Final = 6 << 20
@@ -83,14 +78,13 @@ class Unit:
         """Ids of rollouts that have finished."""
         self.deadline: float | None = None
         """The earliest deadline set, on the steady clock."""
+        self.pending = Pending(connection, shared)
         self.queues = Queues(self)
         self.span_ids = SpanIds()
         self.rollouts: OrderedDict[str, RolloutState] = OrderedDict()
         self.workers: OrderedDict[str, WorkerState] = OrderedDict()
         self.resources: set[str] = set()
         """Ids of resources that are known to be there."""
-        self.digests: set[bytes] = set()
-        """Token blocks that are known to be there."""
         self.written: list[WrittenPack] = []
         """The packs of this transaction."""
         self.dropped: list[str] = []
@@ -101,12 +95,6 @@ class Unit:
         self._absent: set[str] = set()
         self._call = 1
         self._journal: list[tuple[State, tuple[Any, ...] | None]] = []
-        self._moved: dict[RolloutState, None] = {}
-        self._described: dict[RolloutState, None] = {}
-        self._attempts: dict[AttemptState, None] = {}
-        self._heard: dict[WorkerState, None] = {}
-        self._packs: list[WrittenPack] = []
-        self._removed: list[int] = []
         self._keys: dict[str, list[int]] = {}
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -131,13 +119,10 @@ class Unit:
         self.rollouts.clear()
         self.workers.clear()
         self.queues.forget()
-        self.digests.clear()
+        self.pending.clear()
+        self._journal.clear()
         self._weight = 0
         self._weights.clear()
-        for pending in (self._moved, self._described, self._attempts, self._heard):
-            pending.clear()
-        for pending in (self._packs, self._removed, self._journal):
-            pending.clear()
         self._keys.pop(rollouts_table.name, None)
         if not self.shared:
             self._keys.clear()
@@ -160,8 +145,8 @@ class Unit:
             rollout.tries.clear()
         while len(self.workers) > KEPT_WORKERS:
             self.workers.popitem(last=False)
-        if len(self.digests) > KEPT_DIGESTS:
-            self.digests.clear()
+        if len(self.pending.digests) > KEPT_DIGESTS:
+            self.pending.digests.clear()
 
     def settle(self) -> None:
         """What was decided so far stands."""
@@ -176,16 +161,16 @@ class Unit:
                 if isinstance(state, RolloutState):
                     self.queues.put_back(state)
             elif isinstance(state, RolloutState):
-                self._moved.pop(state, None)
-                self._described.pop(state, None)
+                self.pending.moved.pop(state, None)
+                self.pending.described.pop(state, None)
                 self._weights.pop(state, None)
                 self.rollouts.pop(state.rollout_id, None)
             elif isinstance(state, AttemptState):
-                self._attempts.pop(state, None)
+                self.pending.attempts.pop(state, None)
                 state.rollout.tries.pop(state.attempt_id, None)
                 state.superseded = 1
             elif isinstance(state, WrittenPack):
-                self._packs.remove(state)
+                self.pending.packs.remove(state)
                 self.written.remove(state)
         for state, _ in self._journal:
             if isinstance(state, AttemptState):
@@ -218,7 +203,7 @@ class Unit:
         missing = [name for name in rollout_ids if name not in self.rollouts and name not in self._absent]
         if not missing:
             return
-        self._write_first()
+        self.write_first()
         states = [RolloutState(row) for row in self.connection.all(statements.TAKE_ROLLOUTS, missing)]
         by_key = {state.key: state for state in states}
         if by_key:
@@ -235,7 +220,7 @@ class Unit:
         missing = [name for name in worker_ids if name not in self.workers]
         if not missing:
             return
-        self._write_first()
+        self.write_first()
         for row in self.connection.all(statements.TAKE_WORKERS, missing):
             state = self.workers[row[0]] = WorkerState(row)
             state.stored = True
@@ -252,7 +237,7 @@ class Unit:
                 continue
             missing.append(attempt_id)
         if missing:
-            self._write_first()
+            self.write_first()
             found = dict(self.connection.all(statements.OWNERS, missing))
             self._absent.update(attempt_id for attempt_id in missing if attempt_id not in found)
         return found
@@ -318,21 +303,21 @@ class Unit:
             self._journal.append((state, keep_rollout(state)))
         if described:
             self._weights.setdefault(state, state.weight)
-            self._described[state] = None
+            self.pending.described[state] = None
         else:
-            self._moved[state] = None
+            self.pending.moved[state] = None
 
     def touch_attempt(self, state: AttemptState) -> None:
         if state.touched != self._call:
             state.touched = self._call
             self._journal.append((state, keep_attempt(state)))
-        self._attempts[state] = None
+        self.pending.attempts[state] = None
 
     def touch_worker(self, state: WorkerState) -> None:
         if state.touched != self._call:
             state.touched = self._call
             self._journal.append((state, keep_worker(state)))
-        self._heard[state] = None
+        self.pending.heard[state] = None
 
     def touch_queue(self, state: State, values: tuple[Any, ...]) -> None:
         self._journal.append((state, values))
@@ -343,7 +328,7 @@ class Unit:
         self._absent.discard(state.rollout_id)
         state.touched = self._call
         self._journal.append((state, None))
-        self._moved[state] = None
+        self.pending.moved[state] = None
         self._keep(state)
         self.queues.moved(state, None, state.status)
         return state
@@ -366,7 +351,7 @@ class Unit:
         self._absent.discard(state.attempt_id)
         state.touched = self._call
         self._journal.append((state, None))
-        self._attempts[state] = None
+        self.pending.attempts[state] = None
         rollout.tries[state.attempt_id] = state
         self._weights.setdefault(rollout, rollout.weight - 700)
         self.changed_work(state)
@@ -378,9 +363,9 @@ class Unit:
         self.changed_work(state)
         self._weights.setdefault(state.rollout, state.rollout.weight)
         state.rollout.tries.pop(state.attempt_id, None)
-        self._attempts.pop(state, None)
+        self.pending.attempts.pop(state, None)
         if state.stored:
-            self._removed.append(state.key)
+            self.pending.removed.append(state.key)
 
     def drop(self, state: RolloutState) -> None:
         """After it was removed from the database."""
@@ -406,7 +391,7 @@ class Unit:
     def add_pack(self, pack: WrittenPack) -> None:
         pack.key = self._key(span_packs)
         self._journal.append((pack, None))
-        self._packs.append(pack)
+        self.pending.packs.append(pack)
         self.written.append(pack)
 
     def _key(self, table: Any) -> int:
@@ -417,96 +402,16 @@ class Unit:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    @property
-    def dirty(self) -> bool:
-        """Whether there is something to write."""
-        return bool(
-            self._moved
-            or self._described
-            or self._attempts
-            or self._heard
-            or self._packs
-            or self._removed
-            or self.queues.unnamed
-        )
-
-    def _write_first(self) -> None:
+    def write_first(self) -> None:
         """What is read next must see what was decided."""
-        if self.dirty:
+        if self.pending:
             self.flush()
 
     def flush(self) -> None:
         """Write what was changed. Between calls, or before a call changes anything: it cannot be undone alone."""
         if self._journal:
             raise RuntimeError("a call was about to be written before it was decided")
-        if self._removed:
-            self.connection.run(statements.DELETE_ATTEMPTS, self._removed)
-            self._removed = []
-        if self.queues.unnamed:
-            self.connection.insert(statements.NAME_QUEUES, [(name, None) for name in sorted(self.queues.unnamed)])
-            self.queues.unnamed.clear()
-        self._flush_workers()
-        self._flush_rollouts()
-        self._flush_attempts()
-        self._flush_packs()
-
-    def _flush_workers(self) -> None:
-        if self._heard:
-            workers = sorted(self._heard, key=lambda worker: worker.worker_id)
-            self.connection.insert(statements.WRITE_WORKERS, [worker_row(worker) for worker in workers])
-            self._heard.clear()
-
-    def _flush_rollouts(self) -> None:
-        described, self._described = self._described, {}
-        moved, self._moved = self._moved, {}
-        new = [state for state in (*moved, *described) if not state.stored]
-        if new:
-            new = list(dict.fromkeys(new))
-            self.connection.insert(statements.INSERT_ROLLOUTS, [rollout_row(state) for state in new])
-        rows = [moved_row(state) for state in moved if state.stored and state not in described]
-        if rows:
-            self.connection.update(statements.MOVE_ROLLOUTS, rows)
-        rows = [changed_row(state) for state in described if state.stored]
-        if rows:
-            self.connection.update(statements.CHANGE_ROLLOUTS, rows)
-        for state in new:
-            state.stored = True
-
-    def _flush_attempts(self) -> None:
-        if not self._attempts:
-            return
-        attempts, self._attempts = self._attempts, {}
-        rows = [changed_attempt_row(state) for state in attempts if state.stored]
-        if rows:
-            self.connection.update(statements.CHANGE_ATTEMPTS, rows)
-        new = [state for state in attempts if not state.stored]
-        if new:
-            self.connection.insert(statements.INSERT_ATTEMPTS, [attempt_row(state) for state in new])
-            for state in new:
-                state.stored = True
-
-    def _flush_packs(self) -> None:
-        if not self._packs:
-            return
-        packs, self._packs = self._packs, []
-        self.connection.insert(statements.INSERT_PACKS, [pack.row() for pack in packs])
-        chained = [pack for pack in packs if pack.pack.chains]
-        if not chained:
-            return
-        blocks: dict[bytes, Any] = {}
-        heads: dict[tuple[int, bytes], None] = {}
-        for pack in chained:
-            blocks.update(
-                {block.digest: block for block in pack.pack.blocks(self.digests) if block.digest not in blocks}
-            )
-            heads.update(dict.fromkeys((pack.key, chain.head) for chain in pack.pack.chains))
-        new: Sequence[Any] = (
-            sorted(blocks.values(), key=lambda block: block.digest) if self.shared else [*blocks.values()]
-        )
-        if new:
-            self.connection.insert(statements.INSERT_BLOCKS, [(block.digest, block.parent, block.ids) for block in new])
-            self.digests.update(blocks)
-        self.connection.insert(statements.INSERT_PACK_BLOCKS, list(heads))
+        self.pending.write()
 
     # -- what the queues ask ---------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store import codec, statements
+from agentlightning.store.call import Call
 from agentlightning.store.codec import Row
-from agentlightning.store.engine import Call
 from agentlightning.store.parking import PARK, Parked
 from agentlightning.store.unit import Unit
 
