@@ -129,6 +129,7 @@ class Unit:
 
     def rolled_back(self) -> None:
         self.forget()
+        self.queues.known.clear()
         self.span_ids.clear()
         self.resources.clear()
         self._keys.clear()
