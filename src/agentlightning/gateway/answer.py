@@ -1,8 +1,8 @@
 """One answer while it is drawn: tokens in, text and tool calls out, nothing shown that may have to be taken back.
 
 Held back until it is known what it is: UTF-8 cut over tokens, text that may begin a stop string, whitespace and text
-that may begin a tool call. What has been shown piece by piece is in the end exactly `message`, however the tokens
-were cut into pieces.
+that may begin or end a thought or begin a tool call. What has been shown piece by piece is in the end exactly
+`message`, however the tokens were cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentlightning.gateway.thoughts import Markers
 from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
 
 
@@ -29,8 +30,15 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-Piece = str | ToolCall
-"""Something to show: more content, or one whole tool call."""
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Some more of what the model thinks before it answers."""
+
+    text: str
+
+
+Piece = str | ToolCall | Thought
+"""Something to show: more content, one whole tool call, or more of a thought."""
 
 
 class Detokenizer:
@@ -99,6 +107,61 @@ class StopFilter:
     def _release(self, length: int) -> str:
         shown, self._held = self._held[:length], self._held[length:]
         return shown
+
+
+class ThoughtFilter:
+    """Tells the thought an answer may begin with from the rest; whitespace beside the markers is dropped."""
+
+    def __init__(self, markers: Markers | None) -> None:
+        self._markers = markers
+        self._held = ""
+        self._thinks = markers is not None and markers.opened
+        self._begun = markers is None or self._thinks
+        """Whether it is known what the answer begins with."""
+        self._trims = self._thinks
+        """Whitespace that comes next is beside a marker."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """(thought, content) that have become certain."""
+        self._held += text
+        if not self._begun:
+            self._begin()
+        self._trim()
+        thought = self._think() if self._thinks else ""
+        self._trim()
+        content = self._take(len(self._held)) if self._begun and not self._thinks else ""
+        return thought, content
+
+    def finish(self) -> tuple[str, str]:
+        rest = self._take(len(self._held))
+        return (rest.rstrip(), "") if self._thinks else ("", rest)
+
+    def _begin(self) -> None:
+        start, begins = self._markers.start if self._markers else "", self._held.lstrip()
+        if begins.startswith(start):
+            self._begun = self._thinks = self._trims = True
+            self._held = begins[len(start) :]
+        elif not start.startswith(begins):
+            self._begun = True
+
+    def _think(self) -> str:
+        end = self._markers.end if self._markers else ""
+        place = self._held.find(end)
+        if place < 0:
+            return self._take(len(self._held[: len(self._held) - held_back(self._held, end)].rstrip()))
+        thought = self._take(place).rstrip()
+        self._held = self._held[len(end) :]
+        self._thinks, self._trims = False, True
+        return thought
+
+    def _trim(self) -> None:
+        if self._trims and self._begun:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
 
 
 class CallReader:
@@ -171,6 +234,9 @@ class Answer:
     """The engine stops after the first tool call."""
     call_prefix: str = "call_"
     """What the ids of its tool calls begin with."""
+    thinks: Markers | None = None
+    """How the model marks a thought; None: nothing is told apart."""
+    thought: str = ""
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     sample: Sample | None = None
@@ -178,11 +244,13 @@ class Answer:
     """Tokens fed so far."""
     _text: Detokenizer = field(init=False)
     _stop: StopFilter = field(init=False)
+    _thoughts: ThoughtFilter = field(init=False)
     _calls: CallReader = field(init=False)
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.chat)
         self._stop = StopFilter(self.stops)
+        self._thoughts = ThoughtFilter(self.thinks)
         self._calls = CallReader(self.chat)
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
@@ -197,6 +265,8 @@ class Answer:
         self.sample = sample
         rest = self._stop.feed(self._text.finish()) + self._stop.finish()
         pieces += self._show(rest)
+        thought, content = self._thoughts.finish()
+        pieces += self._keep_thought(thought) + self._show_content(content)
         return pieces + (self._keep(self._calls.finish()) if self.reads_calls else [])
 
     @property
@@ -222,9 +292,19 @@ class Answer:
         message: Message = {"role": "assistant", "content": self.content or None if self.tool_calls else self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.wire() for call in self.tool_calls]
+        if self.thought:
+            message["reasoning_content"] = self.thought
         return message
 
     def _show(self, text: str) -> list[Piece]:
+        thought, content = self._thoughts.feed(text)
+        return self._keep_thought(thought) + self._show_content(content)
+
+    def _keep_thought(self, text: str) -> list[Piece]:
+        self.thought += text
+        return [Thought(text)] if text else []
+
+    def _show_content(self, text: str) -> list[Piece]:
         if not self.reads_calls:
             return self._keep([text] if text else [])
         return self._keep(self._calls.feed(text))

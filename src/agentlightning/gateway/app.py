@@ -41,6 +41,7 @@ from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
+from agentlightning.gateway.thoughts import thought_markers
 from agentlightning.gateway.upstream import Upstream
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
 from agentlightning.policy.base import Engine, Message, SamplingParams
@@ -408,6 +409,7 @@ def _answer(dialect: Dialect, request: Request, engine: Engine, params: Sampling
         reads_calls=request.tools is not None,
         one_call=request.constraint.one_call,
         call_prefix=dialect.call_prefix,
+        thinks=None if request.prompts else thought_markers(engine.chat),
     )
 
 

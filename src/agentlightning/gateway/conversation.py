@@ -30,6 +30,7 @@ from typing import Any
 import orjson
 
 from agentlightning.gateway.prefixes import Prefixes
+from agentlightning.gateway.thoughts import thought_markers, without_opening, without_thought
 from agentlightning.policy.base import ChatFormat, Message, Sample
 
 
@@ -128,10 +129,9 @@ class Conversations:
             return Prompt(chat.encode(chat.render(messages, tools)), digests=digests, variant=variant)
         self._attempts.move_to_end(attempt)
         length, path = _longest(memory, digests, variant, messages)
-        text = chat.render(messages, tools)
-        suffix = _suffix(chat, text, messages, tools, length, path.ended) if path else None
+        suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
-            drift = _looks_known(memory, digests, messages, 0)
+            drift, text = _looks_known(memory, digests, messages, 0), chat.render(messages, tools)
             return Prompt(chat.encode(text), drift=drift, digests=digests, variant=variant)
         known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
         return Prompt(known + chat.encode(suffix), path, len(known), drift, digests, variant)
@@ -309,6 +309,26 @@ def _looks_known(memory: _Memory, digests: Sequence[bytes], messages: Sequence[M
 # -- what is encoded after it ----------------------------------------------------------------------------------------
 
 
+def _suffix_of(
+    chat: ChatFormat,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    length: int,
+    ended: bool,
+) -> str | None:
+    """The text after `messages[length - 1]`, the answer of a known path; see `_suffix`. What was thought on the path is
+    in its tokens: what the template does with old thoughts, and whether the client sent them back, is all one."""
+    said = [_unthought(message) for message in messages[:length]]
+    messages = [*said, *messages[length:]]
+    return _suffix(chat, chat.render(messages, tools), messages, tools, length, ended)
+
+
+def _unthought(message: Message) -> Message:
+    if "reasoning_content" not in message:
+        return message
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
 def _suffix(
     chat: ChatFormat,
     text: str,
@@ -352,14 +372,16 @@ def _by_prefix(
 def _by_reading(
     chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
 ) -> tuple[str, str] | None:
-    before = chat.render(history[:-1], tools, add_generation_prompt=True)
+    markers = thought_markers(chat)
+    before = without_opening(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
     if not text.startswith(before):
         return None
     places = [(place, end) for end in ends if (place := text.find(end, len(before))) >= 0]
     if not places:
         return None
     place, end = min(places)
-    return (end, text[place + len(end) :]) if _reads_as(chat, text[len(before) : place], history[-1]) else None
+    written = without_thought(markers, text[len(before) : place])
+    return (end, text[place + len(end) :]) if _reads_as(chat, written, history[-1]) else None
 
 
 def _reads_as(chat: ChatFormat, written: str, answer: Message) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.answer import Answer, Piece, Thought
 from agentlightning.gateway.conversation import text_of
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
@@ -155,6 +155,8 @@ class Reply:
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         if isinstance(piece, str):
             return self._chunk(answer, {"content": piece})
+        if isinstance(piece, Thought):
+            return self._chunk(answer, {"reasoning_content": piece.text})
         return self._chunk(answer, {"tool_calls": [{"index": piece.index, **piece.wire()}]})
 
     def ending(self, answers: Sequence[Answer]) -> bytes:

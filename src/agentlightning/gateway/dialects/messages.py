@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece, ToolCall
+from agentlightning.gateway.answer import Answer, Piece, Thought, ToolCall
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
@@ -212,11 +212,13 @@ class Reply:
     head: Head
     _index: int = field(default=-1, init=False)
     """Of the last block begun."""
-    _text_open: bool = field(default=False, init=False)
+    _open: str | None = field(default=None, init=False)
+    """Type of the block that is under way, where it grows."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        content = [{"type": "text", "text": answer.content}] if answer.content else []
+        content = [{"type": "thinking", "thinking": answer.thought, "signature": ""}] if answer.thought else []
+        content += [{"type": "text", "text": answer.content}] if answer.content else []
         content += [_tool_use(call, _input(call)) for call in answer.tool_calls]
         return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(drawn_tokens(answers))})
 
@@ -228,8 +230,10 @@ class Reply:
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         if isinstance(piece, ToolCall):
             return self._close() + self._whole_call(piece)
-        begun = b"" if self._text_open else self._begin({"type": "text", "text": ""})
-        self._text_open = True
+        if isinstance(piece, Thought):
+            begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+            return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
+        begun = self._open_block({"type": "text", "text": ""})
         return begun + self._delta({"type": "text_delta", "text": piece})
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
@@ -259,10 +263,17 @@ class Reply:
     def _end(self) -> bytes:
         return _event("content_block_stop", {"index": self._index})
 
+    def _open_block(self, block: dict[str, Any]) -> bytes:
+        """Begin a block that grows, unless one of its type is under way."""
+        if self._open == block["type"]:
+            return b""
+        closed, self._open = self._close(), block["type"]
+        return closed + self._begin(block)
+
     def _close(self) -> bytes:
-        """End the text that is under way."""
-        end = self._end() if self._text_open else b""
-        self._text_open = False
+        """End the block that is under way."""
+        end = self._end() if self._open else b""
+        self._open = None
         return end
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece, ToolCall
+from agentlightning.gateway.answer import Answer, Piece, Thought, ToolCall
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.chat import token_logprobs
@@ -197,7 +197,8 @@ class Reply:
     request: Request
     items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
     """Items of the output: all but the last are whole."""
-    _text_open: bool = field(default=False, init=False)
+    _open: str | None = field(default=None, init=False)
+    """Type of the item that is under way, where it grows."""
     _number: int = field(default=0, init=False)
     """Of the next event."""
 
@@ -214,7 +215,10 @@ class Reply:
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         if isinstance(piece, ToolCall):
             return self._close(answer) + self._whole_call(piece)
-        begun = b"" if self._text_open else self._begin_text()
+        if isinstance(piece, Thought):
+            return self._more_thought(piece.text)
+        closed = self._close(answer) if self._open == "reasoning" else b""
+        begun = closed + (b"" if self._open else self._begin_text())
         part = self.items[-1]["content"][0]
         part["text"] += piece
         return begun + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=[])
@@ -228,20 +232,22 @@ class Reply:
 
     def _fill(self, answer: Answer) -> None:
         """The items of an answer that nobody watched."""
-        if answer.content or not answer.tool_calls:
+        if answer.thought:
+            self.items.append(self._reasoning(answer.thought, "completed"))
+        if answer.content or not (answer.tool_calls or answer.thought):
             self.items.append(self._message(answer.content, "completed"))
         self.items += [_call(call, call.arguments, "completed") for call in answer.tool_calls]
         self._finish_last(answer)
 
     def _finish_last(self, answer: Answer) -> None:
         last = self.items[-1]
-        if last["type"] == "message":
-            last["status"] = "incomplete" if answer.finish_reason == "length" else "completed"
-            if self.request.logprobs:
-                last["content"][0]["logprobs"] = token_logprobs(answer)
+        if last["type"] != "function_call" and answer.finish_reason == "length":
+            last["status"] = "incomplete"
+        if last["type"] == "message" and self.request.logprobs:
+            last["content"][0]["logprobs"] = token_logprobs(answer)
 
     def _begin_text(self) -> bytes:
-        self._text_open = True
+        self._open = "message"
         item = self._message("", "in_progress")
         self.items.append(item)
         place = self._place()
@@ -249,16 +255,29 @@ class Reply:
             "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
         ) + self._event("response.content_part.added", **place, part=item["content"][0])
 
+    def _more_thought(self, text: str) -> bytes:
+        begun = b""
+        if self._open is None:
+            self._open = "reasoning"
+            self.items.append(self._reasoning("", "in_progress"))
+            item = self.items[-1] | {"content": []}
+            begun = self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+        self.items[-1]["content"][0]["text"] += text
+        return begun + self._event("response.reasoning_text.delta", **self._place(), delta=text)
+
     def _close(self, answer: Answer, last: bool = False) -> bytes:
-        """End the text that is under way."""
-        if not self._text_open:
+        """End the text or the thought that is under way."""
+        if self._open is None:
             return b""
-        self._text_open = False
+        opened, self._open = self._open, None
         item = self.items[-1]
         item["status"] = "completed"
         if last:
             self._finish_last(answer)
         part, place = item["content"][0], self._place()
+        if opened == "reasoning":
+            said = self._event("response.reasoning_text.done", **place, text=part["text"])
+            return said + self._event("response.output_item.done", output_index=place["output_index"], item=item)
         return (
             self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             + self._event("response.content_part.done", **place, part=part)
@@ -281,9 +300,16 @@ class Reply:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
 
     def _message(self, text: str, status: str) -> dict[str, Any]:
-        name = f"msg_{self.head.id.removeprefix(RESPONSES.id_prefix)}{len(self.items)}"
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
+        return {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+    def _reasoning(self, text: str, status: str) -> dict[str, Any]:
+        part = {"type": "reasoning_text", "text": text}
+        return {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": status, "content": [part]}
+
+    def _name(self, prefix: str) -> str:
+        """The id of the next item."""
+        return f"{prefix}{self.head.id.removeprefix(RESPONSES.id_prefix)}{len(self.items)}"
 
     def _event(self, kind: str, **data: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **data}
