@@ -1,0 +1,50 @@
+"""Every benchmark of the hub runs, at its smallest, and prints figures; the peers are left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def measure(name: str, *options: str, directory: Path) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--json", *options]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=280)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arms"),
+    [
+        ("store", ("--seconds", "0.2"), 4),
+        ("store_http", ("--seconds", "1"), 4),
+        ("rollouts", ("--number", "40", "--concurrency", "4"), 2),
+        ("memory", ("--spans", "1600"), 2),
+    ],
+)
+def test_a_benchmark_measures_every_arm_of_ours(tmp_path: Path, name: str, options: tuple[str, ...], arms: int) -> None:
+    found = measure(name, "--ours", "--rounds", "1", *options, directory=tmp_path)
+    assert len(found["measured"]) == arms
+    if name != "memory":  # so few spans may need no memory at all
+        assert all(arm["median"] > 0 for arm in found["measured"].values())
+
+
+def test_the_cost_of_each_operation_is_measured_at_each_size(tmp_path: Path) -> None:
+    found = measure("scale", "--largest", "10000", directory=tmp_path)
+    assert list(found["microseconds"]) == ["1000", "10000"]
+    assert found["microseconds"]["1000"].keys() == found["growth"].keys()
+
+
+def test_a_short_soak_finds_no_error(tmp_path: Path) -> None:
+    found = measure("soak", "--minutes", "0.2", "--clients", "2", directory=tmp_path)
+    assert found["errors"] == {}
+    assert found["cycles"] > 0
