@@ -61,14 +61,24 @@ def main() -> None:
     try:
         setup = prepare(load)
     except AgentError as error:
-        control.sendall(encode(LoadFailed(str(error))))
+        _say(control, LoadFailed(str(error)))
         return
     environ.install()
     install_globally()
-    control.sendall(encode(Loaded()))
+    if not _say(control, Loaded()):
+        return
     gc.collect()
     gc.freeze()  # what is loaded stays shared between the hosts: the collector does not touch it
     Zygote(control, setup).serve()
+
+
+def _say(control: socket.socket, message: Loaded | LoadFailed | Exited) -> bool:
+    """False where nobody is left to be told."""
+    try:
+        control.sendall(encode(message))
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
 
 
 def prepare(load: Load) -> Setup:
@@ -173,10 +183,7 @@ class Zygote:
     def _report(self, child: _Child, status: int) -> None:
         text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
         child.report.close()
-        try:
-            self._control.sendall(encode(Exited(child.host_id, status, text)))
-        except (BrokenPipeError, ConnectionResetError):
-            return  # nobody is left to be told
+        _say(self._control, Exited(child.host_id, status, text))
 
     def _part(self) -> None:
         deadline = time.monotonic() + PARTING_SECONDS
