@@ -98,19 +98,25 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _Refused("a trace id has 16 bytes and a span id 8, not all zero")
     attributes = _read_attributes(span.attributes)
-    if span.links:
-        attributes[LINKS] = [_read_link(link) for link in span.links]
-    status = ("UNSET", None)
+    events = tuple(map(_read_event, span.events)) if span.events else ()
+    links = [_read_link(link) for link in span.links] if span.links else None
+    _put_others(attributes, scope, span.kind, span.trace_state, links)
+    code, message = "UNSET", None
     if span.HasField("status") and 0 < span.status.code < len(STATUS):
-        status = (STATUS[span.status.code], span.status.message or None)
-    return _decoded(
-        span.name,
-        (span.start_time_unix_nano, span.end_time_unix_nano, now),
-        (trace_id.hex(), span_id.hex(), parent.hex() if any(parent) else None),
-        status,
+        code, message = STATUS[span.status.code], span.status.message or None
+    start, end = span.start_time_unix_nano, span.end_time_unix_nano
+    return Decoded(
+        conventions.complete(span.name, attributes, events),
+        (start or end) / NANOSECONDS or now,
+        end / NANOSECONDS if end else None,
+        _place(attributes, resource),
+        trace_id.hex(),
+        span_id.hex(),
+        parent.hex() if any(parent) else None,
+        code,
+        message,
         attributes,
-        tuple(map(_read_event, span.events)) if span.events else (),
-        (scope, span.kind, span.trace_state),
+        events,
         resource,
     )
 
@@ -162,38 +168,27 @@ def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
 # -- what both have in common ----------------------------------------------------------------------------------------
 
 
-def _decoded(
-    name: str,
-    times: tuple[int, int, float],
-    ids: tuple[str, str, str | None],
-    status: tuple[str, str | None],
-    attributes: dict[str, Any],
-    events: tuple[SpanEvent, ...],
-    others: tuple[tuple[str, str], int, str],
-    resource: dict[str, Any],
-) -> Decoded:
-    start, end, now = times
-    (scope, version), kind, state = others
-    if scope:
-        attributes[SCOPE_NAME] = scope
+def _put_others(
+    attributes: dict[str, Any], scope: tuple[str, str], kind: int, state: str, links: list[dict[str, Any]] | None
+) -> None:
+    """Add what a `Span` has no field for."""
+    name, version = scope
+    if name:
+        attributes[SCOPE_NAME] = name
     if version:
         attributes[SCOPE_VERSION] = version
     if 2 <= kind < len(KINDS):
         attributes[KIND] = KINDS[kind]
     if state:
         attributes[TRACE_STATE] = state
-    place = attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)
-    return Decoded(
-        conventions.complete(name, attributes, events),
-        (start or end) / NANOSECONDS or now,
-        end / NANOSECONDS if end else None,
-        0 if place is None else _sequence_id(place),
-        *ids,
-        *status,
-        attributes,
-        events,
-        resource,
-    )
+    if links:
+        attributes[LINKS] = links
+
+
+def _place(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
+    """The sequence number that was asked for; 0 where none was."""
+    given = attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)
+    return 0 if given is None else _sequence_id(given)
 
 
 def _sequence_id(value: Any) -> int:
@@ -241,21 +236,24 @@ def _json_span(span: dict[str, Any], scope: tuple[str, str], resource: dict[str,
     status = _object(span, "a span", "status")
     code = _enumerated(status, STATUS, "STATUS_CODE_", "code")
     attributes = _json_attributes(span)
-    if links := [_json_link(link) for link in _objects(span, "a span", "links")]:
-        attributes[LINKS] = links
-    times = (
-        _integer(span, "startTimeUnixNano", "start_time_unix_nano"),
-        _integer(span, "endTimeUnixNano", "end_time_unix_nano"),
-        now,
-    )
-    return _decoded(
-        _text(span, "name"),
-        times,
-        (trace_id, span_id, _hex(span, 16, "parentSpanId", "parent_span_id") or None),
-        (STATUS[code], _text(status, "message") or None if code else None),
+    events = tuple(_json_event(event) for event in _objects(span, "a span", "events"))
+    links = [_json_link(link) for link in _objects(span, "a span", "links")]
+    kind, state = _enumerated(span, KINDS, "SPAN_KIND_", "kind"), _text(span, "traceState", "trace_state")
+    _put_others(attributes, scope, kind, state, links)
+    start = _integer(span, "startTimeUnixNano", "start_time_unix_nano")
+    end = _integer(span, "endTimeUnixNano", "end_time_unix_nano")
+    return Decoded(
+        conventions.complete(_text(span, "name"), attributes, events),
+        (start or end) / NANOSECONDS or now,
+        end / NANOSECONDS if end else None,
+        _place(attributes, resource),
+        trace_id,
+        span_id,
+        _hex(span, 16, "parentSpanId", "parent_span_id") or None,
+        STATUS[code],
+        _text(status, "message") or None if code else None,
         attributes,
-        tuple(_json_event(event) for event in _objects(span, "a span", "events")),
-        (scope, _enumerated(span, KINDS, "SPAN_KIND_", "kind"), _text(span, "traceState", "trace_state")),
+        events,
         resource,
     )
 
