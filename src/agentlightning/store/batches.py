@@ -14,13 +14,13 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
 
 from msgspec import UNSET, Raw, Struct
 from starlette.types import Receive, Scope, Send
 
-from agentlightning.errors import AgentLightningError, ConfigError, StoreClosedError, StoreError
+from agentlightning.errors import AgentLightningError, ConfigError, StoreError
 from agentlightning.span import Span
 from agentlightning.store.api import CALLS, call_reader
 from agentlightning.store.base import LightningStoreBase
@@ -46,41 +46,40 @@ PROTOCOL_HEADER: Final = (b"agl-protocol", str(PROTOCOL).encode())
 
 
 class Once:
-    """The answers of calls that must not be done twice, by key. Bounded in number and age."""
+    """The answers, in bytes, of calls that must not be done twice, by key. Bounded in number and age."""
 
     def __init__(self, limit: int = REMEMBERED, seconds: float = REMEMBERED_SECONDS) -> None:
         self._limit = limit
         self._seconds = seconds
-        self._answers: OrderedDict[str, tuple[float, asyncio.Future[Any]]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._under_way: dict[str, asyncio.Task[bytes]] = {}
 
-    async def run(self, key: str | None, work: Callable[[], Awaitable[Any]]) -> Any:
-        """`work()`, or what it answered the first time, whether a value or an error of the caller's own making."""
-        if key is None:
-            return await work()
+    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """`work()`, or what it answered the first time. One that failed is done again: it did nothing."""
         now = time.monotonic()
         self._forget(now)
         known = self._answers.get(key)
-        if known is None or known[1].cancelled() or _in_vain(known[1]):
-            known = self._answers[key] = (now, asyncio.ensure_future(work()))
-        return await asyncio.shield(known[1])  # a caller that goes away does not undo it
+        if known is not None:
+            return known[1]
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = asyncio.create_task(work())
+            task.add_done_callback(lambda task: self._remember(key, now, task))
+        return await asyncio.shield(task)  # a caller that goes away does not undo it
+
+    def _remember(self, key: str, now: float, task: asyncio.Task[bytes]) -> None:
+        del self._under_way[key]
+        if not task.cancelled() and task.exception() is None:
+            self._answers[key] = (now, task.result())
 
     def _forget(self, now: float) -> None:
+        """The oldest come first."""
         answers = self._answers
         while answers:
-            key, (since, future) = next(iter(answers.items()))
-            if len(answers) < self._limit and now - since < self._seconds:
-                return
-            if not future.done():
+            key = next(iter(answers))
+            if len(answers) < self._limit and now - answers[key][0] < self._seconds:
                 return
             del answers[key]
-
-
-def _in_vain(future: asyncio.Future[Any]) -> bool:
-    """Whether it failed in a way that another try may mend."""
-    if not future.done():
-        return False
-    error = future.exception()
-    return error is not None and (not isinstance(error, AgentLightningError) or isinstance(error, StoreClosedError))
 
 
 class _Batch(Struct):
@@ -170,9 +169,11 @@ class Batches:
             arguments = _arguments(call.arguments)
             method = type(call).__struct_config__.tag
             work = getattr(self._store, method)
-            key = None if call.key is None else f"{method} {call.key}"
-            value = await (work(**arguments) if key is None else self._once.run(key, lambda: work(**arguments)))
-            return _value(_shortened(arguments, value))
+
+            async def done() -> bytes:
+                return _value(_shortened(arguments, await work(**arguments)))
+
+            return await (done() if call.key is None else self._once.run(f"{method} {call.key}", done))
         except AgentLightningError as error:
             return _error(error)
         except (OverflowError, UnicodeError) as error:

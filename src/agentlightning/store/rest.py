@@ -87,8 +87,8 @@ class Endpoint:
             if operation.pages:
                 await self._answer_page(operation, arguments, send)
             else:
-                value = await self._do(operation, arguments, headers.get("idempotency-key"), receive)
-                await answer(send, operation.status, _body(operation, value, scope))
+                body = await self._do(operation, arguments, headers.get("idempotency-key"), receive, scope)
+                await answer(send, operation.status, body)
         except AgentLightningError as error:
             await refuse(send, error, more)
         except (OverflowError, UnicodeError) as error:
@@ -119,18 +119,24 @@ class Endpoint:
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
-    async def _do(self, operation: Operation, arguments: dict[str, Any], key: str | None, receive: Receive) -> Any:
+    async def _do(
+        self, operation: Operation, arguments: dict[str, Any], key: str | None, receive: Receive, scope: Scope
+    ) -> bytes:
         work = getattr(self._store, operation.method)
+
+        async def done() -> bytes:
+            return _body(operation, await work(**arguments), scope)
+
         if operation.waits:
             timeout = arguments.get("timeout")
             if timeout is None:
                 timeout = MAX_WAIT_SECONDS if operation.method == "wait_for_rollouts" else 0.0
             arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
             if arguments["timeout"] > 0:
-                return await while_wanted(receive, work(**arguments))
+                return await while_wanted(receive, done())
         if key is None or operation.verb == "GET":
-            return await work(**arguments)
-        return await self._once.run(f"{operation.method} {key}", lambda: work(**arguments))
+            return await done()
+        return await self._once.run(f"{operation.method} {scope['path']} {key}", done)
 
     async def _answer_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
         """Read and answer in pieces of `PAGE` items, so that a list of any length takes little memory."""

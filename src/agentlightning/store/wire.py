@@ -340,7 +340,7 @@ def written(value: Any, name: str) -> Any:
     if name in _ANY:
         return None if value is None else Raw(codec.dump(value, name).encode())
     if isinstance(value, Span):
-        return _span_fields(value)
+        return span_fields(value, value.span_id)
     if isinstance(value, str | int | BaseModel) or value is None:
         return value
     if isinstance(value, float):
@@ -364,14 +364,14 @@ def _finite(value: float, name: str) -> float:
     return value
 
 
-def _span_fields(span: Span) -> dict[str, Any]:
-    """Without what has its default: half of a small span."""
+def span_fields(span: Span, span_id: str) -> dict[str, Any]:
+    """A span as it is written, under this id, without what has its default: half of a small span."""
     fields: dict[str, Any] = {
         "rollout_id": span.rollout_id,
         "attempt_id": span.attempt_id,
         "name": span.name,
         "start_time": _finite(span.start_time, "start_time"),
-        "span_id": span.span_id,
+        "span_id": span_id,
         "status_code": span.status_code,
     }
     if span.end_time is not None:
