@@ -7,8 +7,8 @@ import orjson
 import pytest
 
 from agentlightning.rollouts import attempt_key
-from agentlightning.store import logs
-from agentlightning.store.observe import Observed
+from agentlightning.store import InMemoryLightningStore, logs
+from agentlightning.store.observe import Observed, observed
 
 
 @pytest.fixture
@@ -69,6 +69,32 @@ def test_configure_writes_our_log_to_stderr(capsys):
         ours.setLevel(before[2])
     lines = [orjson.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["message"] for line in lines] == ["hello", "wanted"]
+
+
+async def test_failures_cancellations_and_limits_are_logged_with_their_ids(caplog):
+    bare = InMemoryLightningStore()
+    store = observed(bare, [logs.ChangeLog()])
+    failed = await store.start_rollout("a task")
+    ids = failed.rollout_id, failed.attempt.attempt_id
+    cancelled = await store.enqueue_rollout("another")
+    with caplog.at_level(logging.INFO, "agentlightning.store.logs"):
+        error = {"type": "ValueError", "message": "no idea" + 1000 * "!"}
+        await store.update_attempt(*ids, status="failed", metadata={"error": error})
+        await store.requeue_rollout(failed.rollout_id, "again")
+        await store.cancel_rollout(cancelled.rollout_id)
+        await store.update_queue("train", 3)
+        await store.update_queue("train", None)
+    await bare.close()
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0].startswith("an attempt ended as failed: ValueError: no idea!")
+    assert len(texts[0]) <= logs.LONGEST_LINE
+    assert texts[1:] == [
+        "a rollout was queued again",
+        "a rollout was cancelled",
+        "the queue 'train' is limited to 3 open rollouts",
+        "the queue 'train' is unlimited",
+    ]
+    assert (caplog.records[0].rollout_id, caplog.records[0].attempt_id) == ids
 
 
 def slow_call(seconds=1.0, method="add_many_spans", **options):

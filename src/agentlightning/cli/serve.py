@@ -131,7 +131,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """A server that listens, and all it stands on; the stack ends them in order."""
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
-    from agentlightning.store.logs import SlowLog
+    from agentlightning.store.logs import ChangeLog, SlowLog
     from agentlightning.store.metrics import Metrics, counters
     from agentlightning.store.observe import Observer, observed
     from agentlightning.tracing.export import OtlpExporter
@@ -141,7 +141,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     bare = _open_store(options.db)
     stack.push_async_callback(bare.close)
     metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
-    observers: list[Observer] = [metrics, slow]
+    observers: list[Observer] = [metrics, slow, ChangeLog()]
     bare.observe = partial(_took, metrics, slow)
     if options.otlp_export is not None:
         exporter = OtlpExporter(options.otlp_export)

@@ -20,6 +20,8 @@ from typing import Any, Final, Literal
 
 import orjson
 
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.store.base import Queue
 from agentlightning.store.observe import Observed, ids_of
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ FIELDS: Final = (
     "unreported",
 )
 """What a line may carry beside its message."""
+LONGEST_LINE: Final = 500
+"""Characters of a message that quotes somebody."""
 SLOW_SECONDS: Final = 0.25
 SLOW_LINES: Final = 10
 """Slow operations mentioned in one minute; the rest is counted."""
@@ -117,6 +121,39 @@ class TextFormatter(_Formatter):
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout", "delete_rollouts", "update_queue"})
+
+
+class ChangeLog:
+    """Mentions what somebody may ask about later: attempts that failed, rollouts that were cancelled or queued again,
+    what was removed, and the limits of queues. An observer of stores."""
+
+    def began(self, method: str) -> None:
+        """Nothing has changed yet."""
+
+    def ended(self, call: Observed) -> None:
+        if call.method in CHANGES and call.error is None and (text := _change(call)):
+            logger.info(text, extra=ids_of(call))
+
+
+def _change(call: Observed) -> str | None:
+    match call.method, call.result:
+        case "update_attempt", Attempt(status="failed" | "timeout" as status, metadata=metadata):
+            error = metadata.get("error")
+            what = f": {error.get('type')}: {error.get('message')}" if isinstance(error, dict) else ""
+            return f"an attempt ended as {status}{what}"[:LONGEST_LINE]
+        case "cancel_rollout", Rollout(status="cancelled"):
+            return "a rollout was cancelled"
+        case "requeue_rollout", Rollout(status="requeuing"):
+            return "a rollout was queued again"
+        case "delete_rollouts", int(number) if number:
+            return f"{number} rollouts were deleted"
+        case "update_queue", Queue(name=name, limit=limit):
+            return f"the queue {name!r} is " + ("unlimited" if limit is None else f"limited to {limit} open rollouts")
+        case _:
+            return None
 
 
 class SlowLog:

@@ -23,9 +23,9 @@ WAITING_CALLS: Final = frozenset({"dequeue_rollout", "dequeue_many_rollouts", "w
 """They may take long because they were asked to."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Observed:
-    """One call of a store that has ended."""
+    """One call of a store that has ended. Not to be changed; freezing it would cost as much as all the rest."""
 
     method: str
     arguments: tuple[Any, ...]
