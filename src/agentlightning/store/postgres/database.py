@@ -67,6 +67,7 @@ class PostgresDatabase:
         self.dialect: Dialect = DIALECT
         self.server = new_hex()
         """Which of the servers of the database this is."""
+        self._clock: Clock | None = None
         self._closing = threading.Event()
         """Set with the listener's end, which is that of the store: nothing waits for a lost server any more."""
 
@@ -76,6 +77,7 @@ class PostgresDatabase:
         try:
             with contextlib.closing(self.open()) as connection:
                 self._check(connection)
+                self._clock = DatabaseClock(connection)
                 if self._version(connection) == SCHEMA_VERSION:
                     return
                 # Servers that start at the same time wait here for the first, until its connection is closed.
@@ -171,6 +173,8 @@ class PostgresDatabase:
 
     def clock(self) -> Clock:
         """Steady time is the database's."""
+        if self._clock is not None:
+            return self._clock
         try:
             with contextlib.closing(self.open()) as connection:
                 return DatabaseClock(connection)
