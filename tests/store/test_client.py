@@ -237,6 +237,23 @@ async def test_calls_outlive_a_restart_of_the_server(tmp_path: Any) -> None:
     await store.close()
 
 
+@pytest.mark.slow
+async def test_patience_begins_when_the_server_goes_away(store: Store) -> None:
+    server = await Server(store, secret="s").start()
+    there = LightningStoreClient(server.url, patience=1.5)
+    parked = asyncio.create_task(there.dequeue_rollout(timeout=60))
+    await asyncio.sleep(1.6)  # longer than its patience
+    await server.stop()
+    await asyncio.sleep(0.2)
+    assert not parked.done()
+    async with Server(store, secret="s", port=server.port):
+        made = await there.enqueue_rollout("task")
+        taken = await parked
+        assert taken is not None
+        assert taken.rollout_id == made.rollout_id
+        await there.close()
+
+
 async def test_where_nobody_answers_the_error_names_the_address_and_what_to_do(server: Server) -> None:
     url = server.url
     await server.stop()
@@ -348,6 +365,7 @@ async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store
 
 async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PAGE", 10)
+    monkeypatch.setattr(client, "PAGE_OF_SPANS", 10)
     await there.enqueue_many_rollouts([EnqueueRolloutRequest(n, rollout_id=f"r{n:02}") for n in range(35)])
 
     async def found(**wishes: Any) -> list[str]:

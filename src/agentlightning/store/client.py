@@ -47,6 +47,8 @@ LONG_SECONDS: Final = 3600.0
 """What a call that may take long is given."""
 PAGE: Final = 500
 """Items of a list that are read in one call."""
+PAGE_OF_SPANS: Final = 100
+"""These may be large."""
 CHUNK: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
 
@@ -185,7 +187,7 @@ class LightningStoreClient(LightningStoreBase):
     ) -> list[AttemptedRollout]:
         claim_id = new_id("cl") if claim_id is None else claim_id
         arguments = {"limit": limit, "worker_id": worker_id, "queues": queues, "claim_id": claim_id}
-        clock = asyncio.get_running_loop().time
+        line, clock = self._remote.line(), asyncio.get_running_loop().time
         until = clock() + (timeout or 0.0)
         claiming = asyncio.ensure_future(self._call("dequeue_many_rollouts", **arguments))
         try:
@@ -193,7 +195,7 @@ class LightningStoreClient(LightningStoreBase):
             while not claimed and (left := until - clock()) > 0:
                 claimed = await self._call_and_wait("dequeue_many_rollouts", min(left, SLICE_SECONDS), **arguments)
         except asyncio.CancelledError:
-            self._remote.line().start(self._give_back(claiming, claim_id, limit))
+            line.start(self._give_back(claiming, claim_id, limit))
             raise
         return claimed
 
@@ -394,14 +396,15 @@ class LightningStoreClient(LightningStoreBase):
     async def _pages(
         self, method: str, cursor: str, after: str | None, limit: int, offset: int, **filters: Any
     ) -> list[Any]:
-        """A list, read in calls of at most `PAGE` items."""
+        """A list, read in calls of limited size."""
         if limit < 0 and limit != -1:
             raise ConfigError(f"limit={limit} is no number of items; use -1 for all of them")
+        size = PAGE_OF_SPANS if method == "query_spans" else PAGE
         found: list[Any] = []
         while True:
-            wanted = PAGE if limit == -1 else min(PAGE, limit - len(found))
+            wanted = size if limit == -1 else min(size, limit - len(found))
             page = await self._call(method, **filters, after=after, limit=wanted, offset=offset)
-            found = page if not found else found + page
+            found += page
             if len(page) < wanted or len(found) == limit:
                 return found
             after, offset = getattr(page[-1], cursor), 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import math
 import os
 import random
 import threading
@@ -71,8 +72,8 @@ class Call:
 
     body: bytes
     future: asyncio.Future[Raw]
-    patient_until: float
-    """On the event loop's clock."""
+    patient_until: float = math.inf
+    """On the event loop's clock, from its first failure on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Line:
     def _new(self, body: bytes) -> Call:
         if self._closed is not None:
             raise self._closed
-        return Call(body, self._loop.create_future(), self._loop.time() + self._settings.patience)
+        return Call(body, self._loop.create_future())
 
     def _depart(self) -> None:
         self._scheduled = False
@@ -248,9 +249,10 @@ class Line:
 
     def _patient(self, batch: Sequence[Call], reason: str) -> list[Call]:
         """The calls that can be sent again; the others are told why not."""
-        now = self._loop.time()
+        now, url, patience = self._loop.time(), self._settings.url, self._settings.patience
+        for call in (*batch, *self._waiting):  # those that still wait for their turn have no server either
+            call.patient_until = min(call.patient_until, now + patience)
         over = [call for call in batch if call.patient_until <= now]
-        url, patience = self._settings.url, self._settings.patience
         _fail(
             over,
             StoreServerError(

@@ -34,6 +34,8 @@ Reached = tuple[Operation, dict[str, str]]
 """An operation, and the parameters of its path that are fixed here."""
 PAGE: Final = 500
 """Items read from the store at once: a list is answered in such pieces, however long it is."""
+PAGE_OF_SPANS: Final = 100
+"""These may be large."""
 _MAX_FIELDS: Final = 10_000
 
 
@@ -139,7 +141,7 @@ class Endpoint:
         return await self._once.run(f"{operation.method} {scope['path']} {key}", done)
 
     async def _answer_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
-        """Read and answer in pieces of `PAGE` items, so that a list of any length takes little memory."""
+        """Read and answer in pieces, so that a list of any length takes little memory."""
         limit, offset = arguments["limit"], arguments["offset"]
         pieces = self._pieces(operation, arguments)
         first = await anext(pieces)
@@ -170,8 +172,9 @@ class Endpoint:
             items = await work(**filters)
             yield items[offset : None if left < 0 else offset + left]
             return
+        size = PAGE_OF_SPANS if operation.method == "query_spans" else PAGE
         while True:
-            wanted = PAGE if left < 0 else min(PAGE, left)
+            wanted = size if left < 0 else min(size, left)
             filters |= {"limit": wanted, "offset": offset}
             items = await work(**filters)
             yield items
