@@ -77,6 +77,8 @@ class RunnerConfig(Section):
     """Rollouts under way at once in each host."""
     hosts: int = Field(default=1, ge=1)
     """Processes that run Python agents."""
+    fresh_process: bool = False
+    """A process of its own for each attempt, forked from one that has imported the agent; `hosts` then means nothing."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """An attempt that takes longer is ended."""
     max_attempts: int = Field(default=2, ge=1)

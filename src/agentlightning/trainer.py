@@ -292,6 +292,7 @@ def _runner(
         redirect=redirect,
         concurrency=config.concurrency,
         hosts=config.hosts,
+        fresh_process=config.fresh_process,
         env=config.env or None,
         cwd=config.cwd,
         log=log,
