@@ -161,6 +161,7 @@ def test_a_reader_writes_nothing(database: PostgresDatabase) -> None:
     reader.close()
 
 
+@pytest.mark.slow  # PostgreSQL takes a second to notice
 def test_of_two_that_wait_for_one_another_one_is_told_to_try_again(
     connection: PostgresConnection, database: PostgresDatabase
 ) -> None:
@@ -181,6 +182,7 @@ def test_of_two_that_wait_for_one_another_one_is_told_to_try_again(
     other.close()
 
 
+@pytest.mark.slow
 def test_the_size_is_that_of_the_tables_and_vacuum_gives_space_back(connection: PostgresConnection) -> None:
     connection.begin(write=True)
     add(connection, *(f"{number:0200}" for number in range(2_000)))

@@ -157,6 +157,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_processes_that_start_at_once_share_an_empty_database(postgres_url: str, start_process: Any) -> None:
     others = [start_process(WORKER, postgres_url, name) for name in ("a", "b")]
     store = LightningStore(postgres_url)
