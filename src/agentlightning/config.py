@@ -78,7 +78,7 @@ class RunnerConfig(Section):
     hosts: int = Field(default=1, ge=1)
     """Processes that run Python agents."""
     fresh_process: bool = False
-    """A process of its own for each attempt, forked from one that has imported the agent; `hosts` then means nothing."""
+    """A process of its own for each attempt, forked from one that has imported the agent; `hosts` is ignored then."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """An attempt that takes longer is ended."""
     max_attempts: int = Field(default=2, ge=1)
