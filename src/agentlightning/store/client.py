@@ -39,7 +39,7 @@ from agentlightning.store.base import (
 )
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.remote import Remote, Settings
-from agentlightning.store.wire import encode, span_fields, written
+from agentlightning.store.wire import as_kept, encode, span_fields, written
 
 SLICE_SECONDS: Final = 25.0
 """A call that waits asks again this often, so that nothing between it and the server thinks the connection dead."""
@@ -346,13 +346,13 @@ class LightningStoreClient(LightningStoreBase):
 
     async def add_span(self, span: Span) -> Span:
         span_id = span.span_id or new_hex()
-        return _as_kept(span, span_id, await self._send("add_span", {"span": span_fields(span, span_id)}))
+        return as_kept(span, span_id, await self._send("add_span", {"span": span_fields(span, span_id)}))
 
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
         ids = [span.span_id or new_hex() for span in spans]
         fields = [span_fields(span, span_id) for span, span_id in zip(spans, ids, strict=True)]
         kept: list[int | Span] = await self._send("add_many_spans", {"spans": fields})
-        return [_as_kept(span, span_id, told) for span, span_id, told in zip(spans, ids, kept, strict=True)]
+        return [as_kept(span, span_id, told) for span, span_id, told in zip(spans, ids, kept, strict=True)]
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         return await self._call("get_next_span_sequence_id", rollout_id=rollout_id, attempt_id=attempt_id)
@@ -483,25 +483,3 @@ def _body(method: str, arguments: dict[str, Any]) -> bytes:
         return encode(call)
     except UnicodeEncodeError as error:
         raise ConfigError(f"{error.object!r} holds half a character, which no database keeps") from None
-
-
-def _as_kept(sent: Span, span_id: str, told: int | Span) -> Span:
-    """The span as the store keeps it: told in full only where that is not as it was sent."""
-    if isinstance(told, Span):
-        return told
-    return Span(  # dataclasses.replace takes three times as long
-        sent.rollout_id,
-        sent.attempt_id,
-        sent.name,
-        sent.start_time,
-        sent.end_time,
-        told,
-        sent.trace_id,
-        span_id,
-        sent.parent_id,
-        sent.status_code,
-        sent.status_message,
-        sent.attributes,
-        sent.events,
-        sent.resource,
-    )
