@@ -1,4 +1,4 @@
-"""The command line: `agl demo`, `agl train`, `agl eval`. A file per verb."""
+"""The command line, `agl`: a file per verb."""
 
 from __future__ import annotations
 
