@@ -163,6 +163,18 @@ async def test_responses_say_it_in_an_item_of_its_own(serve, late, streams):
     assert (reasoning.type, reasoning.content[0].text, message.content[0].text) == ("reasoning", "Hm.", "Hello.")
 
 
+async def test_a_turn_that_is_all_thought_is_still_a_turn(serve, late):
+    service = await serve(["<think>\nHm.\n</think>", "<think>\nHm.\n</think>", "ok"], engine={"chat": late})
+    client = await service.client()
+    async with client.responses.stream(model="scripted", input="hi") as events:
+        streamed = (await events.get_final_response()).output
+    plain = (await client.responses.create(model="scripted", input="hi")).output
+    assert [item.type for item in plain] == [item.type for item in streamed] == ["reasoning", "message"]
+    reasoning = plain[0].to_dict()
+    await client.responses.create(model="scripted", input=[USER, reasoning, USER])
+    assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
+
+
 # -- the next call ---------------------------------------------------------------------------------------------------
 
 

@@ -380,8 +380,9 @@ def _by_reading(
     if not places:
         return None
     place, end = min(places)
-    written = without_thought(markers, text[len(before) : place])
-    return (end, text[place + len(end) :]) if _reads_as(chat, written, history[-1]) else None
+    written = text[len(before) : place]
+    readings = {written, without_thought(markers, written)}
+    return (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1]) for said in readings) else None
 
 
 def _reads_as(chat: ChatFormat, written: str, answer: Message) -> bool:

@@ -119,8 +119,11 @@ def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
         if item.get("type") == "reasoning":
             thought += _thought(place, item)
             continue
+        begun = len(messages)
         _add_item(place, messages, item)
-        if thought and messages[-1]["role"] == "assistant":
+        if thought and messages[-1]["role"] != "assistant":
+            messages.insert(begun, {"role": "assistant", "content": "", "reasoning_content": thought})
+        elif thought:
             messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
         thought = ""
     return messages
@@ -225,7 +228,9 @@ class Reply:
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        begun = b"" if self.items else self._begin_text()
+        begun = b""
+        if all(item["type"] == "reasoning" for item in self.items):  # A turn without words is still a message.
+            begun = self._close(answer) + self._begin_text()
         closed = self._close(answer, last=True)
         final = self._final(answer)
         return begun + closed + self._event(f"response.{final['status']}", response=final)
@@ -234,7 +239,7 @@ class Reply:
         """The items of an answer that nobody watched."""
         if answer.thought:
             self.items.append(self._reasoning(answer.thought, "completed"))
-        if answer.content or not (answer.tool_calls or answer.thought):
+        if answer.content or not answer.tool_calls:
             self.items.append(self._message(answer.content, "completed"))
         self.items += [_call(call, call.arguments, "completed") for call in answer.tool_calls]
         self._finish_last(answer)
