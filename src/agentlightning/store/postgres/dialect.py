@@ -47,7 +47,7 @@ class _Dialect(dialects.dialect):
     supports_statement_cache = True
 
 
-DIALECT: Final = _Dialect(paramstyle="format")
+DIALECT: Final = _Dialect(paramstyle="numeric_dollar")
 
 STEPS: Mapping[int, Sequence[str]] = {}
 """version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
@@ -105,7 +105,17 @@ def encode(value: Any) -> bytes | None:
         if b"\0" in text:  # libpq would leave out the rest
             raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
         return text
+    if kind is list:
+        return b"{" + b",".join([_element(each) for each in value]) + b"}"
     return repr(value).encode() if kind is int or kind is float else bytes(value)
+
+
+def _element(value: Any) -> bytes:
+    if type(value) is not str:
+        return repr(value).encode()
+    text = encode(value)
+    assert text is not None
+    return b'"' + text.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
 
 
 def formats(columns: Sequence[str], table: Table) -> list[int]:
