@@ -15,14 +15,38 @@ from starlette.applications import Starlette
 from agentlightning import span as names
 from agentlightning.gateway.app import Gateway
 from agentlightning.policy.base import Sample
+from agentlightning.policy.chat import HFChatFormat
 from agentlightning.rollouts import attempt_environment
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
+from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 SCHEMA = {"type": "object"}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":  "6*7", "y": 1.0}}\n</tool_call>'
 ODD = '<tool_call>\n{"name": "f", "arguments": "6 *"}\n</tool_call>'
-PIECES = [" ", "\n", "é", "🎉", "hello", "<tool_call>", "</tool_call>", CALL, CALL, ODD, "{", '"', "\\", "0", "�"]
+THOUGHT = "<think>\nhm\n</think>\n\n"
+WRITTEN = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+THINKING = CHATML.replace("{{ message.content }}", WRITTEN + "{{ message.content }}")
+PIECES = [
+    THOUGHT,
+    THOUGHT,
+    "</think>",
+    " ",
+    "\n",
+    "é",
+    "🎉",
+    "hello",
+    "<tool_call>",
+    "</tool_call>",
+    CALL,
+    CALL,
+    ODD,
+    "{",
+    '"',
+    "\\",
+    "0",
+    "�",
+]
 AWKWARD = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 TURN = st.tuples(AWKWARD, AWKWARD, st.integers(0, 12))
 
@@ -69,9 +93,9 @@ class House:
         return spans
 
 
-@pytest.fixture(scope="module")
-def house(bpe_chat):
-    house = House(bpe_chat)
+@pytest.fixture(scope="module", params=["plain", "thinking"])
+def house(request, bpe_chat):
+    house = House(bpe_chat if request.param == "plain" else HFChatFormat(tiny_tokenizer(THINKING)))
     yield house
     house.close()
 
@@ -182,7 +206,7 @@ AGENTS = [ChatAgent, MessagesAgent, ResponsesAgent, NamingAgent, CompletionsAgen
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before_it(house, agent):
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(st.lists(TURN, min_size=1, max_size=3), st.booleans())
     def check(turns, streams):
         spans = house.runner.run(house.converse(agent, turns, streams))
