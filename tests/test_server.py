@@ -13,6 +13,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.observe import observed
 from agentlightning.testing import ScriptedEngine
 
 SECRET = "a-secret"
@@ -173,3 +174,39 @@ async def test_stopping_lets_calls_under_way_finish(store):
             await asyncio.sleep(0.001)
         await server.stop()
         assert (await call).choices[0].message.content == "Hello."
+
+
+async def test_stopping_sends_those_away_who_wait_for_rollouts_and_they_have_claimed_nothing(store):
+    waiting = observed(store, [listener := Listener()])
+    server = await Server(waiting, secret=SECRET).start()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        polling = asyncio.create_task(client.post("/v1/agl/queues/rollouts/dequeue", json={"timeout": 60}))
+        await asyncio.wait_for(listener.heard.wait(), 20)
+        await server.stop()
+        reply = await polling
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "about to stop" in reply.json()["error"]["message"]
+    queued = await store.enqueue_rollout("a task")
+    assert (await store.dequeue_rollout("another")).rollout_id == queued.rollout_id
+
+
+class Listener:
+    """Hears that somebody claims."""
+
+    def __init__(self):
+        self.heard = asyncio.Event()
+
+    def began(self, method):
+        if method == "dequeue_many_rollouts":
+            self.heard.set()
+
+    def ended(self, call):
+        pass
+
+
+async def test_what_is_not_served_is_refused_in_the_shape_of_every_error(server):
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        nowhere, wrong = await client.get("/nowhere"), await client.put("/health")
+    for reply, status in ((nowhere, 404), (wrong, 405)):
+        assert reply.status_code == status
+        assert reply.json()["error"]["message"] == reply.json()["detail"]
