@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning.errors import ConfigError, StoreError, StoreFullError
+from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
+from agentlightning.store import LightningStore
 from agentlightning.store.postgres import PostgresDatabase
 from agentlightning.store.postgres.dialect import TABLES
 from agentlightning.store.postgres.errors import explain
@@ -52,6 +54,14 @@ def test_an_address_that_cannot_be_read_is_refused_without_showing_the_password(
     with pytest.raises(ConfigError, match=about) as caught:
         PostgresDatabase(url)
     assert "hush" not in str(caught.value)
+
+
+def test_without_the_driver_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("psycopg", "agentlightning.store.postgres"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentlightning\[postgres\]'"):
+        LightningStore("postgresql://localhost/lightning")
 
 
 # -- making and checking ---------------------------------------------------------------------------------------------

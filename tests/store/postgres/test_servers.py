@@ -13,6 +13,7 @@ from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rol
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase, engine
 from agentlightning.store.postgres import database
+from agentlightning.store.sql import SqlStore
 
 Store = LightningStoreBase
 
@@ -58,6 +59,23 @@ async def test_what_ends_at_one_wakes_who_waits_at_the_other(servers: tuple[Stor
     await finish(here, first)
     await finish(here, second, "failed")
     assert [rollout.status for rollout in await waiting] == ["succeeded", "failed"]
+
+
+async def test_what_one_heard_it_does_not_tell_again(servers: tuple[Store, Store]) -> None:
+    """Two that repeated one another's news would never be quiet again."""
+    here, there = servers
+    assert isinstance(here, SqlStore)
+    assert isinstance(there, SqlStore)
+    attempted = await here.start_rollout("task")
+    waiting = asyncio.create_task(there.wait_for_rollouts(rollout_ids=[attempted.rollout_id], timeout=60))
+    await asyncio.sleep(0.05)
+    await finish(here, attempted)
+    assert len(await waiting) == 1
+    await there.enqueue_rollout("another")
+    await asyncio.sleep(0.2)
+    before = here.counters()["commits"], there.counters()["commits"]
+    await asyncio.sleep(0.2)
+    assert (here.counters()["commits"], there.counters()["commits"]) == before
 
 
 async def test_each_sees_at_once_what_the_other_was_told(servers: tuple[Store, Store]) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 STEPS: Final = (64, 32, 16, 8)
 """Rows in one statement: few different ones, so that each is prepared once."""
-REPLAN: Final = 5_000
+REPLAN: Final = 500
+"""Transactions."""
 FORGET_SECONDS: Final = 7 * 86_400
 """The row of a server that was killed goes after this."""
 

@@ -149,7 +149,6 @@ class PostgresDatabase:
         except psycopg.Error as error:
             connection.close()
             raise ConnectError(error) from None
-        connection.prepared_max = None
         return connection
 
     def reopen(self) -> psycopg.Connection[Any]:
