@@ -51,13 +51,12 @@ class Checkpoints:
     def _work(self) -> None:
         connection = self._connect()
         cursor = connection.cursor()
-        while True:
+        while not self._ended:
             self._wanted.wait()
-            if self._ended:
-                break
-            self._move(cursor)
-            self._done = True
-            self._wanted.clear()
+            if not self._ended:
+                self._move(cursor)
+                self._done = True
+            self._wanted.clear()  # what comes after this sets it again, what came before is seen by the loop
         connection.close()
 
     def _move(self, cursor: sqlite3.Cursor) -> None:
