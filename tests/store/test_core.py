@@ -208,6 +208,14 @@ async def test_the_log_beside_the_database_does_not_grow_with_what_is_written(
     await store.close()
 
 
+async def test_a_store_closes_while_its_log_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning.store.checkpoints.LOG_BYTES", 0)
+    for number in range(20):
+        store = SqlStore(tmp_path / "store.db")
+        await store.enqueue_rollout(number)
+        await asyncio.wait_for(store.close(), 30)
+
+
 async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None:
     store = LightningStore(tmp_path / "store.db")
     await store.update_queue("slow", 1)
