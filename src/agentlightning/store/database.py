@@ -117,6 +117,10 @@ class Connection(Protocol):
         transaction that writes."""
         ...
 
+    def lock(self, table: Table) -> None:
+        """Nobody else writes to the table until the transaction ends."""
+        ...
+
     def changed(self) -> bool:
         """Whether another connection than this has written since the last call. Always True where that cannot be
         known at less than the cost of reading again. Within a transaction, the answer holds until its end on

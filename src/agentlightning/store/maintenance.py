@@ -23,6 +23,7 @@ from agentlightning.store.base import Retention, RolloutRecord
 from agentlightning.store.codec import Row
 from agentlightning.store.database import Connection
 from agentlightning.store.packs import Pack
+from agentlightning.store.schema import token_blocks
 from agentlightning.store.spans import SpanQuery, WrittenPack
 from agentlightning.store.states import OPEN, RolloutState
 from agentlightning.store.unit import Unit
@@ -134,6 +135,7 @@ class Excess:
 def drop_unused_blocks(unit: Unit) -> None:
     """Tokens that no span refers to any more."""
     unit.write_first()
+    unit.connection.lock(token_blocks)  # or another server could refer to a block in this moment
     unit.connection.run(statements.DELETE_UNUSED_BLOCKS)
     unit.pending.digests.clear()
 

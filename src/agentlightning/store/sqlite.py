@@ -216,6 +216,9 @@ class SqliteConnection:
         self._keys[table.name] = last + count
         return range(last + 1, last + count + 1)
 
+    def lock(self, table: Table) -> None:
+        """A transaction that writes has every table to itself."""
+
     def changed(self) -> bool:
         if not self._watched:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import psycopg
@@ -179,6 +179,28 @@ def test_of_two_that_wait_for_one_another_one_is_told_to_try_again(
         assert database.may_retry(error)
         for each in (connection, other):
             each.rollback()
+    other.close()
+
+
+def test_who_locked_a_table_sees_all_that_others_wrote_and_has_it_alone(
+    connection: PostgresConnection, database: PostgresDatabase
+) -> None:
+    other = database.connect(read_only=False)
+    other.begin(write=True)
+    add(other, "a")
+    with ThreadPoolExecutor() as pool:
+        connection.begin(write=True)
+        locked = pool.submit(connection.lock, queues)
+        assert not wait([locked], 0.1).done
+        other.commit()
+        locked.result(30)
+        assert connection.all(ALL) == [("a", None)]
+        other.begin(write=True)
+        added = pool.submit(add, other, "b")
+        assert not wait([added], 0.1).done
+        connection.commit()
+        assert added.result(30) == 1
+        other.rollback()
     other.close()
 
 

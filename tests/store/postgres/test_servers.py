@@ -160,6 +160,20 @@ async def test_the_same_call_at_both_does_its_work_once(servers: tuple[Store, St
     assert (await servers[0].statistics())["attempts"] == 10
 
 
+async def test_a_span_repeated_at_the_other_server_is_kept_once(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    attempted = await here.start_rollout("task")
+    spans = [
+        Span(attempted.rollout_id, attempted.attempt.attempt_id, "work", 1.0, span_id=f"{number:016x}")
+        for number in range(4)
+    ]
+    for store in (here, there, here, there):
+        for span in spans[:2] if store is here else spans:
+            await store.add_span(span)
+    await here.add_many_spans(spans)
+    assert [span.sequence_id for span in await there.query_spans(attempted.rollout_id)] == [1, 2, 3, 4]
+
+
 WORKER = """
 import asyncio, sys
 from agentlightning.store import LightningStore

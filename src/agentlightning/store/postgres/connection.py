@@ -204,6 +204,9 @@ class PostgresConnection:
     def keys(self, table: Table, count: int) -> Sequence[int]:
         return [key for (key,) in self.all(_KEYS, f"{table.name}_key_seq", count)]
 
+    def lock(self, table: Table) -> None:
+        self._tell(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
+
     def changed(self) -> bool:
         return True
 
