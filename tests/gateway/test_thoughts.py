@@ -148,6 +148,7 @@ async def test_messages_say_it_in_a_block_of_its_own(serve, late, streams):
         message = await client.messages.create(**asked)
     thinking, text = message.content
     assert (thinking.type, thinking.thinking, text.text) == ("thinking", "Hm.", "Hello.")
+    assert thinking.signature
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -217,7 +217,8 @@ class Reply:
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        content = [{"type": "thinking", "thinking": answer.thought, "signature": ""}] if answer.thought else []
+        thought = {"type": "thinking", "thinking": answer.thought, "signature": self._signature}
+        content = [thought] if answer.thought else []
         content += [{"type": "text", "text": answer.content}] if answer.content else []
         content += [_tool_use(call, _input(call)) for call in answer.tool_calls]
         return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(drawn_tokens(answers))})
@@ -272,9 +273,14 @@ class Reply:
 
     def _close(self) -> bytes:
         """End the block that is under way."""
-        end = self._end() if self._open else b""
-        self._open = None
-        return end
+        opened, self._open = self._open, None
+        signed = {"type": "signature_delta", "signature": self._signature}
+        return (self._delta(signed) if opened == "thinking" else b"") + (self._end() if opened else b"")
+
+    @property
+    def _signature(self) -> str:
+        """Of a thought: clients send one without a signature back as text, or not at all. Nobody checks it."""
+        return self.head.id
 
 
 def _stop(answer: Answer) -> dict[str, str | None]:
