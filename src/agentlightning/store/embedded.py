@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import weakref
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentlightning.errors import StoreClosedError
+from agentlightning.errors import StoreClosedError, StoreError
 from agentlightning.store import lifecycle, looking
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.call import Call, Do, Read
@@ -22,6 +23,8 @@ from agentlightning.store.hot import HotSpans
 from agentlightning.store.lane import Lane, Observer
 from agentlightning.store.sqlite import SqliteConnection, SqliteDatabase, locate
 from agentlightning.store.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,6 +82,8 @@ class EmbeddedStore(LightningStoreBase):
             await self.write(Read("close", lambda connection: None))  # what was answered has arrived once this has
         except StoreClosedError:
             return
+        except StoreError as error:  # it was the last call, and nothing of it is missed
+            logger.warning("the store was closed while its database could not be reached: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
 
     async def statistics(self) -> dict[str, int]:
