@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer, Thought
+from agentlightning.gateway.constraint import CONSTRAINT
 from agentlightning.gateway.thoughts import Markers, thought_markers
 from agentlightning.policy.base import Sample
 from agentlightning.policy.chat import HFChatFormat
@@ -162,6 +163,14 @@ async def test_responses_say_it_in_an_item_of_its_own(serve, late, streams):
         reply = await client.responses.create(model="scripted", input="hi")
     reasoning, message = reply.output
     assert (reasoning.type, reasoning.content[0].text, message.content[0].text) == ("reasoning", "Hm.", "Hello.")
+
+
+async def test_a_call_within_a_thought_does_not_end_an_answer_of_one_call(serve, late):
+    service = await serve([f"<think>\nPerhaps {CALL}?\n</think>\n\n{CALL}"], engine={"chat": late})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    choice = (await service.ask(tools=tools, parallel_tool_calls=False)).choices[0]
+    assert len(choice.message.tool_calls) == 1
+    assert (await service.spans())[0].attributes[CONSTRAINT] == "checked"
 
 
 async def test_a_turn_that_is_all_thought_is_still_a_turn(serve, late):

@@ -231,7 +231,7 @@ class Answer:
     reads_calls: bool = True
     """False where the request offered no tools: a tool call is then content like any other."""
     one_call: bool = False
-    """The engine stops after the first tool call."""
+    """At most one tool call was asked for."""
     call_prefix: str = "call_"
     """What the ids of its tool calls begin with."""
     thinks: Markers | None = None
@@ -282,9 +282,13 @@ class Answer:
 
     @property
     def engine_stops(self) -> tuple[str, ...]:
-        """Strings that end the drawing: those asked for, and where one tool call is allowed what closes it."""
-        end = self.chat.tool_call_markers[1] if self.one_call else ""
-        return (*self.stops, end) if end else self.stops
+        """Strings that end the drawing: those asked for, and what closes the only tool call."""
+        return (*self.stops, self.chat.tool_call_markers[1]) if self.stops_after_call else self.stops
+
+    @property
+    def stops_after_call(self) -> bool:
+        """No second tool call can be drawn. A model that thinks may write calls in its thoughts: it is let finish."""
+        return self.one_call and self.thinks is None
 
     @property
     def message(self) -> Message:

@@ -59,7 +59,7 @@ class Constraint:
         if failed:
             return "violated", failed
         alone = not (self.needs_call or self.names is not None or self.arguments or self.content)
-        return ("enforced" if alone and answer.one_call else "checked"), failed
+        return ("enforced" if alone and answer.stops_after_call else "checked"), failed
 
     def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
         calls = answer.tool_calls
