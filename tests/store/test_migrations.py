@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+import struct
 from pathlib import Path
 
 import pytest
 
 from agentlightning.errors import StoreError
+from agentlightning.span import PROMPT_TOKEN_IDS, SUPERSEDED, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.migrations import STEPS, Step, migrate
 from agentlightning.store.schema import SCHEMA_VERSION
@@ -41,6 +43,36 @@ async def test_a_store_of_version_1_is_opened_with_all_that_is_in_it(tmp_path: P
     claimed = await store.dequeue_rollout()
     assert claimed is not None
     assert claimed.rollout_id == waiting.rollout_id
+    await store.close()
+
+
+async def test_every_span_of_version_1_is_packed_as_it_was(tmp_path: Path) -> None:
+    connection = old_store(tmp_path / "store.db")
+    tokens = struct.pack("<3i600i", 600, -1, -1, *range(600))
+    for number in range(2, 150):
+        row = (1, f"{number:016x}", number * 3, "t" * 32, None, f"span {number}", 1.0, None, "OK", None, '{"n": null}')
+        events = '[["first", 1.5, {"k": "v"}]]' if number % 2 else None
+        connection.execute(
+            "INSERT INTO spans (attempt_key, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, "
+            "status_code, status_message, attributes, events, resource, tokens, superseded) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*row, events, '{"service.name": "a"}', tokens if number % 50 == 0 else None, int(number > 140)),
+        )
+    connection.execute("UPDATE attempts SET last_span = 447")
+    connection.close()
+    store = LightningStore(tmp_path / "store.db")
+    spans = await store.query_spans("ro-done")
+    assert [span.sequence_id for span in spans] == [1, *range(6, 450, 3)]
+    assert [span.name for span in spans[1:]] == [f"span {number}" for number in range(2, 150)]
+    assert [SUPERSEDED in span.attributes for span in spans] == [False] * 140 + [True] * 9
+    assert spans[49].attributes == {"n": None, PROMPT_TOKEN_IDS: list(range(600))}
+    assert spans[2].events[0].attributes == {"k": "v"}
+    assert {span.resource.get("service.name") for span in spans[1:]} == {"a"}
+    assert (await store.statistics())["spans"] == 149
+    attempt = await store.get_latest_attempt("ro-done")
+    assert attempt is not None
+    assert (await store.add_span(Span("ro-done", attempt.attempt_id, "new", 1.0))).sequence_id == 448
+    assert [queue.name for queue in await store.query_queues()] == ["default"]
     await store.close()
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 
-LOG_BYTES: Final = 8 << 20
+LOG_BYTES: Final = 4 << 20
 """What the log may hold before it is moved, about."""
 COMMIT_BYTES: Final = 12 * 4096
 """What a commit writes besides the bodies of packs, about."""
