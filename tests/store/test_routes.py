@@ -324,6 +324,21 @@ async def test_a_body_that_is_no_json_is_refused(
     assert await store.query_rollouts() == []
 
 
+async def test_times_of_the_far_future_stop_nobody(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/workers/w1", json={"lease_seconds": 1e300})).status_code == 200
+    config = {"timeout_seconds": 1e300, "unresponsive_seconds": 1e300}
+    made = (await http.post("/rollouts", json={"input": 1, "config": config, "worker_id": "w1"})).json()
+    beat = await http.post(f"/rollouts/{made['rollout_id']}/attempts/latest", json={"last_heartbeat_time": 1e300})
+    assert beat.status_code == 200
+    for timeout in (1e300, -1e300):
+        waiting = http.post("/queues/rollouts/dequeue", json={"timeout": timeout}, timeout=30)
+        claimed, made = await asyncio.gather(
+            waiting, http.post("/queues/rollouts/enqueue", json={"rollouts": [{"input": 1}]})
+        )
+        assert (claimed.status_code, made.status_code) == (200, 201)
+    assert (await http.get("/health")).status_code == 200
+
+
 async def test_a_body_of_another_type_is_refused(http: httpx.AsyncClient) -> None:
     for kind in ("application/x-www-form-urlencoded", "text/plain", ""):
         reply = await http.post("/rollouts", content=b'{"input": 1}', headers={"content-type": kind})

@@ -96,7 +96,8 @@ class Lane:
                 self._rung = False
                 return
             self._asleep = True
-        if not self._wake.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
+        timeout = -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        if not self._wake.acquire(timeout=timeout):
             with self._lock:
                 if not self._asleep:  # rung at the last moment
                     self._wake.acquire()

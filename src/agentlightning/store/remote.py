@@ -45,7 +45,7 @@ MAX_BYTES_TOGETHER: Final = 1024 * 1024
 IN_FLIGHT: Final = 4
 """Requests under way at once: more would each carry less."""
 FIRST_DELAY_SECONDS: Final = 0.05
-LAST_DELAY_SECONDS: Final = 2.0
+LAST_DELAY_SECONDS: Final = 1.0
 _PASSING: Final = frozenset({502, 503, 504})
 
 
