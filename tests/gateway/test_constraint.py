@@ -5,9 +5,9 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from agentlightning.gateway.constraint import CONSTRAINT, VIOLATIONS
 from agentlightning.gateway.dialects.chat import read_request
 from agentlightning.gateway.problems import Problem
+from agentlightning.span import CONSTRAINT, VIOLATIONS
 from agentlightning.testing import ByteChatFormat
 
 ARGUMENTS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

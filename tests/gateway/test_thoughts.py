@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer, Thought
-from agentlightning.gateway.constraint import CONSTRAINT
 from agentlightning.gateway.thoughts import Markers, thought_markers
 from agentlightning.policy.base import Sample
 from agentlightning.policy.chat import HFChatFormat
+from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.tokenizer import tiny_tokenizer
 

@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import AttemptContext, Caller, Contexts, attribute
-from agentlightning.gateway.constraint import CONSTRAINT
 from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.dialects import messages, responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
@@ -45,7 +44,7 @@ from agentlightning.gateway.thoughts import thought_markers
 from agentlightning.gateway.upstream import Upstream
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
 from agentlightning.policy.base import Engine, Message, SamplingParams
-from agentlightning.span import new_span_id, new_trace_id
+from agentlightning.span import CONSTRAINT, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from agentlightning.gateway.problems import Problem
 from agentlightning.resources import LLM
-from agentlightning.rollouts import Attempt, Rollout, read_attempt_key
+from agentlightning.rollouts import Attempt, Rollout, read_attempt_key, root_span_id_of, trace_id_of
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.routes import presented_key
@@ -69,6 +69,8 @@ def attribute(
         )
     rollout_id, attempt_id = attempt or (None, None)
     trace_id, parent_id = _trace(headers.get("traceparent", ""))
+    if attempt_id is not None and parent_id == root_span_id_of(attempt_id):  # a stand-in: no such span is kept
+        parent_id = None
     return Caller(rollout_id, attempt_id, _agent(headers), trace_id, parent_id)
 
 
@@ -95,7 +97,7 @@ class AttemptContext:
     attempt_id: str
     llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
     """model -> (name of the resource, the resource)."""
-    trace_id: str = field(default_factory=new_trace_id)
+    trace_id: str = ""
     checked: float = 0.0
     """When the store last said that the attempt goes on (monotonic seconds)."""
 
@@ -122,7 +124,9 @@ class Contexts:
             self._known.move_to_end(key)
             return context
         rollout = await self._check(rollout_id, attempt_id)
-        context = self._known.get(key) or AttemptContext(rollout_id, attempt_id, await self._llms(rollout))
+        context = self._known.get(key) or AttemptContext(
+            rollout_id, attempt_id, await self._llms(rollout), trace_id_of(attempt_id) or new_trace_id()
+        )
         context.checked = now
         self._known[key] = context
         self._known.move_to_end(key)

@@ -25,9 +25,6 @@ import orjson
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.problems import bad
 
-CONSTRAINT: Final = "agentlightning.constraint"
-VIOLATIONS: Final = "agentlightning.constraint.violations"
-
 Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
 """Whether a text is what was asked for."""

@@ -10,7 +10,7 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.constraint import CONSTRAINT, VIOLATIONS, Constraint
+from agentlightning.gateway.constraint import Constraint
 from agentlightning.gateway.conversation import Prompt
 from agentlightning.policy.base import Message, SamplingParams
 from agentlightning.span import Span
@@ -53,7 +53,7 @@ class Record:
         }
         if self.constraint:
             verdict, violations = self.constraint.judge(answer)
-            attributes |= {CONSTRAINT: verdict} | ({VIOLATIONS: violations} if violations else {})
+            attributes |= {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
         return self._span(attributes, end_time, "OK", None)
 
     def failed(self, answer: Answer, params: SamplingParams, end_time: float, type: str, message: str) -> Span:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from agentlightning import span as names
 from agentlightning.errors import AgentLightningError, RewardError
-from agentlightning.rollouts import read_attempt_key
+from agentlightning.rollouts import read_attempt_key, trace_id_of
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.refusals import RequestError, refusal_of, status_of
@@ -68,10 +68,8 @@ def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
     if not isinstance(kind, str) or not kind:
         raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
     name, attributes = _meaning(kind, event.get("data"))
-    now = time.time()
-    return Span(
-        rollout_id, attempt_id, name, now, now, trace_id=new_trace_id(), span_id=new_span_id(), attributes=attributes
-    )
+    now, trace_id = time.time(), trace_id_of(attempt_id) or new_trace_id()
+    return Span(rollout_id, attempt_id, name, now, now, trace_id=trace_id, span_id=new_span_id(), attributes=attributes)
 
 
 def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:

@@ -8,9 +8,9 @@ from pydantic import BaseModel
 
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
-from agentlightning.gateway.constraint import CONSTRAINT
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS, read_request
 from agentlightning.gateway.problems import Problem
+from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 
 USER = {"role": "user", "content": "hi"}

@@ -8,10 +8,10 @@ from pydantic import BaseModel
 
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
-from agentlightning.gateway.constraint import CONSTRAINT, VIOLATIONS
 from agentlightning.gateway.dialects.responses import read_request
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import Problem
+from agentlightning.span import CONSTRAINT, VIOLATIONS
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "calculator", "parameters": {"type": "object"}}
