@@ -41,10 +41,16 @@ contracts: $(STAMP)  ## Check the design's laws of import
 
 check: lint type contracts test  ## All of the above, as CI does
 
-bench: $(STAMP)  ## Run the benchmarks that need no peer installed
+bench: $(STAMP)  ## Run the benchmarks (with the peers that make peers has made)
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/store_http.py
+	$(BIN)/python benchmarks/otlp.py
+	$(BIN)/python benchmarks/emit.py
+	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/scale.py --largest 100000
 
 peers:  ## Make the environments of the peers for the benchmarks (.peers/)
 	benchmarks/peers.sh
