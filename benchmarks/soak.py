@@ -30,7 +30,8 @@ from harness import PYTHONS, Arm
 
 sys.path.insert(0, str(Path(__file__).with_name("arms")))
 
-from line import free_port, resident_mb, serving
+from line import resident_mb
+from ours import hub
 from soaking import STEP
 
 from agentlightning.store.base import Retention
@@ -82,11 +83,9 @@ async def prune(url: str, keep: int) -> int:
 
 def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     database = options.database or str(Path(folder) / "store.db")
-    port, seconds = free_port(), options.minutes * 60
-    url = f"http://127.0.0.1:{port}"
-    command = [str(PYTHONS["ours"].with_name("agl")), "serve", "--port", str(port), "--db", database]
+    seconds = options.minutes * 60
     clients = [Arm("soaking") for _ in range(options.clients)]
-    with serving(command, f"{url}/health", cwd=folder) as server:
+    with hub(Path(folder), database) as (server, url):
         sampler = Sampler(server.pid, url, database, options.keep)
         sampler.start()
         for client in clients:

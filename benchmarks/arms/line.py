@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import traceback
 import urllib.request
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 SPANS = 8
@@ -159,13 +161,21 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def announced(log: Path) -> str | None:
+    """The address that a server of ours has printed into a file. It takes a free port itself: nobody comes between."""
+    found = re.search(r" at (http://\S+)", log.read_text()) if log.exists() else None
+    return found.group(1) if found else None
+
+
 @contextlib.contextmanager
-def serving(command: list[str], health: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def serving(
+    command: list[str], health: str | Callable[[], str | None], **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """A server in a process of its own, from the moment it answers."""
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **(quiet | options))
     try:
-        wait_for(health, process)
+        wait_for(health if callable(health) else lambda: health, process)
         yield process
     finally:
         process.terminate()
@@ -176,15 +186,15 @@ def serving(command: list[str], health: str, **options: Any) -> Iterator[subproc
             process.wait()
 
 
-def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+def wait_for(find: Callable[[], str | None], process: subprocess.Popen[bytes], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode} before it answered: {process.args!r}")
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise RuntimeError(f"nothing answers at {url} after {seconds:g} s") from None
-            time.sleep(0.05)
+        with contextlib.suppress(OSError):
+            if url := find():
+                urllib.request.urlopen(url, timeout=5).close()
+                return
+        if time.monotonic() > end:
+            raise RuntimeError(f"nothing answers after {seconds:g} s: {process.args!r}")
+        time.sleep(0.05)

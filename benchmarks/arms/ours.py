@@ -6,14 +6,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
-from line import ATTRIBUTES, SPANS, drive, fill, free_port, fresh, serve, serving
+from line import ATTRIBUTES, SPANS, announced, drive, fill, fresh, serve, serving
 
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
@@ -82,8 +83,20 @@ async def memory(url: str, spans: int, directory: str | None = None) -> Any:
 # -- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-def agl() -> str:
-    return str(Path(sys.executable).with_name("agl"))
+@contextmanager
+def hub(folder: Path, database: str) -> Iterator[tuple[Popen[bytes], str]]:
+    """`agl serve` in a process of its own, and its address."""
+    log = folder / "server.log"
+    command = [str(Path(sys.executable).with_name("agl")), "serve", "--port", "0", "--db", database]
+
+    def health() -> str | None:
+        url = announced(log)
+        return url and f"{url}/health"
+
+    with log.open("wb") as output, serving(command, health, cwd=folder, stdout=output) as process:
+        url = announced(log)
+        assert url is not None
+        yield process, url
 
 
 @asynccontextmanager
@@ -92,12 +105,9 @@ async def client(database: str, directory: str | None) -> AsyncIterator[Lightnin
     from agentlightning.store.client import LightningStoreClient
 
     folder = tempfile.mkdtemp(prefix="agl-bench-", dir=directory)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     where = str(Path(folder) / "store.db") if database == "file" else database
-    command = [agl(), "serve", "--port", str(port), "--db", where]
     try:
-        with serving(command, f"{url}/health", cwd=folder):
+        with hub(Path(folder), where) as (_, url):
             store = LightningStoreClient(url)
             try:
                 yield store
