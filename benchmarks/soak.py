@@ -72,7 +72,7 @@ class Sampler(threading.Thread):
 
 
 async def prune(url: str, keep: int) -> int:
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     store = LightningStoreClient(url)
     try:

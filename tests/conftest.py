@@ -47,7 +47,7 @@ def postgres_url(postgres: PostgresCluster) -> str:
 
 @pytest.fixture(scope="session")
 def _tables_url(postgres: PostgresCluster) -> str:
-    from agentlightning.store.postgres import PostgresDatabase
+    from agentlightning.store.sql.postgres import PostgresDatabase
 
     url = postgres.new_database()
     PostgresDatabase(url).prepare()
@@ -57,7 +57,7 @@ def _tables_url(postgres: PostgresCluster) -> str:
 @pytest.fixture
 def postgres_store_url(postgres: PostgresCluster, _tables_url: str) -> str:
     """The address of a store without anything in it: quicker than a database of its own for each test."""
-    from agentlightning.store.postgres.dialect import TABLES
+    from agentlightning.store.sql.postgres.dialect import TABLES
 
     emptied = "; ".join(f"DELETE FROM {name}" for name in TABLES if name != "about")
     postgres.run(emptied, _tables_url.rsplit("/", 1)[1])

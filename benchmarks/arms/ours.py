@@ -102,7 +102,7 @@ def hub(folder: Path, database: str) -> Iterator[tuple[Popen[bytes], str]]:
 @asynccontextmanager
 async def client(database: str, directory: str | None) -> AsyncIterator[LightningStoreBase]:
     """A client of `agl serve` in a process of its own on a new database."""
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     folder = tempfile.mkdtemp(prefix="agl-bench-", dir=directory)
     where = str(Path(folder) / "store.db") if database == "file" else database

@@ -40,7 +40,7 @@ class Tally:
 
 
 async def soak(url: str, seconds: float, slices: int, tasks: int) -> dict[str, Any]:
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     store, tally = LightningStoreClient(url), Tally(seconds, slices)
 

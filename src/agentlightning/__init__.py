@@ -48,7 +48,7 @@ _HOMES = {
     "LightningRL": "algorithms.lightning_rl",
     "LightningRLConfig": "algorithms.lightning_rl",
     "LightningStore": "store",
-    "LightningStoreClient": "store.client",
+    "LightningStoreClient": "store.http.client",
     "LitAgent": "runner",
     "NamedResources": "resources",
     "PromptTemplate": "resources",

@@ -23,10 +23,10 @@ from agentlightning.door import Door
 from agentlightning.errors import ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.routes import store_routes
 from agentlightning.store.logs import SlowLog
 from agentlightning.store.metrics import Metrics, metrics_routes
 from agentlightning.store.otlp import OtlpReceiver
-from agentlightning.store.routes import store_routes
 
 
 class Server:

@@ -247,7 +247,7 @@ def start_runner(tmp_path: Path, start_process: Callable[..., Process]) -> Calla
 @pytest.fixture
 def connect() -> Callable[[str], AbstractAsyncContextManager[LightningStoreBase]]:
     """`async with connect(url) as store`: a client, or the database itself, closed in the end."""
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     @asynccontextmanager
     async def connected(url: str) -> AsyncIterator[LightningStoreBase]:

@@ -48,7 +48,7 @@ class Heard:
 def open_store(url: str) -> LightningStoreBase:
     if not url.startswith("http"):
         return LightningStore(url)
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     return LightningStoreClient(url)
 

@@ -12,7 +12,7 @@ import pytest
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.store import LightningStoreBase
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql.store import SqlStore
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 

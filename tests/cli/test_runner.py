@@ -9,7 +9,7 @@ import pytest
 
 from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import REWARD, SCORE_VALUE
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.http.client import LightningStoreClient
 
 RUNNER = ("runner", "--agent", "agent.py:work", "--json")
 

@@ -14,7 +14,7 @@ from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key, attempt_
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import Retention
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.http.client import LightningStoreClient
 
 # -- what it refuses -------------------------------------------------------------------------------------------------
 

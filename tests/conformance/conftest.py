@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.http.client import LightningStoreClient
 
 Opened = AsyncIterator[LightningStoreBase]
 

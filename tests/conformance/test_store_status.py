@@ -14,7 +14,7 @@ from agentlightning.errors import ConflictError
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANSITIONS, Attempt, Rollout, RolloutConfig
 from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql.store import SqlStore
 
 attempt_statuses = st.sampled_from(sorted(ATTEMPT_TRANSITIONS))
 rollout_statuses = st.sampled_from(sorted(ROLLOUT_TRANSITIONS))

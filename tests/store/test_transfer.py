@@ -25,7 +25,7 @@ from agentlightning.server import Server
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 from agentlightning.store.base import RolloutRecord
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.transfer import Exported, Imported, copying, export_store, import_store
 
 FORMATS = ["all.jsonl", "all.jsonl.gz", "all.parquet"]
@@ -466,7 +466,7 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import RolloutRecord
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.transfer import export_store, import_store
 
 def record(number):

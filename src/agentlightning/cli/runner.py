@@ -149,7 +149,7 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
     from agentlightning.errors import ConfigError
     from agentlightning.rollouts import attempt_secret
     from agentlightning.runner import Runner
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     if options.agent is None:
         raise ConfigError("agl runner needs --agent: module:name, path/file.py:name, or a command line")
@@ -181,7 +181,7 @@ async def _start(options: _Options, runner: Runner) -> None:
 async def _find_server(options: _Options, store: LightningStoreBase) -> None:
     """Raises StoreServerError where there is none within a minute: a mistake in the URL must not take longer."""
     from agentlightning.errors import StoreAuthError, StoreServerError
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     probe = LightningStoreClient(options.server, options.token, patience=1.0)
     try:

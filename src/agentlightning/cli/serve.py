@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStoreBase, Retention
     from agentlightning.store.logs import SlowLog
     from agentlightning.store.metrics import Metrics
-    from agentlightning.store.sql import SqlStore
+    from agentlightning.store.sql.store import SqlStore
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def _is_loopback(host: str) -> bool:
 def _open_store(db: str | None) -> SqlStore:
     """Raises ConfigError: a store that cannot be opened is a mistake in what was given."""
     from agentlightning.errors import ConfigError, StoreError
-    from agentlightning.store.sql import SqlStore
+    from agentlightning.store.sql.store import SqlStore
 
     try:
         return SqlStore(db)

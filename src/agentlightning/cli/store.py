@@ -65,7 +65,7 @@ async def _opened(
 
 
 def _open_client(server: str, token: str | None, store: str | None) -> LightningStoreBase:
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     if store is not None:
         raise ConfigError("--store opens a database and --server asks a server that has one open; give one of them")
@@ -75,7 +75,7 @@ def _open_client(server: str, token: str | None, store: str | None) -> Lightning
 def _open(store: str | None, create: bool) -> LightningStoreBase:
     """The database. One that is not there is made only where something is to be written to it."""
     from agentlightning.store import LightningStore
-    from agentlightning.store.sqlite import locate
+    from agentlightning.store.sql.sqlite.database import locate
 
     if store is None or not store.startswith(("postgresql:", "postgresql+", "postgres:")):
         path = locate(store)

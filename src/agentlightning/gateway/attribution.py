@@ -19,7 +19,7 @@ from agentlightning.resources import LLM
 from agentlightning.rollouts import Attempt, Rollout, read_attempt_key, root_span_id_of, trace_id_of
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.routes import presented_key
+from agentlightning.store.http.routes import presented_key
 
 AGENT_HEADER: Final = "x-agentlightning-agent"
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")

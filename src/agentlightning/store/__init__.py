@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentlightning.store.base import UNSET, LightningStoreBase, Unset, Worker
 
 if TYPE_CHECKING:
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
 __all__ = [
     "UNSET",
@@ -28,7 +28,7 @@ def LightningStore(url: str | Path | None = None) -> LightningStoreBase:  # noqa
     one that is gone with the process. Directories are made as needed. Raises ConfigError for a url that is none of
     these, StoreError where the file cannot be opened.
     """
-    from agentlightning.store.sql import SqlStore
+    from agentlightning.store.sql.store import SqlStore
 
     return SqlStore(url)
 
@@ -41,6 +41,6 @@ def InMemoryLightningStore() -> LightningStoreBase:  # noqa: N802
 def __getattr__(name: str) -> Any:
     if name != "LightningStoreClient":
         raise AttributeError(f"module 'agentlightning.store' has no attribute {name!r}")
-    from agentlightning.store.client import LightningStoreClient
+    from agentlightning.store.http.client import LightningStoreClient
 
     return LightningStoreClient

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.routes import presented_key
 from agentlightning.store.observe import WAITING_CALLS, Observed
-from agentlightning.store.routes import presented_key
 
 PATH: Final = "/metrics"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -39,7 +39,7 @@ from agentlightning.rollouts import attempt_of_trace, read_attempt_key, root_spa
 from agentlightning.span import Span
 from agentlightning.store.adopt import Adopter
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.routes import presented_key
+from agentlightning.store.http.routes import presented_key
 from agentlightning.tracing.export import FROM, THIS_PROCESS
 from agentlightning.tracing.otlp import Decoded, OtlpError, Request, decode_json, decode_protobuf
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.routes import store_routes
+from agentlightning.store.http.routes import store_routes
 
 
 class Hub:

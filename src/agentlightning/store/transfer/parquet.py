@@ -17,8 +17,8 @@ import orjson
 
 from agentlightning.errors import DatasetError, MissingExtraError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
-from agentlightning.store import tokens
 from agentlightning.store.base import RolloutRecord
+from agentlightning.store.sql import tokens
 from agentlightning.store.transfer.base import (
     FORMAT,
     VERSION,

@@ -1,0 +1,233 @@
+"""`POST /v1/agl/calls`: many calls of the contract in one request.
+
+    {"calls": [{"method": "add_span", "arguments": {...}, "key": "..."}, ...]}
+    {"results": [{"value": ...}, {"error": {"type": "NotFoundError", "message": "..."}}, ...]}
+
+Each call is answered for itself, in the order asked; they run at the same time, so that the store commits them
+together. A call with a `key` is done once, however often it arrives while the server remembers it.
+`POST /v1/agl/waits/calls` is the same, for calls that may have to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, cast
+
+from msgspec import UNSET, Raw, Struct
+from starlette.types import Receive, Scope, Send
+
+from agentlightning.errors import AgentLightningError, ConfigError, StoreError
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.api import CALLS, call_reader
+from agentlightning.store.http.refusals import RequestError, refusal_of
+from agentlightning.store.http.requests import (
+    MAX_WAIT_SECONDS,
+    ClientGone,
+    admit,
+    answer,
+    body_of,
+    headers_of,
+    refuse,
+    while_wanted,
+)
+from agentlightning.store.http.wire import PROTOCOL, argument, decoder, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS: Final = 4096
+REMEMBERED: Final = 16_384
+REMEMBERED_SECONDS: Final = 600.0
+PROTOCOL_HEADER: Final = (b"agl-protocol", str(PROTOCOL).encode())
+
+
+class Once:
+    """The answers, in bytes, of calls that must not be done twice, by key. Bounded in number and age."""
+
+    def __init__(self, limit: int = REMEMBERED, seconds: float = REMEMBERED_SECONDS) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._answers: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._under_way: dict[str, asyncio.Task[bytes]] = {}
+
+    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """`work()`, or what it answered the first time. One that failed is done again: it did nothing."""
+        now = time.monotonic()
+        self._forget(now)
+        known = self._answers.get(key)
+        if known is not None:
+            return known[1]
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = asyncio.create_task(work())
+            task.add_done_callback(lambda task: self._remember(key, now, task))
+        return await asyncio.shield(task)  # a caller that goes away does not undo it
+
+    def _remember(self, key: str, now: float, task: asyncio.Task[bytes]) -> None:
+        del self._under_way[key]
+        if not task.cancelled() and task.exception() is None:
+            self._answers[key] = (now, task.result())
+
+    def _forget(self, now: float) -> None:
+        """The oldest come first."""
+        answers = self._answers
+        while answers:
+            key = next(iter(answers))
+            if len(answers) < self._limit and now - answers[key][0] < self._seconds:
+                return
+            del answers[key]
+
+
+class _Batch(Struct):
+    calls: list[Raw]
+
+
+_read_batch = decoder(_Batch)
+_read_call = call_reader()
+_ADDING: Final = frozenset({CALLS["add_span"], CALLS["add_many_spans"]})
+
+
+class Batches:
+    """The endpoint."""
+
+    def __init__(self, store: LightningStoreBase, token: str | None, max_body_bytes: int, once: Once) -> None:
+        self._store = store
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+        self._once = once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST":
+            return await refuse(send, RequestError("only POST is allowed here", 405), [(b"allow", b"POST")])
+        try:
+            headers = headers_of(scope)
+            admit(headers, self._token)
+            calls = self._read(await body_of(headers, receive, self._max_body_bytes))
+            results = await self._answers(calls, receive)
+        except AgentLightningError as error:
+            return await refuse(send, error, [PROTOCOL_HEADER])
+        except ClientGone:
+            return None
+        await answer(send, 200, b'{"results":[' + b",".join(results) + b"]}", [PROTOCOL_HEADER])
+
+    def _read(self, body: bytes) -> list[Any]:
+        """The calls; an error stands for one that cannot be read."""
+        raws = cast("_Batch", _read_batch(body)).calls
+        if len(raws) > MAX_CALLS:
+            raise RequestError(f"{len(raws)} calls in one request; send at most {MAX_CALLS}", 413)
+        calls: list[Any] = []
+        for raw in raws:
+            try:
+                calls.append(_read_call(raw))
+            except RequestError as error:
+                calls.append(error)
+        return calls
+
+    async def _answers(self, calls: list[Any], receive: Receive) -> list[bytes]:
+        if not any(_waits(call) for call in calls):
+            return await self._all(calls)
+        return await while_wanted(receive, self._all(calls))
+
+    async def _all(self, calls: list[Any]) -> list[bytes]:
+        if len(calls) == 1:
+            return [await self._one(calls[0])]
+        adding = [index for index, call in enumerate(calls) if type(call) in _ADDING]
+        if len(adding) < 2:
+            return await asyncio.gather(*(self._one(call) for call in calls))
+        others = [index for index, call in enumerate(calls) if type(call) not in _ADDING]
+        added, done = await asyncio.gather(
+            self._add([calls[index] for index in adding]),
+            asyncio.gather(*(self._one(calls[index]) for index in others)),
+        )
+        results = dict(zip(adding, added, strict=True)) | dict(zip(others, done, strict=True))
+        return [results[index] for index in range(len(calls))]
+
+    async def _add(self, calls: list[Any]) -> list[bytes]:
+        """The spans of all these calls at once, which costs the store a fraction; each call for itself where one of
+        them is refused, so that it is alone in that."""
+        given = [_spans_of(call) for call in calls]
+        sent = [span for spans in given for span in spans]
+        try:
+            kept = await self._store.add_many_spans(sent)
+        except (AgentLightningError, OverflowError, UnicodeError):
+            return await asyncio.gather(*(self._one(call) for call in calls))
+        told = iter([_told(span, each) for span, each in zip(sent, kept, strict=True)])
+        results: list[bytes] = []
+        for call, spans in zip(calls, given, strict=True):
+            values = [next(told) for _ in spans]
+            results.append(_value(values if hasattr(call.arguments, "spans") else values[0]))
+        return results
+
+    async def _one(self, call: Any) -> bytes:
+        try:
+            if isinstance(call, RequestError):
+                raise call
+            arguments = _arguments(call.arguments)
+            method = type(call).__struct_config__.tag
+            work = getattr(self._store, method)
+
+            async def done() -> bytes:
+                return _value(_shortened(arguments, await work(**arguments)))
+
+            return await (done() if call.key is None else self._once.run(f"{method} {call.key}", done))
+        except AgentLightningError as error:
+            return _error(error)
+        except (OverflowError, UnicodeError) as error:
+            return _error(ConfigError(f"a value cannot be stored: {error}"))
+        except Exception as error:
+            logger.exception("a call of the store failed")
+            return _error(StoreError(f"the server failed: {type(error).__name__}; its log says more"))
+
+
+def _value(value: Any) -> bytes:
+    return b'{"value":' + encode(value) + b"}"
+
+
+def _spans_of(call: Any) -> list[Span]:
+    arguments = call.arguments
+    return arguments.spans if hasattr(arguments, "spans") else [arguments.span]
+
+
+def _error(error: AgentLightningError) -> bytes:
+    return b'{"error":' + encode(refusal_of(error).error) + b"}"
+
+
+def _arguments(given: Struct) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name in given.__struct_fields__:
+        value = getattr(given, name)
+        if value is not UNSET:
+            arguments[name] = argument(value)
+    return arguments
+
+
+def _waits(call: Any) -> bool:
+    """Whether it may have to wait. Shortens what it waits at most."""
+    arguments = getattr(call, "arguments", None)
+    if arguments is None or "timeout" not in arguments.__struct_fields__:
+        return False
+    timeout = arguments.timeout
+    if timeout is None and not hasattr(arguments, "rollout_ids"):
+        return False
+    if timeout is UNSET or timeout is None:
+        timeout = arguments.timeout = MAX_WAIT_SECONDS if hasattr(arguments, "rollout_ids") else 0.0
+    arguments.timeout = min(timeout, MAX_WAIT_SECONDS)
+    return timeout > 0
+
+
+def _shortened(arguments: dict[str, Any], value: Any) -> Any:
+    """Spans that were kept as they were sent are told by their sequence_id."""
+    sent = arguments.get("spans")
+    if sent is not None:
+        return [_told(span, kept) for span, kept in zip(sent, value, strict=True)]
+    span = arguments.get("span")
+    return value if span is None else _told(span, value)
+
+
+def _told(sent: Span, kept: Span) -> int | Span:
+    same = kept.attributes is sent.attributes and kept.span_id == sent.span_id and kept.attempt_id == sent.attempt_id
+    return kept.sequence_id if same else kept

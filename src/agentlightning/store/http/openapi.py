@@ -1,0 +1,166 @@
+"""The OpenAPI 3.1 document of the REST API, and its table for the documentation: both are the table of api.py."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, cast
+
+import msgspec
+from msgspec import Struct
+
+from agentlightning.resources import named_resources
+from agentlightning.rollouts import RolloutConfig
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.api import OPERATIONS, Operation
+from agentlightning.store.http.refusals import Refusal
+from agentlightning.store.http.wire import BASE, Resources, version
+
+_REF: Final = "#/components/schemas/{name}"
+_INTRODUCTION: Final = (
+    "What a store of Agent Lightning offers. Times are seconds since the epoch (UTC). A refused request is answered "
+    "with the type of the error and a message that names the value. POST requests may carry an `Idempotency-Key`: "
+    "one that arrives again is answered as before and not done again."
+)
+
+
+@lru_cache(maxsize=2)
+def document(with_token: bool) -> dict[str, Any]:
+    """The whole document. Raises nothing; the same object each time."""
+    kinds: list[Any] = [Refusal]
+    for operation in OPERATIONS:
+        kinds += [kind for kind in (operation.body, operation.answer) if kind is not None]
+    schemas, components = msgspec.json.schema_components(kinds, schema_hook=_schema, ref_template=_REF)
+    by_kind = dict(zip(map(repr, kinds), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {f"{BASE}/health": {"get": _health()}}
+    for operation in OPERATIONS:
+        paths.setdefault(BASE + operation.path, {})[operation.verb.lower()] = _operation(operation, by_kind)
+    made: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Agent Lightning store", "version": version(), "description": _INTRODUCTION},
+        "paths": paths,
+        "components": {"schemas": _plain(components)},
+    }
+    if with_token:
+        made["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        made["security"] = [{"token": []}]
+    return cast("dict[str, Any]", json.loads(msgspec.json.encode(made)))
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    """Of types msgspec does not know."""
+    if kind is RolloutConfig:
+        return _inlined(RolloutConfig.model_json_schema())
+    if kind is Resources:
+        return _inlined(named_resources.json_schema())
+    raise NotImplementedError(kind)
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of pydantic's without references to definitions of its own."""
+    definitions = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inline(item) for item in cast("list[Any]", value)]
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[str, Any]", value)
+        name = str(fields.get("$ref", "")).rpartition("/")[2]
+        if name in definitions:
+            return inline(definitions[name])
+        return {key: inline(item) for key, item in fields.items() if key != "discriminator"}
+
+    return inline(schema)
+
+
+def _plain(schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """Schemas by name, the most readable ones first."""
+    return {name: schemas[name] for name in sorted(schemas)}
+
+
+def _health() -> dict[str, Any]:
+    properties = {"status": {"const": "ok"}, "version": {"type": "string"}, "protocol": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "operationId": "health",
+        "summary": "Whether the store answers, and which version it is; asks for no token.",
+        "security": [],
+        "responses": {
+            "200": _answer("It does.", schema),
+            "503": _answer("The store is closed.", {"$ref": _REF.format(name="Refusal")}),
+        },
+    }
+
+
+def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    summary, text = described(operation.method)
+    made: dict[str, Any] = {
+        "operationId": operation_id(operation),
+        "summary": summary,
+        "description": text,
+        "tags": [operation.path.split("/")[1]],
+        "parameters": [*_path_parameters(operation), *_query_parameters(operation)],
+        "responses": {
+            str(operation.status): _answer("Done.", schemas[repr(operation.answer)]),
+            "4XX": _answer("Refused: nothing was done.", {"$ref": _REF.format(name="Refusal")}),
+            "5XX": _answer("The store cannot do it now.", {"$ref": _REF.format(name="Refusal")}),
+        },
+    }
+    if operation.body is not None:
+        schema = schemas[repr(operation.body)]
+        if operation.empty_is_allowed:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        content = {"application/json": {"schema": schema}}
+        made["requestBody"] = {"required": not operation.empty_is_allowed, "content": content}
+    return made
+
+
+def operation_id(operation: Operation) -> str:
+    """The method's name; where one method is reached in several ways, with what tells them apart."""
+    same = [each for each in OPERATIONS if each.method == operation.method]
+    first = same[0] is operation
+    return operation.method if first else f"{operation.method}_{operation.verb.lower()}"
+
+
+def described(method: str) -> tuple[str, str]:
+    """(first sentence, whole text) of a method's docstring."""
+    text = inspect.getdoc(getattr(LightningStoreBase, method)) or method.replace("_", " ").capitalize() + "."
+    flat = " ".join(text.split())
+    return flat.split(". ")[0].rstrip(".") + ".", flat
+
+
+def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
+    schema = {"type": "string", "minLength": 1}
+    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in operation.path_names]
+
+
+def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
+    if operation.body is None:
+        return _parameters(operation.request)
+    return _parameters(operation.query_request) if operation.query else []
+
+
+def _parameters(request: type[Struct]) -> list[dict[str, Any]]:
+    (_,), components = msgspec.json.schema_components([request], schema_hook=_schema, ref_template=_REF)
+    properties = components[request.__name__]["properties"]
+    return [
+        {"name": field.encode_name, "in": "query", "required": field.required, "schema": properties[field.encode_name]}
+        for field in msgspec.structs.fields(request)
+    ]
+
+
+def _answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+
+def table(operations: Sequence[Operation] = OPERATIONS) -> str:
+    """The operations as a Markdown table."""
+    lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |"]
+    lines += [
+        f"| `{operation.verb} {BASE}{operation.path}` | `{operation.method}` | {described(operation.method)[0]} |"
+        for operation in operations
+    ]
+    return "\n".join(lines) + "\n"

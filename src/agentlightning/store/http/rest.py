@@ -1,0 +1,259 @@
+"""The REST API: each path of the table in api.py as an ASGI endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, cast, get_args
+from urllib.parse import parse_qsl
+
+import msgspec
+import orjson
+from msgspec import Struct
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
+
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.api import Operation
+from agentlightning.store.http.batches import Once
+from agentlightning.store.http.refusals import RequestError, refusal
+from agentlightning.store.http.requests import (
+    MAX_WAIT_SECONDS,
+    ClientGone,
+    Headers,
+    admit,
+    answer,
+    body_of,
+    headers_of,
+    refuse,
+    while_wanted,
+)
+from agentlightning.store.http.wire import argument, encode, read_hook, rendered, statistics_body
+
+Reached = tuple[Operation, dict[str, str]]
+"""An operation, and the parameters of its path that are fixed here."""
+PAGE: Final = 500
+"""Items read from the store at once: a list is answered in such pieces, however long it is."""
+PAGE_OF_SPANS: Final = 100
+"""These may be large."""
+_MAX_FIELDS: Final = 10_000
+
+
+def gathered(operations: Sequence[Operation]) -> dict[str, list[Reached]]:
+    """The operations at each path. A path that is also one of another's (`attempts/latest`, `attempts/{attempt_id}`)
+    has the other's verbs too."""
+    paths: dict[str, list[Reached]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, []).append((operation, {}))
+    for path, reached in paths.items():
+        taken = {operation.verb for operation, _ in reached}
+        for operation in operations:
+            match = compile_path(operation.path)[0].fullmatch(path) if "{" in operation.path else None
+            fixed = (
+                {} if match is None else {name: value for name, value in match.groupdict().items() if "{" not in value}
+            )
+            if fixed and operation.path != path and operation.verb not in taken:
+                reached.append((operation, fixed))
+    return paths
+
+
+class Endpoint:
+    """Everything at one path."""
+
+    def __init__(
+        self,
+        reached: list[Reached],
+        store: LightningStoreBase,
+        token: str | None,
+        max_body_bytes: int,
+        once: Once,
+    ) -> None:
+        self._operations = {operation.verb: (operation, fixed) for operation, fixed in reached}
+        self._store = store
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+        self._once = once
+        self._allowed = (b"allow", ", ".join(sorted(self._operations)).encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        more: Headers = ()
+        try:
+            headers = headers_of(scope)
+            admit(headers, self._token)
+            if scope["method"] not in self._operations:
+                more = [self._allowed]
+                raise RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
+            operation, fixed = self._operations[scope["method"]]
+            scope["path_params"] |= fixed
+            arguments = await self._arguments(operation, scope, headers, receive)
+            if operation.pages:
+                await self._answer_page(operation, arguments, send)
+            else:
+                body = await self._do(operation, arguments, headers.get("idempotency-key"), receive, scope)
+                await answer(send, operation.status, body)
+        except AgentLightningError as error:
+            await refuse(send, error, more)
+        except (OverflowError, UnicodeError) as error:
+            await refuse(send, ConfigError(f"a value cannot be stored: {error}"))
+        except ClientGone:
+            return
+
+    # -- the question ----------------------------------------------------------------------------------------------
+
+    async def _arguments(
+        self, operation: Operation, scope: Scope, headers: dict[str, str], receive: Receive
+    ) -> dict[str, Any]:
+        body = b"" if operation.body is None else await body_of(headers, receive, self._max_body_bytes)
+        arguments: dict[str, Any] = {}
+        if operation.body is None:
+            arguments |= operation.arguments(_query(scope, operation.request))
+        elif operation.whole is not None:
+            arguments[operation.whole] = operation.read(body)
+            arguments |= operation.arguments(_query(scope, operation.query_request))
+        else:
+            empty = operation.empty_is_allowed and body in (b"", b"null")  # 0.x clients send null for nothing
+            arguments |= operation.arguments(operation.read(b"{}" if empty else body))
+        for name in operation.path_names:
+            arguments[name] = scope["path_params"][name]
+        if operation.single:
+            arguments[operation.single] = [arguments.pop(operation.path_names[0])]
+        return {name: argument(value) for name, value in arguments.items()}
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    async def _do(
+        self, operation: Operation, arguments: dict[str, Any], key: str | None, receive: Receive, scope: Scope
+    ) -> bytes:
+        work = getattr(self._store, operation.method)
+
+        async def done() -> bytes:
+            return _body(operation, await work(**arguments), scope)
+
+        if operation.waits:
+            timeout = arguments.get("timeout")
+            if timeout is None:
+                timeout = MAX_WAIT_SECONDS if operation.method == "wait_for_rollouts" else 0.0
+            arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
+            if arguments["timeout"] > 0:
+                return await while_wanted(receive, done())
+        if key is None or operation.verb == "GET":
+            return await done()
+        return await self._once.run(f"{operation.method} {scope['path']} {key}", done)
+
+    async def _answer_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
+        """Read and answer in pieces, so that a list of any length takes little memory."""
+        limit, offset = arguments["limit"], arguments["offset"]
+        pieces = self._pieces(operation, arguments)
+        first = await anext(pieces)
+        count, piece, start = len(first), first, b'{"items":['
+        streaming = False
+        async for piece in pieces:
+            if not streaming:
+                streaming = True
+                await _start(send, operation.status)
+            await _part(send, start + _items(first))
+            start, first, count = b"," if first else start, piece, count + len(piece)
+        total = await self._total(operation, arguments, count)
+        end = b'],"limit":%d,"offset":%d,"total":%d}' % (limit, offset, total)
+        items = _items(first)
+        text = (start if items or start != b"," else b"") + items + end
+        if streaming:
+            await _part(send, text, last=True)
+        else:
+            await answer(send, operation.status, text)
+
+    async def _pieces(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[list[Any]]:
+        """At least one."""
+        work = getattr(self._store, operation.method)
+        filters = {name: value for name, value in arguments.items() if name in operation.parameters}
+        left, offset = arguments["limit"], arguments["offset"]
+        if "offset" not in operation.parameters:
+            filters.pop("limit", None)
+            items = await work(**filters)
+            yield items[offset : None if left < 0 else offset + left]
+            return
+        size = PAGE_OF_SPANS if operation.method == "query_spans" else PAGE
+        while True:
+            wanted = size if left < 0 else min(size, left)
+            filters |= {"limit": wanted, "offset": offset}
+            items = await work(**filters)
+            yield items
+            left -= len(items) if left > 0 else 0
+            if len(items) < wanted or left == 0:
+                return
+            filters["after"] = getattr(items[-1], cast("str", operation.pages))
+            offset = 0
+
+    async def _total(self, operation: Operation, arguments: dict[str, Any], count: int) -> int:
+        """How many there are without limit and offset."""
+        limit, offset = arguments["limit"], arguments["offset"]
+        if "after" not in arguments and (limit < 0 or count < limit) and (count or not offset):
+            return offset + count
+        filters = {name: value for name, value in arguments.items() if name not in ("limit", "offset", "after")}
+        if operation.method == "query_rollouts":
+            filters.pop("newest_first", None)
+            return await self._store.count_rollouts(**filters)
+        total = 0
+        async for piece in self._pieces(operation, filters | {"limit": -1, "offset": 0}):
+            total += len(piece)
+        return total
+
+
+def _query(scope: Scope, kind: type[Struct]) -> Struct:
+    """The query string as a request. Raises RequestError where it does not fit."""
+    given: dict[str, Any] = {}
+    try:
+        pairs = parse_qsl(
+            scope["query_string"].decode("ascii"),
+            keep_blank_values=True,
+            errors="strict",
+            max_num_fields=_MAX_FIELDS,
+        )
+    except ValueError as error:
+        raise RequestError(f"the query string cannot be read: {error}") from None
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in pairs:
+        if _is_list(fields.get(name)):
+            given.setdefault(name, []).append(value)
+        else:
+            given[name] = value if _is_text(fields.get(name)) else _scalar(value)
+    try:
+        return msgspec.convert(given, kind, dec_hook=read_hook)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise refusal(error, orjson.dumps(given)) from None
+
+
+def _scalar(value: str) -> Any:
+    """A number, true, false or null as such."""
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+
+
+def _is_list(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) is list or any(_is_list(each) for each in get_args(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether text fits it as it is: str, or one of some words."""
+    return kind is str or any(isinstance(each, str) or _is_text(each) for each in get_args(kind))
+
+
+def _body(operation: Operation, value: Any, scope: Scope) -> bytes:
+    if value is None and not operation.absent and operation.method != "vacuum":
+        raise NotFoundError(f"there is nothing at {scope['path']}; {operation.path_names[-1]} is of none in this store")
+    shown = statistics_body(cast("dict[str, int]", value)) if operation.method == "statistics" else rendered(value)
+    return encode({operation.scalar: shown} if operation.scalar else shown)
+
+
+def _items(items: list[Any]) -> bytes:
+    return encode(rendered(items))[1:-1]
+
+
+async def _start(send: Send, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+
+
+async def _part(send: Send, data: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not last})

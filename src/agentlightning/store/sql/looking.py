@@ -1,0 +1,131 @@
+"""Reading from the database what is not decided on: rollouts, attempts, resources, queues, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentlightning.errors import NotFoundError
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.rollouts import ROLLOUT_TRANSITIONS, Attempt, Rollout
+from agentlightning.store.base import Queue
+from agentlightning.store.sql import codec, statements
+from agentlightning.store.sql.database import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilters:
+    """What `query_rollouts` and `count_rollouts` filter by. Raises ConfigError for what no filter can be."""
+
+    status_in: Sequence[str] | None = None
+    rollout_id_in: Sequence[str] | None = None
+    rollout_id_contains: str | None = None
+    queue_in: Sequence[str] | None = None
+    mode_in: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        codec.check_texts(self.status_in, "status_in")
+        codec.check_texts(self.rollout_id_in, "rollout_id_in")
+        codec.check_texts(self.queue_in, "queue_in")
+        codec.check_texts(self.mode_in, "mode_in")
+        if self.rollout_id_contains is not None:
+            codec.check_text(self.rollout_id_contains, "rollout_id_contains")
+
+    @property
+    def values(self) -> list[Any]:
+        lists = [self.status_in, self.rollout_id_in, self.queue_in, self.mode_in]
+        status, ids, queues, modes = (None if each is None else list(each) for each in lists)
+        return [value for value in (status, ids, self.rollout_id_contains, queues, modes) if value is not None]
+
+    @property
+    def given(self) -> statements.Filters:
+        fields = (self.status_in, self.rollout_id_in, self.rollout_id_contains, self.queue_in, self.mode_in)
+        status, ids, part, queue, mode = (field is not None for field in fields)
+        return status, ids, part, queue, mode
+
+
+def rollouts(
+    connection: Connection, filters: RolloutFilters, newest_first: bool, after: str | None, limit: int, offset: int
+) -> list[Rollout]:
+    values = filters.values
+    if after is not None:
+        values.append(rollout_key(connection, after))
+    statement = statements.query_rollouts(filters.given, after is not None, newest_first)
+    return [codec.to_rollout(row) for row in connection.all(statement, *values, limit, offset)]
+
+
+def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
+    return int(connection.all(statements.count_rollouts(filters.given), *filters.values)[0][0])
+
+
+def rollout_key(connection: Connection, rollout_id: str) -> int:
+    rows = connection.all(statements.ROLLOUT_KEY, rollout_id)
+    if not rows:
+        raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+    return rows[0][0]
+
+
+def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
+    rows = connection.all(statements.FIND_ROLLOUT, rollout_id)
+    return codec.to_rollout(rows[0]) if rows else None
+
+
+def attempts(connection: Connection, rollout_id: str) -> list[Attempt]:
+    rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
+    if not rows:
+        rollout_key(connection, rollout_id)
+    return [codec.to_attempt(rollout_id, row) for row in rows]
+
+
+def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
+    rows = connection.all(statements.FIND_ATTEMPT, attempt_id)
+    return codec.to_attempt(rows[0][-1], rows[0]) if rows else None
+
+
+def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
+    rows = connection.all(statements.LATEST_ATTEMPT, rollout_id)
+    if not rows:
+        rollout_key(connection, rollout_id)
+        return None
+    return codec.to_attempt(rollout_id, rows[0])
+
+
+def resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
+    rows = connection.all(statements.FIND_RESOURCES, resources_id)
+    return codec.to_resources(rows[0]) if rows else None
+
+
+def latest_resources(connection: Connection) -> ResourcesUpdate | None:
+    rows = connection.all(statements.LATEST_RESOURCES)
+    return codec.to_resources(rows[0]) if rows else None
+
+
+def resources_page(connection: Connection, after: str | None, limit: int, offset: int) -> list[ResourcesUpdate]:
+    key = -1
+    if after is not None:
+        rows = connection.all(statements.RESOURCES_KEY, after)
+        if not rows:
+            raise NotFoundError(f"no resources {after!r} in this store to go on after")
+        key = rows[0][0]
+    return [codec.to_resources(row) for row in connection.all(statements.QUERY_RESOURCES, key, limit, offset)]
+
+
+def queues(connection: Connection) -> list[Queue]:
+    waiting = dict(connection.all(statements.WAITING_BY_QUEUE))
+    unfinished = dict(connection.all(statements.OPEN_BY_QUEUE))
+    return [
+        Queue(name, limit, int(waiting.get(name, 0)), int(unfinished.get(name, 0)))
+        for name, limit in connection.all(statements.ALL_QUEUES)
+    ]
+
+
+def statistics(connection: Connection) -> dict[str, int]:
+    counts = {f"rollouts.{status}": 0 for status in ROLLOUT_TRANSITIONS}
+    for statement in (*statements.UNFINISHED_BY_STATUS, statements.FINISHED_BY_STATUS):
+        for status, number in connection.all(statement):
+            counts[f"rollouts.{status}"] = int(number)
+    counts |= {name: int(connection.all(statement)[0][0]) for name, statement in statements.COUNTS.items()}
+    counts["spans"] = int(connection.all(statements.COUNT_SPANS)[0][0])
+    counts["bytes"] = connection.size()
+    return counts

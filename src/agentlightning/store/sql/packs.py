@@ -1,0 +1,402 @@
+"""Packs: the spans of one attempt that are written together, as one value.
+
+`pack` turns spans into bytes in the thread of the caller; `unpack` makes spans of them. What a pack leaves out is what
+the store decides or shares: the ids of the attempt, the sequence numbers, whether the attempt was superseded, and the
+blocks of long prompts (tokens.py). Nothing here reads or writes a database.
+
+A body without tokens is JSON, one list for each span:
+
+    [name, start, end, trace_id, parent_id, status_code, status_message, attributes, events, resource, tokens]
+
+where None is written `false` (so that a `null` can only come from an attribute), a list may stop after `attributes`,
+`resource` is `true` where it is that of the span before, and `tokens` counts what the span has: [1 where it begins with
+a chain of blocks, other prompt ids, response ids, log-probabilities], -1 where an attribute is absent. A body with
+tokens begins with a zero byte, the number of chains and the length of the JSON; then come the digest of each chain's
+last block, the JSON, and the numbers of all spans in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from struct import Struct
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.errors import ConfigError
+from agentlightning.span import (
+    LOGPROBS,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    SUPERSEDED,
+    TOKEN_ATTRIBUTES,
+    Span,
+    SpanEvent,
+)
+from agentlightning.store.ids import new_hex
+from agentlightning.store.sql import tokens
+from agentlightning.store.sql.span_checks import (
+    check_fields,
+    check_sequence_ids,
+    check_text,
+    is_usual,
+    refuse_not_finite,
+    refuse_unusual,
+)
+from agentlightning.store.sql.tokens import ChainCache, TokenBlock, TokenChain
+
+_header = Struct("<xII")
+ABSENT: Final = -1
+"""Count of a token attribute that a span does not have."""
+_has_null = re.compile(b"null").search  # a third faster than `in` on JSON text
+_TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
+_chains = ChainCache()
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Some spans of one attempt, ready to be stored."""
+
+    span_ids: tuple[str, ...]
+    """One for each span; made here where the caller gave none."""
+    sequence_ids: tuple[int, ...]
+    """As asked for; 0 where the store gives the next."""
+    json: bytes
+    numbers: bytes = b""
+    chains: tuple[TokenChain, ...] = ()
+    """One for each prompt of at least a block, in the order of the spans."""
+
+    @property
+    def count(self) -> int:
+        return len(self.span_ids)
+
+    @property
+    def ids(self) -> bytes:
+        """`span_ids` in a compact form, which `split_ids` reads."""
+        return join_ids(self.span_ids)
+
+    @property
+    def body(self) -> bytes:
+        """What `unpack` reads."""
+        if not self.chains and not self.numbers and self.json.startswith(b"["):
+            return self.json
+        heads = b"".join([chain.head for chain in self.chains])
+        return _header.pack(len(self.chains), len(self.json)) + heads + self.json + self.numbers
+
+    @property
+    def heads(self) -> set[bytes]:
+        """The digests of the chains that `body` refers to: what keeps their blocks from being collected."""
+        return {chain.head for chain in self.chains}
+
+    def blocks(self, known: Container[bytes] = ()) -> list[TokenBlock]:
+        """The blocks that `body` refers to, parents first; see `tokens.blocks_of` for `known`."""
+        return tokens.blocks_of(self.chains, known) if self.chains else []
+
+
+# -- spans to bytes --------------------------------------------------------------------------------------------------
+
+
+def pack(spans: Sequence[Span]) -> Pack:
+    """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
+    it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
+    span_ids = tuple([span.span_id or new_hex() for span in spans])
+    sequence_ids = tuple([span.sequence_id for span in spans])
+    rows: list[tuple[Any, ...]] = []
+    numbers: list[bytes] = []
+    chains: list[TokenChain] = []
+    resource: dict[str, Any] | None = None
+    for span in spans:
+        end, parent, message = span.end_time, span.parent_id, span.status_message
+        row = (
+            span.name,
+            span.start_time,
+            False if end is None else end,
+            span.trace_id,
+            False if parent is None else parent,
+            span.status_code,
+            False if message is None else message,
+            span.attributes,
+        )
+        if not is_usual(row):
+            check_fields(span)
+        if span.events or span.resource or not _TOKENS.isdisjoint(span.attributes):
+            row = _long_row(row, span, resource, numbers, chains)
+        resource = span.resource
+        rows.append(row)
+    check_text(spans, span_ids)
+    check_sequence_ids(spans, sequence_ids)
+    return Pack(span_ids, sequence_ids, _dump(rows, spans), b"".join(numbers), tuple(chains))
+
+
+def _long_row(
+    row: tuple[Any, ...],
+    span: Span,
+    previous: dict[str, Any] | None,
+    numbers: list[bytes],
+    chains: list[TokenChain],
+) -> tuple[Any, ...]:
+    """The row of a span that has events, a resource or tokens."""
+    attributes, counts = span.attributes, None
+    if not _TOKENS.isdisjoint(attributes):
+        attributes = attributes.copy()
+        counts = _take_tokens(span.attempt_id, attributes, numbers, chains)
+    events = [(event.name, event.timestamp, event.attributes) for event in span.events]
+    resource = bool(span.resource) and (span.resource == previous or span.resource)
+    return (*row[:-1], attributes, events, resource, counts or False)
+
+
+def _take_tokens(
+    attempt_id: str, attributes: dict[str, Any], numbers: list[bytes], chains: list[TokenChain]
+) -> tuple[int, int, int, int]:
+    """Move the token attributes to `numbers` and `chains`; returns how many there are. What is no list of numbers in
+    range stays where it is."""
+    chained, prompt_count = 0, ABSENT
+    prompt = tokens.pack_ids(attributes.get(PROMPT_TOKEN_IDS))
+    if prompt is not None:
+        chain, rest = _chains.cut(attempt_id, prompt)
+        if chain is not None:
+            chains.append(chain)
+            chained = 1
+        prompt_count = _taken(attributes, PROMPT_TOKEN_IDS, rest, numbers)
+    response = tokens.pack_ids(attributes.get(RESPONSE_TOKEN_IDS))
+    logprobs = tokens.pack_logprobs(LOGPROBS, attributes.get(LOGPROBS))
+    return (
+        chained,
+        prompt_count,
+        _taken(attributes, RESPONSE_TOKEN_IDS, response, numbers),
+        _taken(attributes, LOGPROBS, logprobs, numbers),
+    )
+
+
+def _taken(attributes: dict[str, Any], name: str, data: bytes | None, numbers: list[bytes]) -> int:
+    if data is None:
+        return ABSENT
+    del attributes[name]
+    numbers.append(data)
+    return len(data) // 4
+
+
+def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
+    try:
+        json = orjson.dumps(rows)
+    except TypeError as error:
+        for span in spans:
+            refuse_unusual(span)
+        raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
+    if _has_null(json):
+        for span in spans:
+            refuse_not_finite(span)
+    return json
+
+
+def merge(packs: Sequence[Pack]) -> Pack:
+    """One pack of the spans of several of the same attempt."""
+    if len(packs) == 1:
+        return packs[0]
+    return Pack(
+        tuple([span_id for pack in packs for span_id in pack.span_ids]),
+        tuple([sequence_id for pack in packs for sequence_id in pack.sequence_ids]),
+        b"[" + b",".join([pack.json[1:-1] for pack in packs if pack.span_ids]) + b"]",
+        b"".join([pack.numbers for pack in packs]),
+        tuple([chain for pack in packs for chain in pack.chains]),
+    )
+
+
+def select(whole: Pack, indexes: Iterable[int]) -> Pack:
+    """The spans at `indexes` alone: what is left where some are stored already."""
+    spans = unpack(
+        whole.body,
+        rollout_id="",
+        attempt_id="",
+        span_ids=whole.span_ids,
+        sequence_ids=whole.sequence_ids,
+        chains={chain.head: chain.ids for chain in whole.chains},
+    )
+    return pack([spans[index] for index in indexes])
+
+
+# -- bytes to spans --------------------------------------------------------------------------------------------------
+
+
+def heads_of(body: bytes) -> list[bytes]:
+    """The digests of the chains that a body needs, in the order of its spans, without reading the rest."""
+    if body.startswith(b"["):
+        return []
+    count, _ = _header.unpack_from(body)
+    start, size = _header.size, tokens.DIGEST
+    return [body[start + index * size : start + (index + 1) * size] for index in range(count)]
+
+
+def unpack(
+    body: bytes,
+    *,
+    rollout_id: str,
+    attempt_id: str,
+    span_ids: Sequence[str],
+    sequence_ids: Sequence[int],
+    superseded: bool = False,
+    chains: Mapping[bytes, bytes] | None = None,
+) -> list[Span]:
+    """The spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `tokens.join_blocks` makes them;
+    StoreError where one is missing."""
+    json, numbers = _open(body, chains or {})
+    spans: list[Span] = []
+    resource: dict[str, Any] = {}
+    for row, span_id, sequence_id in zip(orjson.loads(json), span_ids, sequence_ids, strict=True):
+        name, start, end, trace_id, parent, code, message, attributes = row[:8]
+        events: tuple[SpanEvent, ...] = ()
+        resource_of: dict[str, Any] = {}
+        if len(row) > 8:
+            events = tuple([SpanEvent(*event) for event in row[8]])
+            resource_of = resource.copy() if row[9] is True else row[9] or {}
+            if row[10]:
+                numbers.read(attributes, row[10], span_id)
+        resource = resource_of
+        if superseded:
+            attributes[SUPERSEDED] = True
+        spans.append(
+            make_span(
+                rollout_id,
+                attempt_id,
+                name,
+                start,
+                None if end is False else end,
+                sequence_id,
+                trace_id,
+                span_id,
+                None if parent is False else parent,
+                code,
+                None if message is False else message,
+                attributes,
+                events,
+                resource_of,
+            )
+        )
+    return spans
+
+
+def _open(body: bytes, chains: Mapping[bytes, bytes]) -> tuple[bytes, _Numbers]:
+    if body.startswith(b"["):
+        return body, _Numbers(b"", (), chains)
+    heads = heads_of(body)
+    start = _header.size + tokens.DIGEST * len(heads)
+    end = start + _header.unpack_from(body)[1]
+    return body[start:end], _Numbers(body[end:], heads, chains)
+
+
+class _Numbers:
+    """The binary part of a body, read span by span."""
+
+    __slots__ = ("_chains", "_data", "_heads", "_start")
+
+    def __init__(self, data: bytes, heads: Sequence[bytes], chains: Mapping[bytes, bytes]) -> None:
+        self._data = data
+        self._heads = iter(heads)
+        self._chains = chains
+        self._start = 0
+
+    def read(self, attributes: dict[str, Any], counts: Sequence[int], span_id: str) -> None:
+        """Put back the token attributes of the next span."""
+        chained, prompt, response, logprobs = counts
+        if prompt != ABSENT:
+            ids = self._next(prompt)
+            if chained:
+                ids = self._chain(span_id) + ids
+            attributes[PROMPT_TOKEN_IDS] = tokens.read_ids(ids)
+        if response != ABSENT:
+            attributes[RESPONSE_TOKEN_IDS] = tokens.read_ids(self._next(response))
+        if logprobs != ABSENT:
+            attributes[LOGPROBS] = tokens.read_logprobs(self._next(logprobs))
+
+    def _next(self, count: int) -> bytes:
+        start, self._start = self._start, self._start + 4 * count
+        return self._data[start : self._start]
+
+    def _chain(self, span_id: str) -> bytes:
+        try:
+            return self._chains[next(self._heads)]
+        except KeyError:
+            raise tokens.missing_tokens(span_id) from None
+
+
+# -- ids -------------------------------------------------------------------------------------------------------------
+
+
+def join_ids(span_ids: Sequence[str]) -> bytes:
+    """Ids in a compact form: 8 bytes for each that is 16 hexadecimal digits as OpenTelemetry has them, else JSON."""
+    joined = "".join(span_ids)
+    if set(map(len, span_ids)) == {16}:
+        try:
+            packed = bytes.fromhex(joined)
+        except ValueError:
+            packed = b""
+        if packed.hex() == joined:
+            return b"\0" + packed
+    return orjson.dumps(span_ids)
+
+
+def split_ids(data: bytes) -> tuple[str, ...]:
+    """What `join_ids` was given."""
+    if data.startswith(b"["):
+        return tuple(orjson.loads(data))
+    digits = data[1:].hex()
+    return tuple([digits[start : start + 16] for start in range(0, len(digits), 16)])
+
+
+# -- making spans ----------------------------------------------------------------------------------------------------
+
+_new = object.__new__
+_set: list[Any] = [cast("Any", Span).__dict__[field.name].__set__ for field in fields(Span)]
+(
+    _set_rollout_id,
+    _set_attempt_id,
+    _set_name,
+    _set_start_time,
+    _set_end_time,
+    _set_sequence_id,
+    _set_trace_id,
+    _set_span_id,
+    _set_parent_id,
+    _set_status_code,
+    _set_status_message,
+    _set_attributes,
+    _set_events,
+    _set_resource,
+) = _set
+
+
+def make_span(
+    rollout_id: str,
+    attempt_id: str,
+    name: str,
+    start_time: float,
+    end_time: float | None,
+    sequence_id: int,
+    trace_id: str,
+    span_id: str,
+    parent_id: str | None,
+    status_code: str,
+    status_message: str | None,
+    attributes: dict[str, Any],
+    events: tuple[SpanEvent, ...],
+    resource: dict[str, Any],
+) -> Span:
+    """`Span(...)` in half the time: a frozen dataclass looks up `object.__setattr__` and the slot for every field."""
+    span = _new(Span)
+    _set_rollout_id(span, rollout_id)
+    _set_attempt_id(span, attempt_id)
+    _set_name(span, name)
+    _set_start_time(span, start_time)
+    _set_end_time(span, end_time)
+    _set_sequence_id(span, sequence_id)
+    _set_trace_id(span, trace_id)
+    _set_span_id(span, span_id)
+    _set_parent_id(span, parent_id)
+    _set_status_code(span, status_code)
+    _set_status_message(span, status_message)
+    _set_attributes(span, attributes)
+    _set_events(span, events)
+    _set_resource(span, resource)
+    return span

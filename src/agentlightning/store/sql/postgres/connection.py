@@ -1,0 +1,262 @@
+"""A connection to PostgreSQL that survives the loss of the one below it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from psycopg import ClientCursor, pq, sql
+from psycopg.adapt import Transformer
+from sqlalchemy import Table, text
+
+from agentlightning.store.sql.database import Insert, Row, Statement, Update
+from agentlightning.store.sql.postgres import errors
+from agentlightning.store.sql.postgres.dialect import DIALECT, TABLES, encode, formats, insert_sql, update_sql
+from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
+from agentlightning.store.sql.postgres.listener import payloads
+
+if TYPE_CHECKING:
+    from agentlightning.store.sql.postgres.database import PostgresDatabase
+
+STEPS: Final = (64, 32, 16, 8)
+"""Rows in one statement: few different ones, so that each is prepared once."""
+REPLAN: Final = 500
+"""Transactions."""
+FORGET_SECONDS: Final = 7 * 86_400
+"""The row of a server that was killed goes after this."""
+
+_KEYS: Final = Statement(
+    text("SELECT nextval(:sequence) FROM generate_series(1, CAST(:many AS BIGINT))"), ("sequence", "many")
+)
+_WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+_READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+"""Everything that is read in one transaction is of one moment."""
+
+
+class PostgresConnection:
+    """One connection, made again when it is lost. Raises ConnectError where it cannot be had."""
+
+    def __init__(self, database: PostgresDatabase, read_only: bool) -> None:
+        self._database = database
+        self._read_only = read_only
+        self._number = 0
+        """Of the last transaction that writes."""
+        self._begun = 0
+        self._plan_at = 10
+        self._wrote = False
+        """Something, in this transaction."""
+        self._notices: list[str] = []
+        self._use(database.open())
+        if not read_only:
+            self._forget_servers()
+
+    def _use(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+        self._loader = Transformer(connection)
+        self._statements: dict[Statement, bytes] = {}
+        self._prepared: dict[tuple[Insert | Update, int], tuple[bytes, list[int]]] = {}
+        self._backend = row(connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+
+    def _forget_servers(self) -> None:
+        """Of those that were killed, nobody will ask any more."""
+        old = f"DELETE FROM servers WHERE seen < now() - interval '{FORGET_SECONDS} seconds'"
+        self._connection.execute(old.encode())
+
+    # -- transactions ------------------------------------------------------------------------------------------------
+
+    def begin(self, write: bool) -> None:
+        self._wrote = False
+        self._notices.clear()
+        start = (_WRITE if write else _READ) + self._plan_anew()
+        for again in (True, False):
+            try:
+                if self._connection.closed:
+                    self._use(self._database.reopen())
+                self._tell(start)
+                return
+            except psycopg.Error as error:
+                if not errors.is_lost(error) or not again:
+                    raise
+                self._connection.close()
+
+    def _plan_anew(self) -> bytes:
+        """A prepared statement keeps the plan it was given when the tables were small: more and more rarely, but at
+        least every REPLAN transactions, PostgreSQL is told to think again."""
+        self._begun += 1
+        if self._begun < self._plan_at:
+            return b""
+        self._plan_at += min(self._plan_at, REPLAN)
+        return b"; DISCARD PLANS"
+
+    def commit(self) -> None:
+        """Where the answer of the server is lost, it is asked again over a new connection."""
+        if not self._wrote and not self._notices:
+            self._tell(b"COMMIT")
+            return
+        self._number += 1
+        try:
+            self._seal()
+        except psycopg.Error as error:
+            if not errors.is_lost(error):
+                raise
+            self._connection.close()
+            if not self._was_committed():
+                raise
+
+    def _seal(self) -> None:
+        """Say who committed what, and commit: one message to the server and back."""
+        script = [
+            "INSERT INTO servers (server, number) VALUES (%s, %s) "
+            "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
+        ]
+        values: list[Any] = [self._database.server, self._number]
+        for notice in self._notices:
+            script.append("SELECT pg_notify(%s, %s)")
+            values += [self._database.channel, notice]
+        text = "; ".join([*script, "COMMIT"])
+        self._tell(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
+
+    def _tell(self, command: bytes) -> None:
+        """Past psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
+        _check(self._connection.pgconn.exec_(command))
+
+    def _was_committed(self) -> bool:
+        backend = self._backend
+        try:
+            self._use(self._database.reopen())
+            self._end_backend(backend)
+            query = "SELECT (SELECT number FROM servers WHERE server = %s)"
+            return value(self._connection, query, self._database.server) == self._number
+        except (psycopg.Error, ConnectError) as error:
+            raise UnknownOutcomeError(
+                f"the connection was lost while this call was committed, and the server did not come back to say "
+                f"whether it was ({str(error).strip()}); look before calling again"
+            ) from error
+
+    def _end_backend(self, backend: tuple[Any, ...]) -> None:
+        """Whatever the lost connection still has under way is over when this returns."""
+        end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
+        while self._connection.execute(end.encode(), backend).fetchall():
+            time.sleep(0.01)
+
+    def rollback(self) -> None:
+        if self._connection.closed:
+            return
+        try:
+            self._tell(b"ROLLBACK")
+        except psycopg.Error:
+            self._connection.close()  # the server undoes it
+
+    def close(self) -> None:
+        if not self._read_only:
+            with contextlib.suppress(psycopg.Error):
+                self._connection.execute("DELETE FROM servers WHERE server = %s", [self._database.server])
+        self._connection.close()
+
+    # -- statements --------------------------------------------------------------------------------------------------
+
+    def all(self, statement: Statement, *values: Any) -> list[Any]:
+        result = self._execute(statement, values)
+        self._loader.set_pgresult(result)
+        return self._loader.load_rows(0, result.ntuples, tuple)
+
+    def run(self, statement: Statement, *values: Any) -> int:
+        self._wrote = True
+        return self._execute(statement, values).command_tuples or 0
+
+    def _execute(self, statement: Statement, values: tuple[Any, ...]) -> pq.abc.PGresult:
+        """Past psycopg's cursor, which takes twice as long for a statement and five times for each row of many."""
+        wire = self._connection.pgconn
+        compiled = statement.compiled(DIALECT)
+        name = self._statements.get(statement)
+        if name is None:
+            name = b"one_%d" % len(self._statements)
+            _check(wire.prepare(name, compiled.sql.encode()))
+            self._statements[statement] = name
+        arranged = compiled.arrange(values)
+        given: list[Any] = [encode(value) for value in arranged]
+        return _check(wire.exec_prepared(name, given, [int(type(value) is bytes) for value in arranged], 1))
+
+    def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
+        return sum(self._many(insert, insert_sql, chunk) for chunk in _chunks(rows))
+
+    def update(self, update: Update, rows: Sequence[Row]) -> None:
+        for chunk in _chunks(rows):
+            self._many(update, update_sql, chunk)
+
+    def _many(self, what: Any, write_sql: Callable[[Any, int], bytes], rows: Sequence[Row]) -> int:
+        """One statement for many rows."""
+        self._wrote = True
+        wire = self._connection.pgconn
+        prepared = self._prepared.get((what, len(rows)))
+        if prepared is None:
+            name = b"many_%d" % len(self._prepared)
+            _check(wire.prepare(name, write_sql(what, len(rows))))
+            prepared = self._prepared[what, len(rows)] = (name, formats(what.columns, what.table) * len(rows))
+        name, kinds = prepared
+        values: list[Any] = [encode(value) for row in rows for value in row]
+        result = _check(wire.exec_prepared(name, values, kinds))
+        return result.command_tuples or 0
+
+    def keys(self, table: Table, count: int) -> Sequence[int]:
+        return [key for (key,) in self.all(_KEYS, f"{table.name}_key_seq", count)]
+
+    def lock(self, table: Table) -> None:
+        self._tell(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
+
+    def changed(self) -> bool:
+        return True
+
+    def notify(self, queued: bool, finished: Sequence[str]) -> None:
+        if queued or finished:
+            self._notices += payloads(self._database.server, queued, finished)
+
+    # -- the whole database ------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Of our tables with their indexes."""
+        query = "SELECT sum(pg_total_relation_size(to_regclass(n))) FROM unnest(%s::text[]) n"
+        return int(value(self._connection, query, list(TABLES)))
+
+    def vacuum(self) -> None:
+        """Rewrites the tables one by one; nobody can use the one that is being rewritten."""
+        for name in TABLES:
+            self._connection.execute(sql.SQL("VACUUM (FULL, ANALYZE) {}").format(sql.Identifier(name)))
+
+
+def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Rows in lots of the sizes in STEPS, and a smaller one."""
+    start = 0
+    while start < len(rows):
+        left = len(rows) - start
+        size = next((step for step in STEPS if step <= left), left)
+        yield rows[start : start + size]
+        start += size
+
+
+def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
+    """Raises what psycopg would."""
+    if result.status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
+        return result
+    code = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
+    text = result.get_error_message()
+    if not code:  # libpq's own: the connection is gone
+        raise psycopg.OperationalError(text)
+    try:
+        kind = psycopg.errors.lookup(code)
+    except KeyError:
+        kind = psycopg.DatabaseError
+    raise kind(text)
+
+
+def value(connection: psycopg.Connection[Any], query: str, *values: Any) -> Any:
+    return row(connection, query, *values)[0]
+
+
+def row(connection: psycopg.Connection[Any], query: str, *values: Any) -> tuple[Any, ...]:
+    row = connection.execute(query.encode(), values).fetchone()
+    assert row is not None
+    return row

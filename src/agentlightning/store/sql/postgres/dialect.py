@@ -1,0 +1,123 @@
+"""How PostgreSQL says what the store asks: types, tables, and statements of many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import count
+from typing import Any, Final
+
+import psycopg
+from sqlalchemy import LargeBinary, Table
+from sqlalchemy.dialects.postgresql import psycopg as dialects
+from sqlalchemy.dialects.postgresql.base import PGDDLCompiler, PGTypeCompiler
+
+from agentlightning.store.sql import schema
+from agentlightning.store.sql.database import Insert, Update
+
+_SERVERS: Final = (
+    "CREATE TABLE servers (server TEXT PRIMARY KEY, number BIGINT NOT NULL, "
+    "seen TIMESTAMPTZ NOT NULL DEFAULT now()) WITH (fillfactor = 50)"
+)
+
+
+class _Types(PGTypeCompiler):
+    def visit_INTEGER(self, type_: Any, **kw: Any) -> str:  # noqa: N802
+        """SQLite's integers have 64 bits, so these have."""
+        return "BIGINT"
+
+
+class _Queries(dialects.dialect.statement_compiler):
+    def visit_sum_func(self, fn: Any, **kw: Any) -> str:
+        """A sum of BIGINT would be a NUMERIC, and come back as a Decimal."""
+        return f"sum({fn.clause_expr.element._compiler_dispatch(self, **kw)})::BIGINT"
+
+
+class _Tables(PGDDLCompiler):
+    def get_column_specification(self, column: Any, **kwargs: Any) -> str:
+        """Texts are ordered by their bytes, as everywhere else, whatever the language of the database."""
+        text = super().get_column_specification(column, **kwargs)
+        return text.replace(" SERIAL", " BIGSERIAL").replace(" TEXT", ' TEXT COLLATE "C"')
+
+
+class _Dialect(dialects.dialect):
+    type_compiler_cls = _Types
+    statement_compiler = _Queries
+    ddl_compiler = _Tables
+    supports_statement_cache = True
+
+
+DIALECT: Final = _Dialect(paramstyle="numeric_dollar")
+
+STEPS: Mapping[int, Sequence[str]] = {}
+"""version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
+
+
+def ddl() -> list[str]:
+    """The statements that make an empty schema into a store of SCHEMA_VERSION."""
+    return [*schema.ddl(DIALECT), _SERVERS]
+
+
+TABLES: Final = (*schema.metadata.tables, "servers")
+
+
+@cache
+def insert_sql(insert: Insert, rows: int) -> bytes:
+    names = ", ".join(map(_quoted, insert.columns))
+    text = f"INSERT INTO {insert.table.name} ({names}) VALUES {_values(insert.table, insert.columns, rows)}"
+    if insert.unique:
+        text += f" ON CONFLICT ({', '.join(map(_quoted, insert.unique))}) DO "
+        changes = ", ".join(f"{_quoted(name)} = excluded.{_quoted(name)}" for name in insert.replace)
+        text += f"UPDATE SET {changes}" if changes else "NOTHING"
+    return text.encode()
+
+
+@cache
+def update_sql(update: Update, rows: int) -> bytes:
+    key, *others = map(_quoted, update.columns)
+    changes = ", ".join(f"{name} = new.{name}" for name in others)
+    new = f"(VALUES {_values(update.table, update.columns, rows)}) AS new ({', '.join([key, *others])})"
+    return f"UPDATE {update.table.name} AS old SET {changes} FROM {new} WHERE old.{key} = new.{key}".encode()
+
+
+def _values(table: Table, columns: Sequence[str], rows: int) -> str:
+    """($1::BIGINT, $2::TEXT), ($3, ...), ...: the types of the first row are those of all."""
+    types = [f"::{table.c[name].type.compile(dialect=DIALECT)}" for name in columns]
+    numbers = count(1)
+    lines = [", ".join(f"${next(numbers)}{kind}" for kind in types) for _ in range(rows)]
+    return ", ".join(f"({line})" for line in lines)
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> bytes | None:
+    """A value of a row as PostgreSQL reads it: bytes as they are, everything else as text."""
+    kind = type(value)
+    if value is None or kind is bytes:
+        return value
+    if kind is str:
+        text = value.encode()
+        if b"\0" in text:  # libpq would leave out the rest
+            raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
+        return text
+    if kind is list:
+        return b"{" + b",".join([_element(each) for each in value]) + b"}"
+    return repr(value).encode() if kind is int or kind is float else bytes(value)
+
+
+def _element(value: Any) -> bytes:
+    if type(value) is not str:
+        return repr(value).encode()
+    text = encode(value)
+    assert text is not None
+    return b'"' + text.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
+
+
+def formats(columns: Sequence[str], table: Table) -> list[int]:
+    """For each column, 1 where `encode` gives bytes as they are, 0 where it gives text."""
+    return [int(isinstance(table.c[name].type, LargeBinary)) for name in columns]

@@ -1,0 +1,346 @@
+"""The contract of base.py over a SQL database: SQLite in a file or in memory, PostgreSQL.
+
+Values are checked and packed in the caller's event loop; what changes the database is a call handed to the writer
+(engine.py), which decides in memory (unit.py) by the rules of lifecycle.py; what only looks goes to the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.rollouts import (
+    FINISHED,
+    WAITING,
+    Attempt,
+    AttemptedRollout,
+    AttemptStatus,
+    EnqueueRolloutRequest,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    RolloutStatus,
+)
+from agentlightning.span import Span
+from agentlightning.store.base import UNSET, Unset
+from agentlightning.store.ids import claimed_id
+from agentlightning.store.sql import codec, lifecycle, looking, spans
+from agentlightning.store.sql.calls import AddSpans, Claim, Enqueue, Start, UpdateAttempt, repeated
+from agentlightning.store.sql.codec import Row
+from agentlightning.store.sql.looking import RolloutFilters
+from agentlightning.store.sql.spans import SpanQuery
+from agentlightning.store.sql.unit import Unit
+from agentlightning.store.sql.upkeep import Upkeep
+from agentlightning.store.sql.waiting import Wait
+
+CHUNK: Final = 32
+"""Rollouts whose spans `iter_spans` reads at once."""
+
+
+class SqlStore(Upkeep):
+    """A store in one database. Any number of tasks, event loops and threads may use one object at the same time.
+
+    Raises StoreError where the database cannot be opened, and StoreClosedError once `close` was called.
+    """
+
+    # -- rollouts: the queue ---------------------------------------------------------------------------------------
+
+    async def start_rollout(
+        self,
+        input: Any,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: dict[str, Any] | None = None,
+        worker_id: str | None = None,
+        rollout_id: str | None = None,
+        *,
+        queue: str | None = None,
+        claim_id: str | None = None,
+    ) -> AttemptedRollout:
+        _check_claimer(worker_id, claim_id)
+        request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
+        made = codec.new_rollout(request, self.clock.wall())
+        return await self.write(Start(made, rollout_id is not None, worker_id, claim_id))
+
+    async def enqueue_rollout(
+        self,
+        input: Any,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: dict[str, Any] | None = None,
+        rollout_id: str | None = None,
+        *,
+        queue: str | None = None,
+        priority: int = 0,
+    ) -> Rollout:
+        request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
+        made = codec.new_rollout(request, self.clock.wall())
+        named = () if rollout_id is None else (rollout_id,)
+        return (await self.write(Enqueue("enqueue_rollout", (made,), named)))[0]
+
+    async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
+        now = self.clock.wall()
+        made = [codec.new_rollout(request, now) for request in rollouts]
+        named = [request.rollout_id for request in rollouts if request.rollout_id is not None]
+        return await self.write(Enqueue("enqueue_many_rollouts", made, named)) if made else []
+
+    async def dequeue_rollout(
+        self,
+        worker_id: str | None = None,
+        timeout: float | None = None,
+        *,
+        queues: Sequence[str] | None = None,
+        claim_id: str | None = None,
+    ) -> AttemptedRollout | None:
+        _check_claimer(worker_id, claim_id)
+        codec.check_texts(queues, "queues")
+        claimed = await self.await_parked(Claim("dequeue_rollout", 1, worker_id, queues, claim_id), timeout or 0.0)
+        return claimed[0] if claimed else None
+
+    async def dequeue_many_rollouts(
+        self,
+        limit: int = 1,
+        worker_id: str | None = None,
+        timeout: float | None = None,
+        *,
+        queues: Sequence[str] | None = None,
+        claim_id: str | None = None,
+    ) -> list[AttemptedRollout]:
+        if limit < 1:
+            raise ConfigError(f"limit={limit} claims nothing; use at least 1")
+        _check_claimer(worker_id, claim_id)
+        codec.check_texts(queues, "queues")
+        call = Claim("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
+        return await self.await_parked(call, timeout or 0.0)
+
+    async def start_attempt(
+        self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
+    ) -> AttemptedRollout:
+        codec.check_text(rollout_id, "rollout_id")
+        _check_claimer(worker_id, claim_id)
+
+        def start(unit: Unit) -> AttemptedRollout:
+            before = repeated(unit, claim_id, 1)
+            if before:
+                return before[0]
+            attempt_id = None if claim_id is None else claimed_id(claim_id, 0)
+            return lifecycle.claim(unit, unit.rollout(rollout_id), worker_id, attempt_id)
+
+        return await self.do("start_attempt", start, [rollout_id], [] if worker_id is None else [worker_id])
+
+    async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
+        codec.check_text(rollout_id, "rollout_id")
+        codec.dump(reason, "reason")
+
+        def requeue(unit: Unit) -> Rollout:
+            rollout = unit.rollout(rollout_id)
+            if rollout.status not in WAITING:
+                lifecycle.requeue(unit, rollout, reason)
+            return rollout.to_rollout()
+
+        return await self.do("requeue_rollout", requeue, [rollout_id])
+
+    async def cancel_rollout(self, rollout_id: str) -> Rollout:
+        codec.check_text(rollout_id, "rollout_id")
+
+        def cancel(unit: Unit) -> Rollout:
+            rollout = unit.rollout(rollout_id)
+            if rollout.status not in FINISHED:
+                lifecycle.cancel(unit, rollout)
+            return rollout.to_rollout()
+
+        return await self.do("cancel_rollout", cancel, [rollout_id])
+
+    # -- rollouts: looking and changing ----------------------------------------------------------------------------
+
+    async def query_rollouts(
+        self,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        queue_in: Sequence[str] | None = None,
+        mode_in: Sequence[RolloutMode] | None = None,
+        newest_first: bool = False,
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Rollout]:
+        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in)
+        many, skip = codec.check_cursor(after, limit, offset)
+        return await self.read(
+            "query_rollouts",
+            lambda connection: looking.rollouts(connection, filters, newest_first, after, many, skip),
+        )
+
+    async def count_rollouts(
+        self,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        queue_in: Sequence[str] | None = None,
+        mode_in: Sequence[RolloutMode] | None = None,
+    ) -> int:
+        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in)
+        return await self.read("count_rollouts", lambda connection: looking.count_rollouts(connection, filters))
+
+    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
+        codec.check_text(rollout_id, "rollout_id")
+        return await self.read("get_rollout_by_id", lambda connection: looking.rollout(connection, rollout_id))
+
+    async def update_rollout(
+        self,
+        rollout_id: str,
+        *,
+        input: Any | Unset = UNSET,
+        mode: RolloutMode | Unset | None = UNSET,
+        resources_id: str | Unset | None = UNSET,
+        status: RolloutStatus | Unset = UNSET,
+        config: RolloutConfig | Unset = UNSET,
+        metadata: dict[str, Any] | Unset = UNSET,
+    ) -> Rollout:
+        codec.check_text(rollout_id, "rollout_id")
+        for name, value in (("mode", mode), ("resources_id", resources_id)):
+            if not isinstance(value, Unset) and value is not None:
+                codec.check_text(value, name)
+        new: dict[str, Any] = {
+            "input": input if isinstance(input, Unset) else codec.dump(input, "input"),
+            "mode": mode,
+            "resources_id": resources_id,
+            "config": config if isinstance(config, Unset) else codec.config_text(config),
+            "metadata": metadata if isinstance(metadata, Unset) else codec.dump_dict(metadata, "metadata"),
+        }
+        given = {name: value for name, value in new.items() if not isinstance(value, Unset)}
+
+        def change(unit: Unit) -> Rollout:
+            rollout = unit.rollout(rollout_id)
+            if isinstance(resources_id, str):
+                unit.known_resources(resources_id)
+            if given:
+                unit.touch_rollout(rollout, described=True)
+                for name, value in given.items():
+                    setattr(rollout, name, value)
+            if not isinstance(status, Unset):
+                lifecycle.set_status(unit, rollout, codec.check_rollout_status(status))
+            return rollout.to_rollout()
+
+        return await self.do("update_rollout", change, [rollout_id])
+
+    async def wait_for_rollouts(
+        self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
+    ) -> list[Rollout]:
+        rows: list[Row] = await self.await_parked(Wait(rollout_ids, minimum), timeout)
+        return [codec.to_rollout(row) for row in rows]
+
+    # -- attempts --------------------------------------------------------------------------------------------------
+
+    async def query_attempts(self, rollout_id: str) -> list[Attempt]:
+        codec.check_text(rollout_id, "rollout_id")
+        return await self.read("query_attempts", lambda connection: looking.attempts(connection, rollout_id))
+
+    async def get_attempt(self, attempt_id: str) -> Attempt | None:
+        codec.check_text(attempt_id, "attempt_id")
+        return await self.read("get_attempt", lambda connection: looking.attempt(connection, attempt_id))
+
+    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        codec.check_text(rollout_id, "rollout_id")
+        return await self.read("get_latest_attempt", lambda connection: looking.latest_attempt(connection, rollout_id))
+
+    async def update_attempt(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        *,
+        status: AttemptStatus | Unset = UNSET,
+        worker_id: str | Unset = UNSET,
+        last_heartbeat_time: float | Unset = UNSET,
+        metadata: dict[str, Any] | Unset = UNSET,
+    ) -> Attempt:
+        codec.check_text(rollout_id, "rollout_id")
+        codec.check_text(attempt_id, "attempt_id")
+        if status is not UNSET:
+            codec.check_attempt_status(status)
+        if worker_id is not UNSET:
+            codec.check_text(worker_id, "worker_id")
+        if last_heartbeat_time is not UNSET:
+            codec.check_time(last_heartbeat_time, "last_heartbeat_time")
+        if metadata is not UNSET:
+            codec.dump_dict(metadata, "metadata")
+        return await self.write(UpdateAttempt(rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata))
+
+    # -- spans -----------------------------------------------------------------------------------------------------
+
+    async def add_span(self, span: Span) -> Span:
+        return (await self._add_spans("add_span", [span]))[0]
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
+        return await self._add_spans("add_many_spans", spans)
+
+    async def _add_spans(self, name: str, added: Sequence[Span]) -> list[Span]:
+        if not added:
+            return []
+        groups = spans.group_by_attempt(added)
+        kept = await self.write(AddSpans(name, groups))
+        answers: list[Any] = [None] * len(added)
+        for group, each in zip(groups, kept, strict=True):
+            group.read(each, answers)
+        return answers
+
+    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
+        codec.check_text(rollout_id, "rollout_id")
+        codec.check_text(attempt_id, "attempt_id")
+
+        def reserve(unit: Unit) -> int:
+            state = unit.attempt(rollout_id, attempt_id)
+            unit.touch_attempt(state)
+            state.last_span += 1
+            return state.last_span
+
+        return await self.do("get_next_span_sequence_id", reserve, [rollout_id])
+
+    async def query_spans(
+        self,
+        rollout_id: str,
+        attempt_id: str | None = None,
+        *,
+        name: str | None = None,
+        name_contains: str | None = None,
+        trace_id: str | None = None,
+        span_id: str | None = None,
+        parent_id: str | None = None,
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Span]:
+        codec.check_text(rollout_id, "rollout_id")
+        if attempt_id is not None:
+            codec.check_text(attempt_id, "attempt_id")
+        codec.check_cursor(after, limit, offset)
+        asked = SpanQuery(
+            rollout_id, attempt_id, after, limit, offset, name, name_contains, trace_id, span_id, parent_id
+        )
+        if self.hot is not None and after is None and attempt_id != "latest":
+            self.writer.check_open()
+            found = self.hot.spans(rollout_id, attempt_id)
+            if found is not None:
+                return asked.page(found)
+        return await self.read("query_spans", lambda connection: spans.query(connection, asked))
+
+    async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
+        codec.check_texts(rollout_ids, "rollout_ids")
+        for start in range(0, len(rollout_ids), CHUNK):
+            chunk = list(rollout_ids[start : start + CHUNK])
+            found = await self.read("iter_spans", lambda connection, chunk=chunk: spans.latest_spans(connection, chunk))
+            for rollout_id in chunk:
+                yield rollout_id, found[rollout_id]
+
+
+def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
+    if worker_id is not None:
+        codec.check_text(worker_id, "worker_id")
+    if claim_id is not None:
+        codec.check_text(claim_id, "claim_id")

@@ -1,0 +1,167 @@
+"""The parts of the contract beside the loop of rollouts: resources, workers, queues, and keeping the store small."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.resources import NamedResources, ResourcesUpdate
+from agentlightning.store.base import Pruned, Queue, Retention, RolloutRecord, Worker
+from agentlightning.store.ids import new_id
+from agentlightning.store.sql import codec, looking, maintenance, statements, workers
+from agentlightning.store.sql.codec import Row
+from agentlightning.store.sql.embedded import EmbeddedStore
+from agentlightning.store.sql.unit import Unit
+
+
+class Upkeep(EmbeddedStore):
+    """See base.py for each method."""
+
+    # -- resources -------------------------------------------------------------------------------------------------
+
+    async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
+        body = codec.dump_resources(resources)
+        if resources_id is not None:
+            codec.check_new_id(resources_id, "resources_id")
+        name = new_id("rs") if resources_id is None else resources_id
+
+        def add(unit: Unit) -> Row:
+            there = unit.connection.all(statements.FIND_RESOURCES, name)
+            if there:
+                if codec.load(there[0][3]) == codec.load(body):
+                    return there[0]
+                raise ConflictError(f"resources {name!r} exist already; use update_resources, or another id")
+            row = (name, unit.connection.all(statements.LAST_VERSION)[0][0] + 1, unit.wall, body)
+            unit.connection.insert(statements.INSERT_RESOURCES, [row])
+            return row
+
+        return codec.to_resources(await self.do("add_resources", add))
+
+    async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
+        codec.check_text(resources_id, "resources_id")
+        body = codec.dump_resources(resources)
+
+        def change(unit: Unit) -> Row:
+            version = unit.connection.all(statements.LAST_VERSION)[0][0] + 1
+            row = (version, unit.wall, body, resources_id)
+            if not unit.connection.run(statements.CHANGE_RESOURCES, *row):
+                raise NotFoundError(f"no resources {resources_id!r} in this store; use add_resources")
+            return (resources_id, *row[:3])
+
+        return codec.to_resources(await self.do("update_resources", change))
+
+    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
+        codec.check_text(resources_id, "resources_id")
+        return await self.read("get_resources_by_id", lambda connection: looking.resources(connection, resources_id))
+
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        return await self.read("get_latest_resources", looking.latest_resources)
+
+    async def query_resources(
+        self, *, after: str | None = None, limit: int = -1, offset: int = 0
+    ) -> list[ResourcesUpdate]:
+        many, skip = codec.check_cursor(after, limit, offset)
+        return await self.read(
+            "query_resources", lambda connection: looking.resources_page(connection, after, many, skip)
+        )
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    async def update_worker(
+        self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
+    ) -> Worker:
+        codec.check_text(worker_id, "worker_id")
+        text = None if stats is None else codec.dump_dict(stats, "stats")
+        if lease_seconds is not None:
+            codec.check_time(lease_seconds, "lease_seconds")
+            if lease_seconds <= 0:
+                raise ConfigError(f"lease_seconds={lease_seconds} is over before it began; use more than 0")
+        return await self.do(
+            "update_worker", lambda unit: workers.heartbeat(unit, worker_id, text, lease_seconds), (), [worker_id]
+        )
+
+    async def get_worker(self, worker_id: str) -> Worker | None:
+        codec.check_text(worker_id, "worker_id")
+        return await self.read("get_worker", lambda connection: workers.find(connection, worker_id))
+
+    async def query_workers(self, *, after: str | None = None, limit: int = -1) -> list[Worker]:
+        many, _ = codec.check_cursor(after, limit, 0)
+        return await self.read("query_workers", lambda connection: workers.page(connection, after, many))
+
+    # -- queues ----------------------------------------------------------------------------------------------------
+
+    async def update_queue(self, name: str, limit: int | None) -> Queue:
+        codec.check_new_id(name, "name")
+        if limit is not None and (isinstance(limit, bool) or not 0 <= limit < 2**31):
+            raise ConfigError(f"limit={limit!r} of queue {name!r}: use 0 to pause it, or None for no limit")
+
+        def change(unit: Unit) -> None:
+            unit.write_first()
+            unit.connection.insert(statements.WRITE_QUEUES, [(name, limit)])
+            unit.queues.forget_limits()
+
+        await self.do("update_queue", change)
+        return next(queue for queue in await self.query_queues() if queue.name == name)
+
+    async def query_queues(self) -> list[Queue]:
+        return await self.read("query_queues", looking.queues)
+
+    # -- keeping the store small -----------------------------------------------------------------------------------
+
+    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
+        codec.check_texts(rollout_ids, "rollout_ids")
+        ids = list(rollout_ids)
+        return await self.do("delete_rollouts", lambda unit: maintenance.delete(unit, ids), ids)
+
+    async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
+        maintenance.check_retention(retention)
+        oldest = float("-inf") if retention.max_age_seconds is None else self.clock.wall() - retention.max_age_seconds
+        excess = maintenance.Excess(retention, oldest)
+        if retention.max_rollouts is not None or retention.max_bytes is not None:
+            async for weights in self._weigh():
+                excess.count(weights)
+        removed: list[maintenance.Weight] = []
+        totals = [0, 0, 0]
+        async for weights in self._weigh():
+            removed = list(excess.take(weights))
+            for start in range(0, 0 if dry_run else len(removed), maintenance.REMOVE_AT_ONCE):
+                ends = {each.rollout_id: each.end_time for each in removed[start : start + maintenance.REMOVE_AT_ONCE]}
+                await self.do("prune", lambda unit, ends=ends: maintenance.delete_finished(unit, ends), list(ends))
+            totals[0] += len(removed)
+            totals[1] += sum(weight.spans for weight in removed)
+            totals[2] += sum(weight.bytes for weight in removed)
+            if len(removed) < len(weights):
+                break
+        return Pruned(*totals)
+
+    async def _weigh(self) -> AsyncIterator[list[maintenance.Weight]]:
+        last: maintenance.Weight | None = None
+        while weights := await self.read("prune", lambda connection, last=last: maintenance.weigh(connection, last)):
+            yield weights
+            last = weights[-1]
+
+    async def vacuum(self) -> None:
+        await self.do("vacuum", maintenance.drop_unused_blocks)
+        if not self.database.single:
+            await asyncio.to_thread(self._give_space_back)
+
+    def _give_space_back(self) -> None:
+        connection = self.database.connect(read_only=False)
+        try:
+            connection.vacuum()
+        except self.database.errors as error:
+            raise self.database.explain(error) from error
+        finally:
+            connection.close()
+
+    async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
+        codec.check_texts(rollout_ids, "rollout_ids")
+        ids = list(rollout_ids)
+        return await self.read("read_records", lambda connection: maintenance.read_records(connection, ids))
+
+    async def add_records(self, records: Sequence[RolloutRecord]) -> int:
+        ready = [maintenance.ready(record) for record in records]
+        ids = [record.rollout_id for record in ready]
+        return await self.do("add_records", lambda unit: maintenance.add_records(unit, ready), ids) if ready else 0

@@ -1,0 +1,77 @@
+"""What is known of the places where agents run: their heartbeats and leases, and the attempts they have in hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentlightning.errors import NotFoundError
+from agentlightning.store.base import Worker
+from agentlightning.store.sql import codec, lifecycle, statements
+from agentlightning.store.sql.codec import Row
+from agentlightning.store.sql.database import Connection
+from agentlightning.store.sql.states import OPEN, WorkerState, worker_row
+from agentlightning.store.sql.unit import Unit
+
+
+def heartbeat(unit: Unit, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
+    """`update_worker`. stats is JSON."""
+    worker = unit.worker(worker_id)
+    unit.load(set(worker.work.values()))
+    unit.touch_worker(worker)
+    if stats is not None:
+        worker.stats = stats
+    if lease_seconds is not None:
+        worker.lease_seconds = lease_seconds
+    lifecycle.hear_worker(unit, worker)
+    for attempt_id, rollout_id in worker.work.items():
+        state = unit.rollout(rollout_id).tries[attempt_id]
+        if state.status in OPEN:
+            unit.touch_attempt(state)
+            state.last_heartbeat_time = unit.wall
+            if state.silence is not None:
+                state.silent_at = unit.steady + state.silence
+    return _of_state(worker)
+
+
+def _of_state(worker: WorkerState) -> Worker:
+    latest = next(reversed(worker.work), None)
+    in_hand = None if latest is None else (worker.work[latest], latest)
+    return _to_worker(worker_row(worker), in_hand)
+
+
+def find(connection: Connection, worker_id: str) -> Worker | None:
+    found = _with_work(connection, connection.all(statements.FIND_WORKER, worker_id))
+    return found[0] if found else None
+
+
+def page(connection: Connection, after: str | None, limit: int) -> list[Worker]:
+    """In order of first appearance."""
+    key = -1
+    if after is not None:
+        rows = connection.all(statements.WORKER_KEY, after)
+        if not rows:
+            raise NotFoundError(f"no worker {after!r} in this store to go on after")
+        key = rows[0][0]
+    return _with_work(connection, connection.all(statements.QUERY_WORKERS, key, limit))
+
+
+def _with_work(connection: Connection, rows: list[Row]) -> list[Worker]:
+    work = connection.all(statements.WORK_IN_HAND, [row[0] for row in rows]) if rows else []
+    in_hand = {worker_id: (rollout_id, attempt_id) for worker_id, rollout_id, attempt_id in work}
+    return [_to_worker(row, in_hand.get(row[0])) for row in rows]
+
+
+def _to_worker(row: Row, in_hand: tuple[str, str] | None) -> Worker:
+    worker_id, heartbeat_time, stats, lease_seconds, _, lost, last_error = row
+    rollout_id, attempt_id = in_hand or (None, None)
+    error: dict[str, Any] | None = None if last_error is None else codec.load(last_error)
+    return Worker(
+        worker_id,
+        heartbeat_time,
+        rollout_id,
+        attempt_id,
+        codec.load_dict(stats),
+        "lost" if lost else "busy" if in_hand else "idle",
+        lease_seconds,
+        error,
+    )

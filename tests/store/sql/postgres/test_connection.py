@@ -1,0 +1,217 @@
+"""What survives the loss of a connection, and what PostgreSQL's answers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import delete, select
+
+from agentlightning.store.sql.database import Insert, Statement, Update
+from agentlightning.store.sql.postgres import PostgresDatabase
+from agentlightning.store.sql.postgres.connection import PostgresConnection
+from agentlightning.store.sql.schema import given, queues
+
+ADD = Insert(queues, ("name", "max_open"), unique=("name",))
+PUT = Insert(queues, ("name", "max_open"), unique=("name",), replace=("max_open",))
+CHANGE = Update(queues, ("key", "max_open"))
+TAKE = Statement(select(queues.c.key).where(queues.c.name == given("name")).with_for_update(), ("the_name",))
+ALL = Statement(select(queues.c.name, queues.c.max_open).order_by(queues.c.name))
+
+
+@pytest.fixture
+def database(relay: Any) -> PostgresDatabase:
+    database = PostgresDatabase(relay.url)
+    database.prepare()
+    return database
+
+
+@pytest.fixture
+def connection(database: PostgresDatabase) -> Iterator[PostgresConnection]:
+    connection = database.connect(read_only=False)
+    yield connection
+    connection.close()
+
+
+def seen(database: PostgresDatabase) -> list[Any]:
+    """What another connection sees."""
+    other = database.connect(read_only=True)
+    other.begin(write=False)
+    rows = other.all(ALL)
+    other.commit()
+    other.close()
+    return rows
+
+
+def add(connection: PostgresConnection, *names: str) -> int:
+    return connection.insert(ADD, [(name, None) for name in names])
+
+
+def test_rows_are_inserted_once_replaced_and_changed(
+    connection: PostgresConnection, database: PostgresDatabase
+) -> None:
+    connection.begin(write=True)
+    assert add(connection, "a", "b") == 2
+    assert add(connection, "b", "c") == 1
+    assert connection.insert(PUT, [("c", 3), ("d", 4)]) == 2
+    assert connection.insert(PUT, []) == 0
+    ((key,),) = connection.all(TAKE, "a")
+    connection.update(CHANGE, [(key, 1)])
+    assert seen(database) == []
+    connection.commit()
+    assert seen(database) == [("a", 1), ("b", None), ("c", 3), ("d", 4)]
+
+
+def test_keys_are_new_and_ascend(connection: PostgresConnection) -> None:
+    connection.begin(write=True)
+    first = list(connection.keys(queues, 5))
+    second = list(connection.keys(queues, 1))
+    assert len(set(first + second)) == 6
+    assert first + second == sorted(first + second)
+    connection.rollback()
+
+
+def test_what_was_rolled_back_is_gone(connection: PostgresConnection, database: PostgresDatabase) -> None:
+    connection.begin(write=True)
+    add(connection, "a")
+    connection.rollback()
+    connection.rollback()
+    assert seen(database) == []
+
+
+def test_a_connection_lost_while_idle_is_made_again(
+    connection: PostgresConnection, database: PostgresDatabase, relay: Any
+) -> None:
+    connection.begin(write=True)
+    connection.commit()
+    relay.cut()
+    connection.begin(write=True)
+    add(connection, "a")
+    connection.commit()
+    assert seen(database) == [("a", None)]
+
+
+def test_a_connection_lost_in_a_transaction_undoes_it_and_asks_for_another_try(
+    connection: PostgresConnection, database: PostgresDatabase, relay: Any
+) -> None:
+    connection.begin(write=True)
+    add(connection, "a")
+    relay.cut()
+    with pytest.raises(psycopg.OperationalError) as caught:
+        add(connection, "b")
+    assert database.may_retry(caught.value)
+    assert database.is_fatal(caught.value)
+    connection.rollback()
+    connection.begin(write=True)
+    add(connection, "c")
+    connection.commit()
+    assert seen(database) == [("c", None)]
+
+
+def test_a_commit_whose_answer_was_lost_is_looked_up(
+    connection: PostgresConnection, database: PostgresDatabase, relay: Any
+) -> None:
+    connection.begin(write=True)
+    add(connection, "a")
+    relay.next = "lose answer"
+    connection.commit()
+    assert relay.next == "pass"
+    assert seen(database) == [("a", None)]
+
+
+def test_a_commit_that_never_arrived_is_not_taken_for_one(
+    connection: PostgresConnection, database: PostgresDatabase, relay: Any
+) -> None:
+    for name in ("a", "b"):  # the first transaction of a server, and a later one
+        connection.begin(write=True)
+        add(connection, name)
+        relay.next = "lose question"
+        with pytest.raises(psycopg.OperationalError) as caught:
+            connection.commit()
+        assert database.may_retry(caught.value)
+        connection.rollback()
+        connection.begin(write=True)
+        assert add(connection, name) == 1
+        connection.commit()
+    assert seen(database) == [("a", None), ("b", None)]
+
+
+def test_readers_see_one_moment(connection: PostgresConnection, database: PostgresDatabase) -> None:
+    reader = database.connect(read_only=True)
+    reader.begin(write=False)
+    assert reader.all(ALL) == []
+    connection.begin(write=True)
+    add(connection, "a")
+    connection.commit()
+    assert reader.all(ALL) == []
+    reader.commit()
+    reader.close()
+    assert seen(database) == [("a", None)]
+
+
+def test_a_reader_writes_nothing(database: PostgresDatabase) -> None:
+    reader = database.connect(read_only=True)
+    reader.begin(write=False)
+    with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+        add(reader, "a")
+    reader.rollback()
+    reader.close()
+
+
+@pytest.mark.slow  # PostgreSQL takes a second to notice
+def test_of_two_that_wait_for_one_another_one_is_told_to_try_again(
+    connection: PostgresConnection, database: PostgresDatabase
+) -> None:
+    connection.begin(write=True)
+    add(connection, "a", "b")
+    connection.commit()
+    other = database.connect(read_only=False)
+    connection.begin(write=True)
+    other.begin(write=True)
+    connection.all(TAKE, "a")
+    other.all(TAKE, "b")
+    with ThreadPoolExecutor() as pool:
+        tried = [pool.submit(connection.all, TAKE, "b"), pool.submit(other.all, TAKE, "a")]
+        (error,) = [error for each in tried if (error := each.exception(30)) is not None]
+        assert database.may_retry(error)
+        for each in (connection, other):
+            each.rollback()
+    other.close()
+
+
+def test_who_locked_a_table_sees_all_that_others_wrote_and_has_it_alone(
+    connection: PostgresConnection, database: PostgresDatabase
+) -> None:
+    other = database.connect(read_only=False)
+    other.begin(write=True)
+    add(other, "a")
+    with ThreadPoolExecutor() as pool:
+        connection.begin(write=True)
+        locked = pool.submit(connection.lock, queues)
+        assert not wait([locked], 0.1).done
+        other.commit()
+        locked.result(30)
+        assert connection.all(ALL) == [("a", None)]
+        other.begin(write=True)
+        added = pool.submit(add, other, "b")
+        assert not wait([added], 0.1).done
+        connection.commit()
+        assert added.result(30) == 1
+        other.rollback()
+    other.close()
+
+
+@pytest.mark.slow
+def test_the_size_is_that_of_the_tables_and_vacuum_gives_space_back(connection: PostgresConnection) -> None:
+    connection.begin(write=True)
+    add(connection, *(f"{number:0200}" for number in range(2_000)))
+    connection.commit()
+    full = connection.size()
+    connection.begin(write=True)
+    connection.run(Statement(delete(queues)))
+    connection.commit()
+    connection.vacuum()
+    assert connection.size() < full - 300_000

@@ -1,0 +1,234 @@
+"""Which addresses are understood, what an empty database becomes, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
+from agentlightning.store import LightningStore
+from agentlightning.store.sql.postgres import PostgresDatabase
+from agentlightning.store.sql.postgres.dialect import TABLES
+from agentlightning.store.sql.postgres.errors import explain
+from agentlightning.store.sql.schema import SCHEMA_VERSION
+from agentlightning.testing.postgres import PostgresCluster
+
+SECRET = "hush%40hush"
+
+
+def name_of(url: str) -> str:
+    return url.rsplit("/", 1)[1]
+
+
+def tables(postgres: PostgresCluster, url: str, schema: str = "public") -> set[str]:
+    listed = postgres.run(f"SELECT tablename FROM pg_tables WHERE schemaname = '{schema}'", name_of(url))
+    return {row[0] for row in listed}
+
+
+# -- addresses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_every_usual_scheme_is_understood_and_no_name_shows_the_password(scheme: str) -> None:
+    database = PostgresDatabase(f"{scheme}://ann:{SECRET}@db.example:5433/lightning?sslmode=require&schema=team")
+    assert database.name == "postgresql://db.example:5433/lightning?schema=team"
+
+
+@pytest.mark.parametrize(
+    ("url", "about"),
+    [
+        ("mysql://ann@host/db", "no address of a PostgreSQL database"),
+        (f"postgresql://ann:{SECRET}@host/db?speed=11", "'speed' is neither schema nor a parameter"),
+        ("postgresql://ann:hush%hush@host/db", "cannot be read; write @"),
+        ("postgresql://ann:hush/hush@host/db", "cannot be read; write @"),
+        ("postgresql://ann:hush@hush@host:port/db", "cannot be read; write @"),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_refused_without_showing_the_password(url: str, about: str) -> None:
+    with pytest.raises(ConfigError, match=about) as caught:
+        PostgresDatabase(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_without_the_driver_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("psycopg", "agentlightning.store.sql.postgres"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentlightning\[postgres\]'"):
+        LightningStore("postgresql://localhost/lightning")
+
+
+# -- making and checking ---------------------------------------------------------------------------------------------
+
+
+def test_an_empty_database_gets_our_tables_and_version(postgres: PostgresCluster, postgres_url: str) -> None:
+    PostgresDatabase(postgres_url).prepare()
+    assert tables(postgres, postgres_url) == set(TABLES)
+    version = postgres.run("SELECT value FROM about WHERE name = 'schema_version'", name_of(postgres_url))
+    assert version == [(str(SCHEMA_VERSION),)]
+
+
+def test_servers_that_start_at_once_make_the_tables_once(postgres: PostgresCluster, postgres_url: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda _: PostgresDatabase(postgres_url).prepare(), range(6)))
+    assert tables(postgres, postgres_url) == set(TABLES)
+
+
+def test_a_schema_keeps_a_store_apart_from_the_other_tables_of_a_database(
+    postgres: PostgresCluster, postgres_url: str
+) -> None:
+    postgres.run("CREATE TABLE workers (name text)", name_of(postgres_url))
+    with pytest.raises(StoreError, match=r"has a table 'workers' that is not ours.*schema=NAME"):
+        PostgresDatabase(postgres_url).prepare()
+    assert tables(postgres, postgres_url) == {"workers"}
+    for schema in ("team", 'the "other" one'):
+        PostgresDatabase(f"{postgres_url}?schema={schema}").prepare()
+        assert tables(postgres, postgres_url, schema) == set(TABLES)
+
+
+def test_a_database_from_a_newer_version_is_refused_with_advice(postgres: PostgresCluster, postgres_url: str) -> None:
+    PostgresDatabase(postgres_url).prepare()
+    postgres.run("UPDATE about SET value = '99' WHERE name = 'schema_version'", name_of(postgres_url))
+    with pytest.raises(StoreError, match=r"newer version of agentlightning \(its schema is 99.*pip install --upgrade"):
+        PostgresDatabase(postgres_url).prepare()
+
+
+def test_text_is_ordered_by_its_bytes_whatever_the_language_of_the_database(
+    postgres: PostgresCluster, postgres_url: str
+) -> None:
+    PostgresDatabase(postgres_url).prepare()
+    columns = postgres.run(
+        "SELECT count(*), count(*) FILTER (WHERE collation_name = 'C') FROM information_schema.columns "
+        "WHERE table_schema = 'public' AND data_type = 'text' AND table_name <> 'servers'",
+        name_of(postgres_url),
+    )
+    assert columns[0][0] == columns[0][1] > 20
+
+
+def test_a_weak_durability_of_the_server_is_not_taken_over(postgres: PostgresCluster, postgres_url: str) -> None:
+    database = PostgresDatabase(f"{postgres_url}?options=-csynchronous_commit%3Doff")
+    with database.open() as connection:
+        assert connection.execute("SHOW synchronous_commit").fetchone() == ("on",)
+    database = PostgresDatabase(f"{postgres_url}?options=-csynchronous_commit%3Dremote_apply")
+    with database.open() as connection:
+        assert connection.execute("SHOW synchronous_commit").fetchone() == ("remote_apply",)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "about"),
+    [
+        (("/test", "/nothing"), 'database "nothing.*" does not exist; make the database first'),
+        (("agl:", "agl:wrong"), "password authentication failed.*; the password is wrong"),
+        (("@127.0.0.1", "@no.such.host"), "cannot be reached: .*check that PostgreSQL runs there"),
+    ],
+)
+def test_what_cannot_be_reached_is_said_with_the_way_out(
+    postgres_url: str, change: tuple[str, str], about: str
+) -> None:
+    with pytest.raises(StoreError, match=about) as caught:
+        PostgresDatabase(postgres_url.replace(*change)).prepare()
+    password = postgres_url.split("@")[0].rsplit(":", 1)[1]
+    assert password not in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_said_to_be_so(postgres_url: str) -> None:
+    port = postgres_url.rsplit(":", 1)[1].split("/")[0]
+    with pytest.raises(StoreError, match=r"Connection refused.*check that PostgreSQL runs there"):
+        PostgresDatabase(postgres_url.replace(port, "1")).prepare()
+
+
+def test_a_server_without_a_free_connection_says_how_many_are_needed(
+    postgres: PostgresCluster, postgres_url: str
+) -> None:
+    PostgresDatabase(postgres_url).prepare()
+    postgres.run(
+        f"CREATE ROLE ann LOGIN PASSWORD 'x' CONNECTION LIMIT 1; ALTER DATABASE {name_of(postgres_url)} OWNER TO ann"
+    )
+    url = postgres_url.replace(postgres_url.split("//")[1].split("@")[0], "ann:x")
+    database = PostgresDatabase(url)
+    with contextlib.closing(database.open()), pytest.raises(StoreError, match="a store needs three"):
+        database.connect(read_only=True)
+
+
+def test_a_user_who_may_not_make_tables_is_told_so(postgres: PostgresCluster, postgres_url: str) -> None:
+    postgres.run("CREATE ROLE bob LOGIN PASSWORD 'x'")
+    postgres.run("REVOKE CREATE ON SCHEMA public FROM PUBLIC", name_of(postgres_url))
+    url = postgres_url.replace(postgres_url.split("//")[1].split("@")[0], "bob:x")
+    with pytest.raises(StoreError, match=r"permission denied for schema public.*grant this user the right"):
+        PostgresDatabase(url).prepare()
+
+
+def test_a_full_disk_is_an_error_of_its_own() -> None:
+    import psycopg.errors
+
+    error = psycopg.errors.DiskFull('could not extend file "base/1/2": No space left on device')
+    told = explain(error, "postgresql://h/d")
+    assert isinstance(told, StoreFullError)
+    assert "the disk of postgresql://h/d is full" in str(told)
+
+
+# -- several servers -------------------------------------------------------------------------------------------------
+
+
+def test_servers_tell_one_another_what_they_committed(postgres_url: str) -> None:
+    speaker, hearer = PostgresDatabase(postgres_url), PostgresDatabase(postgres_url)
+    speaker.prepare()
+    heard: list[Any] = []
+    something = threading.Event()
+
+    def wake(queued: bool, finished: Any) -> None:
+        heard.append((queued, finished))
+        something.set()
+
+    listeners = [hearer.listen(wake), speaker.listen(lambda *_: heard.append("itself"))]
+    connection = speaker.connect(read_only=False)
+    connection.begin(write=True)
+    connection.notify(True, ["ro-1", "ro-2"])
+    assert not something.wait(0.1)
+    connection.commit()
+    assert something.wait(10)
+    assert heard == [(True, ["ro-1", "ro-2"])]
+    something.clear()
+    connection.begin(write=True)
+    connection.notify(False, [f"ro-{number:0100}" for number in range(2_000)])
+    connection.commit()
+    assert something.wait(10)
+    assert heard[1:] == [(False, None)]
+    connection.close()
+    for listener in listeners:
+        listener.close()
+        listener.close()
+
+
+def test_a_listener_whose_connection_was_lost_listens_again_and_says_that_anything_may_have_happened(
+    relay: Any,
+) -> None:
+    database = PostgresDatabase(relay.url)
+    again = threading.Event()
+    heard: list[Any] = []
+
+    def wake(*news: Any) -> None:
+        heard.append(news)
+        again.set()
+
+    listener = database.listen(wake)
+    relay.cut()
+    assert again.wait(10)
+    assert heard == [(True, None)]
+    listener.close()
+
+
+def test_deadlines_are_kept_on_the_clock_of_the_database(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose own clock is an hour slow agrees with the others all the same."""
+    right = PostgresDatabase(postgres_url).clock()
+    monkeypatch.setattr(time, "time", lambda: right.steady() - 3_600)
+    assert abs(PostgresDatabase(postgres_url).clock().steady() - right.steady()) < 1.0

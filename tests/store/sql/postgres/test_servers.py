@@ -1,0 +1,241 @@
+"""Several servers on one PostgreSQL: each is one `LightningStore` here, in this process or in another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import StoreError
+from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
+from agentlightning.span import Span
+from agentlightning.store import LightningStore, LightningStoreBase
+from agentlightning.store.sql import engine
+from agentlightning.store.sql.postgres import database
+from agentlightning.store.sql.store import SqlStore
+
+Store = LightningStoreBase
+
+
+@pytest.fixture
+async def servers(postgres_store_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Store, Store]]:
+    """Two, that learn of one another by NOTIFY only: they would look for themselves after an hour."""
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 3_600.0)
+    pair = LightningStore(postgres_store_url), LightningStore(postgres_store_url)
+    yield pair
+    for store in pair:
+        await store.close()
+
+
+async def finish(store: Store, attempted: AttemptedRollout, status: Any = "succeeded") -> None:
+    await store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status=status)
+
+
+async def test_no_rollout_is_claimed_twice(servers: tuple[Store, Store]) -> None:
+    made = await servers[0].enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(60)])
+    claims = [store.dequeue_many_rollouts(3) for _ in range(10) for store in servers]
+    claimed = [each.rollout_id for some in await asyncio.gather(*claims) for each in some]
+    assert sorted(claimed) == sorted(rollout.rollout_id for rollout in made)
+
+
+async def test_what_one_enqueues_wakes_a_runner_that_waits_at_the_other(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    waiting = asyncio.create_task(there.dequeue_rollout(timeout=60))
+    await asyncio.sleep(0.05)
+    made = await here.enqueue_rollout("task")
+    attempted = await waiting
+    assert attempted is not None
+    assert attempted.rollout_id == made.rollout_id
+
+
+async def test_what_ends_at_one_wakes_who_waits_at_the_other(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    first, second = await here.start_rollout("one"), await here.start_rollout("two")
+    waiting = asyncio.create_task(
+        there.wait_for_rollouts(rollout_ids=[first.rollout_id, second.rollout_id], timeout=60)
+    )
+    await asyncio.sleep(0.05)
+    await finish(here, first)
+    await finish(here, second, "failed")
+    assert [rollout.status for rollout in await waiting] == ["succeeded", "failed"]
+
+
+async def test_what_one_heard_it_does_not_tell_again(servers: tuple[Store, Store]) -> None:
+    """Two that repeated one another's news would never be quiet again."""
+    here, there = servers
+    assert isinstance(here, SqlStore)
+    assert isinstance(there, SqlStore)
+    attempted = await here.start_rollout("task")
+    waiting = asyncio.create_task(there.wait_for_rollouts(rollout_ids=[attempted.rollout_id], timeout=60))
+    await asyncio.sleep(0.05)
+    await finish(here, attempted)
+    assert len(await waiting) == 1
+    await there.enqueue_rollout("another")
+    await asyncio.sleep(0.2)
+    before = here.counters()["commits"], there.counters()["commits"]
+    await asyncio.sleep(0.2)
+    assert (here.counters()["commits"], there.counters()["commits"]) == before
+
+
+async def test_each_sees_at_once_what_the_other_was_told(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    attempted = await here.start_rollout("task", config=RolloutConfig(max_attempts=3))
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    for number, store in enumerate([there, here, there, here], start=1):
+        span = await store.add_span(Span(*ids, f"span {number}", 1.0))
+        assert span.sequence_id == number
+        assert len(await servers[number % 2].query_spans(ids[0])) == number
+    assert (await there.requeue_rollout(ids[0], "moved")).status == "requeuing"
+    late = await here.add_span(Span(*ids, "late", 1.0))
+    assert late.attributes["agentlightning.superseded"] is True
+    again = await here.dequeue_rollout()
+    assert again is not None
+    assert again.attempt.sequence_id == 2
+    assert (await there.cancel_rollout(ids[0])).status == "cancelled"
+    await finish(here, again)
+    rollout = await here.get_rollout_by_id(ids[0])
+    assert rollout is not None
+    assert rollout.status == "cancelled"
+
+
+async def test_a_time_limit_is_applied_once_whoever_is_first(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    config = RolloutConfig(unresponsive_seconds=0.3, max_attempts=3)
+    first = await here.start_rollout("task", config=config)
+    again = await there.dequeue_rollout(timeout=60)
+    assert again is not None
+    await finish(there, again)
+    statuses = [attempt.status for attempt in await here.query_attempts(first.rollout_id)]
+    assert statuses == ["unresponsive", "succeeded"]
+
+
+async def test_the_lease_of_a_worker_is_that_of_its_last_heartbeat_at_either(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    await here.update_worker("w", lease_seconds=0.6)
+    attempted = await here.start_rollout("task", worker_id="w", config=RolloutConfig(max_attempts=2))
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        await there.update_worker("w")
+    assert [attempt.status for attempt in await here.query_attempts(attempted.rollout_id)] == ["preparing"]
+    again = await here.dequeue_rollout("v", timeout=60)
+    assert again is not None
+    first, second = await there.query_attempts(attempted.rollout_id)
+    assert (first.status, second.worker_id) == ("unresponsive", "v")
+    lost = await there.get_worker("w")
+    assert lost is not None
+    assert lost.status == "lost"
+
+
+async def test_the_limit_of_a_queue_holds_for_both_together(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    await here.update_queue("train", 3)
+    await here.enqueue_many_rollouts([EnqueueRolloutRequest(number, mode="train") for number in range(10)])
+    claims = await asyncio.gather(*(store.dequeue_rollout(queues=["train"]) for _ in range(4) for store in servers))
+    claimed = [each for each in claims if each is not None]
+    assert len(claimed) == 3
+    parked = asyncio.create_task(there.dequeue_rollout(timeout=60, queues=["train"]))
+    await asyncio.sleep(0.05)
+    await finish(here, claimed[0])
+    assert await parked is not None
+    assert await here.dequeue_rollout(queues=["train"]) is None
+    parked = asyncio.create_task(there.dequeue_rollout(timeout=60, queues=["train"]))
+    await asyncio.sleep(0.05)
+    await here.update_queue("train", 4)
+    assert await parked is not None
+
+
+async def test_the_same_call_at_both_does_its_work_once(servers: tuple[Store, Store]) -> None:
+    """What a client repeats at another server after it lost the answer of the first."""
+    for number in range(10):
+        names = {"rollout_id": f"ro-{number}"}
+        made = await asyncio.gather(*(store.enqueue_rollout(number, **names) for store in servers * 2))
+        assert len({each.start_time for each in made}) == 1
+        claims = await asyncio.gather(*(store.dequeue_rollout(claim_id=f"cl-{number}") for store in servers * 2))
+        assert len({each.attempt.attempt_id for each in claims if each is not None}) == 1
+        (attempt,) = await servers[0].query_attempts(f"ro-{number}")
+        span = Span(f"ro-{number}", attempt.attempt_id, "work", 1.0, span_id=f"{number:016x}")
+        await asyncio.gather(*(store.add_span(span) for store in servers * 2))
+        assert len(await servers[1].query_spans(f"ro-{number}")) == 1
+    assert (await servers[0].statistics())["attempts"] == 10
+
+
+async def test_a_span_repeated_at_the_other_server_is_kept_once(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    attempted = await here.start_rollout("task")
+    spans = [
+        Span(attempted.rollout_id, attempted.attempt.attempt_id, "work", 1.0, span_id=f"{number:016x}")
+        for number in range(4)
+    ]
+    for store in (here, there, here, there):
+        for span in spans[:2] if store is here else spans:
+            await store.add_span(span)
+    await here.add_many_spans(spans)
+    assert [span.sequence_id for span in await there.query_spans(attempted.rollout_id)] == [1, 2, 3, 4]
+
+
+WORKER = """
+import asyncio, sys
+from agentlightning.store import LightningStore
+
+async def main():
+    store = LightningStore(sys.argv[1])
+    while (attempted := await store.dequeue_rollout(sys.argv[2], timeout=2)) is not None:
+        await store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded")
+        print(attempted.rollout_id)
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_processes_that_start_at_once_share_an_empty_database(postgres_url: str, start_process: Any) -> None:
+    others = [start_process(WORKER, postgres_url, name) for name in ("a", "b")]
+    store = LightningStore(postgres_url)
+    made = await store.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(100)])
+    finished = await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id for rollout in made], timeout=60)
+    assert len(finished) == 100
+    told = [(await asyncio.to_thread(other.communicate))[0] for other in others]
+    assert sorted("".join(told).split()) == sorted(rollout.rollout_id for rollout in made)
+    await store.close()
+
+
+async def test_calls_get_through_a_connection_that_is_cut_again_and_again(relay: Any) -> None:
+    store = LightningStore(relay.url)
+    done: list[str] = []
+
+    async def work() -> None:
+        for number in range(5):
+            made = await store.enqueue_rollout(number)
+            attempted = await store.dequeue_rollout(timeout=30)
+            assert attempted is not None
+            ids = attempted.rollout_id, attempted.attempt.attempt_id
+            await store.add_many_spans([Span(*ids, "work", 1.0) for _ in range(3)])
+            await finish(store, attempted)
+            assert len(await store.query_spans(ids[0])) == 3
+            done.append(made.rollout_id)
+
+    working = asyncio.gather(*(work() for _ in range(4)))
+    for kind in ("lose question", "lose answer") * 3:
+        while relay.next == "pass" and not working.done():
+            await asyncio.sleep(0.02)
+            relay.next = kind
+    await working
+    relay.next = "pass"
+    assert len(done) == 20
+    statistics = await store.statistics()
+    assert (statistics["rollouts.succeeded"], statistics["attempts"], statistics["spans"]) == (20, 20, 60)
+    await store.close()
+
+
+async def test_while_the_server_is_away_calls_wait_and_then_say_so(relay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "PATIENCE_SECONDS", 0.3)
+    store = LightningStore(relay.url)
+    await store.enqueue_rollout("task")
+    relay.close()
+    for call in (store.enqueue_rollout("another"), store.query_rollouts()):
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await call
+    await store.close()
