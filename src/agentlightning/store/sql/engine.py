@@ -63,6 +63,8 @@ class Writer(Lane):
         """What other processes told."""
         self._hearing: list[tuple[bool, Sequence[str] | None]] = []
         """Of that, what the transaction under way goes by."""
+        self._last: list[Answer] = []
+        """Answers that are durable, and not told yet."""
         self.batches = 0
         self.commits = 0
         self.calls = 0
@@ -93,6 +95,8 @@ class Writer(Lane):
             if not (self._calls or self._again or self._heard):
                 self._sleep(self._patience())
             self._process(self._next_batch())
+            if not self._calls or self._at_once:
+                self._settle_last()
         self._connection.close()
         self._abandon()
 
@@ -133,7 +137,19 @@ class Writer(Lane):
             took = time.perf_counter() - started
             for call, _, _ in answers:
                 self.observe(call.name, started - call.since, took, len(batch))
-        if answers:
+        self._last += answers
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether what is durable is answered at once. Otherwise, where more calls wait, their transaction is made
+        ready to commit first: a commit leaves the interpreter to others, so the callers of one batch run while the
+        next is written. Not where somebody else may hold the next one up."""
+        return self._database.shared or self._unit.foreign
+
+    def _settle_last(self) -> None:
+        """Answer the callers of the transactions that are done."""
+        if self._last:
+            answers, self._last = self._last, []
             self._settle(answers)
 
     def _attempt(self, batch: list[Call]) -> list[Answer]:
@@ -214,9 +230,11 @@ class Writer(Lane):
         self._look(batch, answers)
         if writes:
             connection.notify(*news)
+            self._settle_last()
             connection.commit()
             self.commits += 1
         else:
+            self._settle_last()
             connection.rollback()
         unit.committed()
         self._hearing.clear()
