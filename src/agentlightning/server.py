@@ -24,6 +24,7 @@ from agentlightning.errors import ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import store_routes
+from agentlightning.store.http.wire import MAX_BODY_BYTES
 from agentlightning.store.logs import SlowLog
 from agentlightning.store.metrics import Metrics, metrics_routes
 from agentlightning.store.otlp import OtlpReceiver
@@ -34,7 +35,8 @@ class Server:
 
     `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with. With a
     `token`, the store, traces and metrics are for those who present it. With `metrics` there is `/metrics`; `slow`
-    mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own.
+    mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own. Requests to the
+    store are refused over `max_body_bytes`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Server:
         metrics: Metrics | None = None,
         slow: SlowLog | None = None,
         adopt_traces: bool = False,
+        max_body_bytes: int = MAX_BODY_BYTES,
         host: str = "127.0.0.1",
         port: int = 0,
         grace_seconds: int = 10,
@@ -54,7 +57,7 @@ class Server:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces)
         self.app = Starlette(
             routes=[
-                *store_routes(store, secret, token),
+                *store_routes(store, secret, token, max_body_bytes=max_body_bytes),
                 *self.traces.routes(),
                 *(metrics_routes(metrics, token) if metrics else []),
                 *(gateway.routes() if gateway else []),

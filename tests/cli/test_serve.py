@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from agentlightning.cli.serve import prune_regularly
-from agentlightning.errors import StoreFullError
+from agentlightning.errors import ConfigError, StoreFullError
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key, attempt_path, attempt_secret
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -62,13 +62,15 @@ def test_a_model_that_is_no_directory_is_named(invoke):
 
 def test_a_size_that_is_none_is_refused(invoke):
     assert "much" in refused(invoke("serve", "--db", ":memory:", "--keep-size", "much"))
+    assert "plenty" in refused(invoke("serve", "--db", ":memory:", "--max-body", "plenty"))
 
 
 # -- its life --------------------------------------------------------------------------------------------------------
 
 
 async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start, tmp_path):
-    program = start("serve", "--port", "0", "--db", "s.db", "--json", AGL_TOKEN="open-sesame")
+    options = ("--port", "0", "--db", "s.db", "--max-body", "100KB", "--json")
+    program = start("serve", *options, AGL_TOKEN="open-sesame")
     said = program.line()
     url = said["url"]
     assert (said["pid"], said["token"]) == (program.process.pid, True)
@@ -80,6 +82,8 @@ async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start,
         shown = await http.get("/metrics", headers={"authorization": "Bearer open-sesame"})
         assert 'agentlightning_rollouts{status="queuing"} 1.0' in shown.text
         assert (await http.get("/v1/agl/nowhere", headers={"authorization": "Bearer open-sesame"})).status_code == 404
+        with pytest.raises(ConfigError, match="100000"):
+            await client.enqueue_rollout("x" * 100_001)
         started = await client.start_rollout("a task")
         ids = started.rollout_id, started.attempt.attempt_id
         path, key = f"{attempt_path(*ids)}/v1/chat/completions", attempt_key(attempt_secret("open-sesame"), *ids)
