@@ -115,6 +115,15 @@ async def test_a_span_of_0_x_is_kept_and_shown_in_its_shape(http: httpx.AsyncCli
     assert shown["parent"]["span_id"] == "c" * 16
 
 
+async def test_a_reward_of_0_x_is_a_reward(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
+    given = {"agentlightning.reward.0.name": "correct", "agentlightning.reward.0.value": 0.5}
+    sent = body_of_span(claimed, name="agentlightning.annotation", attributes=given)
+    assert (await http.post("/spans", json=sent)).status_code == 201
+    (shown,) = (await http.post("/spans/search", json={"rollout_id": claimed.rollout_id})).json()["items"]
+    assert (shown["name"], shown["attributes"]["gen_ai.evaluation.score.value"]) == ("gen_ai.evaluation.result", 0.5)
+    assert given.items() <= shown["attributes"].items()
+
+
 async def test_resources_are_published_replaced_and_listed(http: httpx.AsyncClient) -> None:
     assert (await http.get("/resources/latest")).json() is None
     prompt = {"prompt": {"resource_type": "prompt_template", "template": "{x}", "engine": "f-string"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast, get_args
 from urllib.parse import parse_qsl
 
@@ -13,6 +14,7 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
+from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.api import Operation
 from agentlightning.store.http.batches import Once
@@ -29,6 +31,7 @@ from agentlightning.store.http.requests import (
     while_wanted,
 )
 from agentlightning.store.http.wire import argument, encode, read_hook, rendered, statistics_body
+from agentlightning.tracing import conventions
 
 Reached = tuple[Operation, dict[str, str]]
 """An operation, and the parameters of its path that are fixed here."""
@@ -55,6 +58,12 @@ def gathered(operations: Sequence[Operation]) -> dict[str, list[Reached]]:
             if fixed and operation.path != path and operation.verb not in taken:
                 reached.append((operation, fixed))
     return paths
+
+
+def _in_our_words(span: Span) -> Span:
+    """A span of another vocabulary, 0.x's own above all, with what it means in ours: a reward is a reward here too."""
+    name = conventions.complete(span.name, span.attributes, span.events)
+    return span if name == span.name else replace(span, name=name)
 
 
 class Endpoint:
@@ -117,7 +126,12 @@ class Endpoint:
             arguments[name] = scope["path_params"][name]
         if operation.single:
             arguments[operation.single] = [arguments.pop(operation.path_names[0])]
-        return {name: argument(value) for name, value in arguments.items()}
+        plain = {name: argument(value) for name, value in arguments.items()}
+        if "span" in plain:
+            plain["span"] = _in_our_words(plain["span"])
+        elif operation.method == "add_many_spans":
+            plain["spans"] = [_in_our_words(span) for span in plain["spans"]]
+        return plain
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
