@@ -62,12 +62,25 @@ def _remove(unit: Unit, states: Sequence[RolloutState]) -> None:
     if attempts:
         keys = [row[0] for row in unit.connection.all(statements.PACK_KEYS, attempts)]
         if keys:
-            run(statements.DELETE_PACK_BLOCKS, keys)
             run(statements.DELETE_PACKS, keys)
+            _drop_blocks_of(unit, keys)
         run(statements.DELETE_ATTEMPTS, attempts)
     run(statements.DELETE_ROLLOUTS, [state.key for state in states])
     for state in states:
         unit.drop(state)
+
+
+def _drop_blocks_of(unit: Unit, packs: Sequence[int]) -> None:
+    """The tokens that only these packs needed, which were just deleted."""
+    connection = unit.connection
+    if not connection.all(statements.HAVE_BLOCKS, packs):
+        return
+    # Other servers may refer to these blocks at this moment, or remove the last other packs that do: whoever comes
+    # second sees what the first one did.
+    connection.lock(token_blocks)
+    if connection.run(statements.DELETE_BLOCKS_OF, packs):
+        unit.pending.digests.clear()
+    connection.run(statements.DELETE_PACK_BLOCKS, packs)
 
 
 @dataclass(frozen=True, slots=True)

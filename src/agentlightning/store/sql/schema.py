@@ -135,6 +135,7 @@ token_blocks = Table(
     Column("digest", LargeBinary, primary_key=True),
     Column("parent", LargeBinary, nullable=False),
     Column("ids", LargeBinary, nullable=False),
+    Index("token_blocks_of_parent", "parent"),
 )
 
 pack_blocks = Table(
@@ -142,6 +143,7 @@ pack_blocks = Table(
     metadata,
     Column("pack_key", _Key, primary_key=True),
     Column("digest", LargeBinary, primary_key=True),
+    Index("pack_blocks_of_digest", "digest"),
 )
 """Which chains of blocks a pack needs, by the digest of their last block."""
 

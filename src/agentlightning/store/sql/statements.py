@@ -251,6 +251,60 @@ _all_used = _used.union(
 DELETE_UNUSED_BLOCKS = Statement(
     delete(token_blocks).where(token_blocks.c.digest.not_in(select(_all_used.c.digest))),
 )
+
+
+def _not_named(digest: ColumnElement[Any]) -> ColumnElement[bool]:
+    """No pack that is there needs the chain that ends with a block. A scalar query, so that PostgreSQL looks each
+    digest up instead of joining the whole tables."""
+    one = literal_column("1")
+    naming = (
+        select(one)
+        .join_from(pack_blocks, span_packs, span_packs.c.key == pack_blocks.c.pack_key)
+        .where(pack_blocks.c.digest == digest)
+        .limit(one)
+        .offset(_zero)
+    )
+    return naming.correlate(token_blocks).scalar_subquery().is_(null())
+
+
+_heads = select(pack_blocks.c.digest).where(is_one_of(pack_blocks.c.pack_key, "packs")).distinct().cte("heads")
+_idle_heads = (
+    select(token_blocks.c.digest, token_blocks.c.parent)
+    .join_from(_heads, token_blocks, token_blocks.c.digest == _heads.c.digest)
+    .where(_not_named(token_blocks.c.digest))
+    .cte("idle", recursive=True)
+)
+_idle = _idle_heads.union(
+    select(token_blocks.c.digest, token_blocks.c.parent)
+    .join_from(_idle_heads, token_blocks, token_blocks.c.digest == _idle_heads.c.parent)
+    .where(_not_named(token_blocks.c.digest))
+)
+_parents_of_used = (
+    select(token_blocks.c.parent.label("digest"))
+    .join_from(_idle, token_blocks, token_blocks.c.parent == _idle.c.digest)
+    .where(token_blocks.c.digest.not_in(select(_idle.c.digest)))
+    .cte("kept", recursive=True)
+)
+_kept = _parents_of_used.union(
+    select(token_blocks.c.parent).join_from(
+        _parents_of_used, token_blocks, token_blocks.c.digest == _parents_of_used.c.digest
+    )
+)
+DELETE_BLOCKS_OF = Statement(
+    delete(token_blocks).where(
+        token_blocks.c.digest.in_(select(_idle.c.digest)), token_blocks.c.digest.not_in(select(_kept.c.digest))
+    ),
+    ("packs",),
+)
+"""The blocks that only some packs needed, which were deleted; their rows of `pack_blocks` are still there. Of the
+blocks that no pack names (`idle`), those with a descendant that is named are `kept`."""
+HAVE_BLOCKS = Statement(
+    select(pack_blocks.c.pack_key)
+    .where(is_one_of(pack_blocks.c.pack_key, "packs"))
+    .limit(literal_column("1"))
+    .offset(_zero),
+    ("packs",),
+)
 PACK_KEYS = Statement(select(span_packs.c.key).where(is_one_of(span_packs.c.attempt_key, "attempts")), ("attempts",))
 DELETE_PACKS = Statement(delete(span_packs).where(is_one_of(span_packs.c.key, "keys")), ("keys",))
 DELETE_PACK_BLOCKS = Statement(delete(pack_blocks).where(is_one_of(pack_blocks.c.pack_key, "keys")), ("keys",))
