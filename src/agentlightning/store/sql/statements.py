@@ -279,12 +279,15 @@ _idle = _idle_heads.union(
     .join_from(_idle_heads, token_blocks, token_blocks.c.digest == _idle_heads.c.parent)
     .where(_not_named(token_blocks.c.digest))
 )
-_parents_of_used = (
-    select(token_blocks.c.parent.label("digest"))
-    .join_from(_idle, token_blocks, token_blocks.c.parent == _idle.c.digest)
-    .where(token_blocks.c.digest.not_in(select(_idle.c.digest)))
-    .cte("kept", recursive=True)
+_used_child = (
+    select(literal_column("1"))
+    .where(token_blocks.c.parent == _idle.c.digest, token_blocks.c.digest.not_in(select(_idle.c.digest)))
+    .limit(literal_column("1"))
+    .offset(_zero)
+    .correlate(_idle)
+    .scalar_subquery()
 )
+_parents_of_used = select(_idle.c.digest).where(_used_child.is_not(null())).cte("kept", recursive=True)
 _kept = _parents_of_used.union(
     select(token_blocks.c.parent).join_from(
         _parents_of_used, token_blocks, token_blocks.c.digest == _parents_of_used.c.digest
