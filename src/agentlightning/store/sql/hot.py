@@ -55,7 +55,9 @@ class _HotRollout:
         else:
             found.append(pack)
         self.spans += len(numbers)
-        self.size += _OVERHEAD + len(pack.body) + 60 * len(numbers) + sum(len(chain.ids) for chain in pack.pack.chains)
+        self.size += _OVERHEAD + len(pack.body) + 60 * len(numbers)
+        if pack.pack.chains:
+            self.size += sum([len(chain.ids) for chain in pack.pack.chains])
         return True
 
 

@@ -187,34 +187,46 @@ class SpanGroup:
 
     def read(self, kept: Kept, answers: list[Any]) -> None:
         """Put each span, as it was kept, at its position among the answers."""
+        if kept.known or self.named:
+            self._read_some(kept, answers)
+            return
+        attempt_id, superseded = kept.attempt_id, kept.superseded
+        everything = zip(self._positions, self._spans, self._pack.span_ids, kept.sequence_ids, strict=True)
+        for position, span, span_id, sequence_id in everything:
+            answers[position] = _as_kept(span, attempt_id, span_id, sequence_id, superseded)
+
+    def _read_some(self, kept: Kept, answers: list[Any]) -> None:
+        """Some of them may have been there before, or come twice."""
         sequence_ids = iter(kept.sequence_ids)
         made: dict[str, Span] = {}
-        known, attempt_id, superseded, named = kept.known, kept.attempt_id, kept.superseded, self.named
+        known, attempt_id, superseded = kept.known, kept.attempt_id, kept.superseded
         for index, (position, span) in enumerate(zip(self._positions, self._spans, strict=True)):
             span_id = self._pack.span_ids[index]
             if index in known:
                 answers[position] = known[index]
                 continue
-            if named and span_id in made:
-                answers[position] = made[span_id]
-                continue
-            answer = made[span_id] = packs.make_span(
-                span.rollout_id,
-                attempt_id,
-                span.name,
-                span.start_time,
-                span.end_time,
-                next(sequence_ids),
-                span.trace_id,
-                span_id,
-                span.parent_id,
-                span.status_code,
-                span.status_message,
-                {**span.attributes, SUPERSEDED: True} if superseded else span.attributes,
-                span.events,
-                span.resource,
-            )
-            answers[position] = answer
+            if span_id not in made:
+                made[span_id] = _as_kept(span, attempt_id, span_id, next(sequence_ids), superseded)
+            answers[position] = made[span_id]
+
+
+def _as_kept(span: Span, attempt_id: str, span_id: str, sequence_id: int, superseded: bool) -> Span:
+    return packs.make_span(
+        span.rollout_id,
+        attempt_id,
+        span.name,
+        span.start_time,
+        span.end_time,
+        sequence_id,
+        span.trace_id,
+        span_id,
+        span.parent_id,
+        span.status_code,
+        span.status_message,
+        {**span.attributes, SUPERSEDED: True} if superseded else span.attributes,
+        span.events,
+        span.resource,
+    )
 
 
 def _number(asked: Sequence[int], last: int) -> Sequence[int]:

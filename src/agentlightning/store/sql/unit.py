@@ -137,8 +137,8 @@ class Unit:
     def committed(self) -> None:
         """Let go of what was not needed for the longest time."""
         self._journal.clear()
-        for rollout in self._weights:
-            self._weight += rollout.weight - self._weights[rollout]
+        for rollout, before in self._weights.items():
+            self._weight += rollout.weight - before
         self._weights.clear()
         while self._weight > KEPT_BYTES and len(self.rollouts) > 1:
             _, rollout = self.rollouts.popitem(last=False)
