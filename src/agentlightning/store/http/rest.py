@@ -256,7 +256,8 @@ def _is_text(kind: Any) -> bool:
 
 def _body(operation: Operation, value: Any, scope: Scope) -> bytes:
     if value is None and not operation.absent and operation.method != "vacuum":
-        raise NotFoundError(f"there is nothing at {scope['path']}; {operation.path_names[-1]} is of none in this store")
+        name = operation.path_names[-1]
+        raise NotFoundError(f"no {name} {scope['path_params'][name]!r} in this store")
     shown = statistics_body(cast("dict[str, int]", value)) if operation.method == "statistics" else rendered(value)
     return encode({operation.scalar: shown} if operation.scalar else shown)
 
