@@ -240,3 +240,33 @@ async def test_workers_are_read_in_pages_in_order_of_appearance(store: Store) ->
 async def test_a_lease_that_is_none_is_refused(store: Store, lease: float) -> None:
     with pytest.raises(ConfigError, match="lease_seconds"):
         await store.update_worker("w1", lease_seconds=lease)
+
+
+# -- whose turn it is ------------------------------------------------------------------------------------------------
+
+
+async def test_who_waits_is_served_before_who_comes(store: Store) -> None:
+    waiting = asyncio.create_task(store.dequeue_rollout("first", timeout=20))
+    await asyncio.sleep(0.1)
+    made, later = await asyncio.gather(store.enqueue_rollout("task"), store.dequeue_rollout("second"))
+    assert (await waiting).rollout_id == made.rollout_id
+    assert later is None
+
+
+async def test_those_who_wait_for_one_queue_and_for_any_are_served_in_turn(store: Store) -> None:
+    one = asyncio.create_task(store.dequeue_rollout("one", timeout=20, queues=["b"]))
+    await asyncio.sleep(0.1)
+    every = asyncio.create_task(store.dequeue_rollout("any", timeout=20))
+    await asyncio.sleep(0.1)
+    first = await store.enqueue_rollout("task", queue="b")
+    assert (await one).rollout_id == first.rollout_id
+    second = await store.enqueue_rollout("task", queue="b")
+    assert (await every).rollout_id == second.rollout_id
+
+
+async def test_who_comes_for_what_nobody_waits_for_need_not_wait(store: Store) -> None:
+    waiting = asyncio.create_task(store.dequeue_rollout("first", timeout=20, queues=["a"]))
+    made = await store.enqueue_rollout("task", queue="b")
+    assert (await store.dequeue_rollout("second", queues=["b"])).rollout_id == made.rollout_id
+    await store.enqueue_rollout("task", queue="a")
+    assert await waiting is not None

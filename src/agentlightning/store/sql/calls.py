@@ -86,9 +86,9 @@ class Start(Call):
 
 
 class Claim(Call):
-    """Claim waiting rollouts; parks while there is none."""
+    """Claim waiting rollouts; parks while there is none, and behind those that wait already."""
 
-    __slots__ = ("_claim_id", "_limit", "_parked", "_queues", "_worker_id")
+    __slots__ = ("_claim_id", "_limit", "_queues", "_since", "_worker_id")
 
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
@@ -98,7 +98,8 @@ class Claim(Call):
         self._worker_id = worker_id
         self._queues = None if queues is None else tuple(dict.fromkeys(queues))
         self._claim_id = claim_id
-        self._parked = False
+        self._since: int | None = None
+        """The transaction it came in."""
 
     def want(self, wants: Wants) -> None:
         wants.claims += self._limit
@@ -111,8 +112,13 @@ class Claim(Call):
         before = repeated(unit, self._claim_id, self._limit)
         if before:
             return before
-        if self._worker_id is not None and unit.worker(self._worker_id).lost and self._parked:
+        if self._since is None:
+            self._since = unit.number
+        if self._worker_id is not None and unit.worker(self._worker_id).lost and self._since != unit.number:
             return []  # it fell silent while it waited: it would take what its own lease has just given back
+        if len(unit.line):
+            unit.lined_up = True
+            return PARK
         found = unit.queues.take(self._queues, self._limit)
         if not found:
             return PARK
@@ -130,7 +136,6 @@ class Claim(Call):
         lifecycle.unclaim(unit, answer)
 
     def park(self, parked: Parked) -> None:
-        self._parked = True
         parked.add_claim(self, self._queues)
 
 

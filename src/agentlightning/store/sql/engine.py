@@ -24,7 +24,7 @@ from agentlightning.store.sql.call import Call
 from agentlightning.store.sql.database import Connection, Database
 from agentlightning.store.sql.hot import HotSpans
 from agentlightning.store.sql.lane import TRIES, Answer, Lane
-from agentlightning.store.sql.parking import PARK, Parked
+from agentlightning.store.sql.parking import PARK, Group, Parked
 from agentlightning.store.sql.unit import Unit, Wants
 
 logger = logging.getLogger(__name__)
@@ -216,6 +216,7 @@ class Writer(Lane):
         for call, answer in lost:
             call.undo(unit, answer)
             unit.settle()
+        unit.line = self._parked.claims
         for call in writing:
             self._take(call, answers)
         if due or foreign:
@@ -268,12 +269,15 @@ class Writer(Lane):
 
     def _claim_parked(self, answers: list[Answer]) -> None:
         """Give what waits to be claimed to those who wait for it, the first ones first."""
-        if not self._unit.queued:
+        self._unit.line = ()
+        if not (self._unit.queued or self._unit.lined_up):
             return
-        for waiting in self._parked.groups():
-            for call in waiting:
-                if not self._take(call, answers):
-                    break  # the others of the group want the same
+        in_vain: set[Group] = set()
+        for call, group in list(self._parked.claims.items()):
+            if group not in in_vain and not self._take(call, answers):
+                in_vain.add(group)  # the others of the group want the same
+                if group is None:
+                    return
 
     def _look(self, batch: list[Call], answers: list[Answer]) -> None:
         """Answer those who only look, those parked whom it concerns, and those whose time is up."""
@@ -297,8 +301,6 @@ class Writer(Lane):
         unit = self._unit
         try:
             result = run(unit)
-            if result is PARK and call.deadline <= time.monotonic():
-                result = call.at_timeout(unit)
         except self._database.errors:
             raise
         except Exception as error:  # noqa: BLE001  the caller's thread raises it

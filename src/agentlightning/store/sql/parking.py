@@ -41,7 +41,6 @@ class Parked:
     def __init__(self) -> None:
         self.claims: dict[Call, Group] = {}
         """In the order of arrival."""
-        self._groups: dict[Group, dict[Call, None]] = {}
         self._waits: dict[Call, _Wait] = {}
         self._by_rollout: dict[str, dict[Call, None]] = {}
         self._deadlines: list[tuple[float, int, Call]] = []
@@ -55,7 +54,6 @@ class Parked:
     def add_claim(self, call: Call, group: Group) -> None:
         if call not in self.claims:
             self.claims[call] = group
-            self._groups.setdefault(group, {})[call] = None
             self._add_deadline(call)
 
     def add_wait(self, call: Call, pending: set[str], missing: int) -> None:
@@ -75,11 +73,7 @@ class Parked:
     def remove(self, call: Call) -> None:
         """Of one that is there or not."""
         if call in self.claims:
-            group = self.claims.pop(call)
-            members = self._groups[group]
-            del members[call]
-            if not members:
-                del self._groups[group]
+            del self.claims[call]
         elif call in self._waits:
             self._forget_wait(call)
 
@@ -91,10 +85,6 @@ class Parked:
                 del self._by_rollout[rollout_id]
 
     # -- whom to ask -----------------------------------------------------------------------------------------------
-
-    def groups(self) -> list[list[Call]]:
-        """The claims, those for the same queues together."""
-        return [list(members) for members in self._groups.values()]
 
     def concerned(self, unit: Unit) -> list[Call]:
         """The waits that may have an end. A rollout queued again meanwhile is noticed by looking."""

@@ -12,7 +12,7 @@ locked until the end.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any, Final
 
 from agentlightning.errors import NotFoundError
@@ -74,6 +74,12 @@ class Unit:
         """Another process has written: anything may have happened."""
         self.queued = False
         """A rollout may now be waiting to be claimed."""
+        self.number = 0
+        """Of this transaction, as this process counts."""
+        self.line: Sized = ()
+        """The claims that came before those that are decided now, and wait."""
+        self.lined_up = False
+        """A claim of this transaction has got in line."""
         self.finished: set[str] = set()
         """Ids of rollouts that have finished."""
         self.deadline: float | None = None
@@ -104,6 +110,8 @@ class Unit:
         if self.shared or foreign:
             self.forget()
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
+        self.number += 1
+        self.lined_up = False
         self.foreign = False
         self.queued = False
         self.finished = set()
