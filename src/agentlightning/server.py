@@ -36,7 +36,7 @@ class Server:
     `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with. With a
     `token`, the store, traces and metrics are for those who present it. With `metrics` there is `/metrics`; `slow`
     mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own. Requests to the
-    store are refused over `max_body_bytes`.
+    store, traces among them, are refused over `max_body_bytes`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Server:
         port: int = 0,
         grace_seconds: int = 10,
     ) -> None:
-        self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces)
+        self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
         self.app = Starlette(
             routes=[
                 *store_routes(store, secret, token, max_body_bytes=max_body_bytes),

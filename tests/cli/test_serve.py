@@ -84,6 +84,8 @@ async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start,
         assert (await http.get("/v1/agl/nowhere", headers={"authorization": "Bearer open-sesame"})).status_code == 404
         with pytest.raises(ConfigError, match="100000"):
             await client.enqueue_rollout("x" * 100_001)
+        key = {"authorization": "Bearer open-sesame", "content-type": "application/json"}
+        assert (await http.post("/v1/traces", content=b" " * 100_001, headers=key)).status_code == 413
         started = await client.start_rollout("a task")
         ids = started.rollout_id, started.attempt.attempt_id
         path, key = f"{attempt_path(*ids)}/v1/chat/completions", attempt_key(attempt_secret("open-sesame"), *ids)

@@ -69,7 +69,7 @@ def serve(
     keep_days: Annotated[float | None, typer.Option(min=0, help="Forget rollouts that finished earlier.")] = None,
     keep_rollouts: Annotated[int | None, typer.Option(min=0, help="Forget the oldest beyond so many.")] = None,
     keep_size: Annotated[str | None, typer.Option(help="Forget the oldest beyond so much, such as 10GB.")] = None,
-    max_body: Annotated[str, typer.Option(help="The largest request taken, such as 64MiB.")] = "64MiB",
+    max_body: Annotated[str, typer.Option(help="Largest request to store and traces, such as 64MiB.")] = "64MiB",
     log_format: LogFormat = "text",
     slow_ms: Annotated[float, typer.Option(min=0, help="Log what takes longer, in milliseconds.")] = 250.0,
     as_json: Json = False,

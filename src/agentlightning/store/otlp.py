@@ -40,13 +40,13 @@ from agentlightning.span import Span
 from agentlightning.store.adopt import Adopter
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import presented_key
+from agentlightning.store.http.wire import MAX_BODY_BYTES
 from agentlightning.tracing.export import FROM, THIS_PROCESS
 from agentlightning.tracing.otlp import Decoded, OtlpError, Request, decode_json, decode_protobuf
 
 PATH: Final = "/v1/traces"
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
-MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 INLINE_BYTES: Final = 512 * 1024
 """Larger bodies are read in a thread, so that the event loop goes on meanwhile."""
 MAX_UNDER_WAY: Final = 4
@@ -79,13 +79,6 @@ class Counts:
     requests: int = 0
     accepted: int = 0
     refused: int = 0
-
-
-def otlp_routes(
-    store: LightningStoreBase, secret: str, token: str | None = None, *, adopt: bool = False
-) -> list[Route]:
-    """The routes of an `OtlpReceiver`, for a server that lives as long as its process."""
-    return OtlpReceiver(store, secret, token, adopt=adopt).routes()
 
 
 class OtlpReceiver:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
-from agentlightning.store.sql.packs import Pack, heads_of, join_ids, merge, pack, select, split_ids, unpack
+from agentlightning.store.sql.packs import Pack, heads_of, join_ids, pack, select, split_ids, unpack
 from agentlightning.store.sql.tokens import BLOCK, join_blocks
 
 IDS = ("ro-1", "at-1")
@@ -81,14 +81,6 @@ def test_numbers_come_back_with_their_types() -> None:
     [span] = read(pack([replace(SPAN, start_time=2, end_time=0, attributes={"numbers": numbers})]))
     assert repr(span.attributes["numbers"]) == repr(numbers)
     assert repr((span.start_time, span.end_time)) == "(2, 0)"
-
-
-@settings(max_examples=40)
-@given(st.lists(spans, min_size=1, max_size=3))
-def test_merged_packs_are_one_pack_of_all_spans(several: list[list[Span]]) -> None:
-    together = merge([pack(some) for some in several])
-    assert read(together) == [span for some in several for span in some]
-    assert together.count == len(together.span_ids) == sum(map(len, several))
 
 
 @settings(max_examples=40)

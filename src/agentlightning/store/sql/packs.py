@@ -191,19 +191,6 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
     return json
 
 
-def merge(packs: Sequence[Pack]) -> Pack:
-    """One pack of the spans of several of the same attempt."""
-    if len(packs) == 1:
-        return packs[0]
-    return Pack(
-        tuple([span_id for pack in packs for span_id in pack.span_ids]),
-        tuple([sequence_id for pack in packs for sequence_id in pack.sequence_ids]),
-        b"[" + b",".join([pack.json[1:-1] for pack in packs if pack.span_ids]) + b"]",
-        b"".join([pack.numbers for pack in packs]),
-        tuple([chain for pack in packs for chain in pack.chains]),
-    )
-
-
 def select(whole: Pack, indexes: Iterable[int]) -> Pack:
     """The spans at `indexes` alone: what is left where some are stored already."""
     spans = unpack(

@@ -58,7 +58,6 @@ CHANGE_ROLLOUTS = Update(
 _by_ids = select(*ROLLOUT).where(is_one_of(rollouts.c.rollout_id, "ids"))
 TAKE_ROLLOUTS = Statement(_by_ids.order_by(rollouts.c.key).with_for_update(), ("ids",))
 """Rollouts by id, locked until the transaction ends."""
-ROLLOUTS_BY_ID = Statement(_by_ids, ("ids",))
 FIND_ROLLOUT = Statement(select(*ROLLOUT).where(rollouts.c.rollout_id == given("id")), ("the_id",))
 ROLLOUT_KEY = Statement(select(rollouts.c.key).where(rollouts.c.rollout_id == given("id")), ("the_id",))
 

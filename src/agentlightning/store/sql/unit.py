@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sized
 from typing import Any, Final
 
 from agentlightning.errors import NotFoundError
-from agentlightning.rollouts import FINISHED, WAITING
+from agentlightning.rollouts import FINISHED
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import statements
 from agentlightning.store.sql.database import Connection
@@ -421,10 +421,3 @@ class Unit:
         if self._journal:
             raise RuntimeError("a call was about to be written before it was decided")
         self.pending.write()
-
-    # -- what the queues ask ---------------------------------------------------------------------------------------
-
-    def is_waiting(self, rollout_id: str) -> RolloutState | None:
-        """The rollout if it is here and may be claimed."""
-        state = self.rollouts.get(rollout_id)
-        return state if state is not None and state.status in WAITING else None
