@@ -33,9 +33,9 @@ async def test_a_caller_that_hangs_up_frees_the_engine_and_is_recorded(serve, pa
     service = await serve(["a long answer " * 1000], engine={"delay": 0.001})
     whole, freed = service.engine.sample, []
 
-    async def watched(*args):
+    async def watched(*args, **options):
         try:
-            return await whole(*args)
+            return await whole(*args, **options)
         except asyncio.CancelledError:
             freed.append(True)
             raise

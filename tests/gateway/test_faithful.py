@@ -56,7 +56,7 @@ class TokenEngine(ScriptedEngine):
 
     says: tuple[int, ...] = ()
 
-    async def sample(self, prompt_token_ids, params, on_tokens=None):
+    async def sample(self, prompt_token_ids, params, on_tokens=None, *, affinity=""):
         for token in self.says if on_tokens else ():
             on_tokens([token])
         reason = "stop" if self.says[-1:] and self.says[-1] in self.chat.eos_token_ids else "length"

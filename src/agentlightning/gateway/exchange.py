@@ -62,7 +62,8 @@ class Exchange:
         # Nobody watches a plain call: its answer is read at once when it is whole.
         on_tokens = receive if show is not None else None
         params = replace(self._params(answer), stop=answer.engine_stops)
-        sample = await self.engine.sample(record.prompt.token_ids, params, on_tokens)
+        affinity = f"{record.rollout_id}/{record.attempt_id}" if self.attributed else ""
+        sample = await self.engine.sample(record.prompt.token_ids, params, on_tokens, affinity=affinity)
         _pass_on(answer, answer.finish(sample), show)
 
     def _params(self, answer: Answer) -> SamplingParams:

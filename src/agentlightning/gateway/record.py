@@ -51,6 +51,8 @@ class Record:
             names.LOGPROBS: list(sample.logprobs),
             names.POLICY_VERSION: sample.policy_version,
         }
+        if sample.versions:
+            attributes[names.POLICY_VERSIONS] = [number for run in sample.versions for number in run]
         if self.constraint:
             verdict, violations = self.constraint.judge(answer)
             attributes |= {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})

@@ -34,6 +34,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the tokens that complete one are kept, the text from it on is not shown."""
     seed: int | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to name at each place, with their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ class Sample:
     """One for each token: under the temperature, top_p and top_k it was drawn with."""
     finish_reason: FinishReason
     policy_version: int
+    """Of the weights that drew the last token."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(policy version, how many tokens it drew), in order, where the weights changed while the answer was drawn;
+    empty where one version drew them all."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each token the likeliest ones at its place, (token, log-probability), likeliest first; empty unless asked
+    for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +130,12 @@ class Engine(Protocol):
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        *,
+        affinity: str = "",
     ) -> Sample:
         """Draw one answer. `on_tokens` is called in the caller's event loop with each new token or run of tokens.
-        Cancelling the call frees the engine. Raises ContextLengthError when the prompt leaves no room."""
+        Cancelling the call frees the engine. Calls of the same `affinity` share their history: an engine of several
+        servers sends them to the same one. Raises ContextLengthError when the prompt leaves no room."""
         ...
 
 

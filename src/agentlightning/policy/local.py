@@ -106,6 +106,8 @@ class LocalPolicy:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        *,
+        affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`. Raises ConfigError for impossible params, PolicyError where the model failed."""
         request = await self._engine.sample(prompt_token_ids, params, on_tokens)

@@ -93,6 +93,8 @@ class ScriptedEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        *,
+        affinity: str = "",
     ) -> Sample:
         """The next scripted answer. Raises ContextLengthError as a real engine does, PolicyError when the script is
         used up."""

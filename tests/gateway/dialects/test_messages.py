@@ -273,7 +273,7 @@ async def test_a_failure_in_the_middle_of_a_stream_reaches_the_caller(serve):
     service = await serve(["Hello."])
     whole = service.engine.sample
 
-    async def breaks(prompt_token_ids, params, on_tokens=None):
+    async def breaks(prompt_token_ids, params, on_tokens=None, *, affinity=""):
         await whole(prompt_token_ids, params, on_tokens)
         raise PolicyError("the device is lost")
 

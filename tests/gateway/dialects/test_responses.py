@@ -253,7 +253,7 @@ async def test_refusals_and_failures_are_the_exceptions_the_sdk_has_for_them(ser
     whole = service.engine.sample
     service.engine._script = iter(["Hello."])
 
-    async def breaks(prompt_token_ids, params, on_tokens=None):
+    async def breaks(prompt_token_ids, params, on_tokens=None, *, affinity=""):
         await whole(prompt_token_ids, params, on_tokens)
         raise PolicyError("the device is lost")
 

@@ -1,0 +1,67 @@
+"""HTTP to another server, for those who pass on many calls: one request out, one answer in, whole or piece by piece.
+
+Responsible for connections and bytes. Who is called, what is repeated and what an answer means are the business of
+those who call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from agentlightning.errors import AgentLightningError
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""Names in lower case."""
+
+
+class TransportError(AgentLightningError):
+    """No answer, or not all of one. `reason` says what happened."""
+
+    def __init__(self, message: str, reason: Literal["connect", "timeout", "closed", "protocol"]) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Answer(Protocol):
+    """The answer to one request, its body not read yet. Use as `async with`: leaving early drops the connection."""
+
+    status: int
+    headers: Headers
+
+    async def read(self) -> bytes:
+        """The whole body. Raises TransportError where it is cut short."""
+        ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises TransportError where it is cut short."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Transport(Protocol):
+    """Keeps connections alive between calls; one for an event loop."""
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Headers,
+        body: bytes = b"",
+        *,
+        connect_seconds: float = 10.0,
+        timeout_seconds: float = 600.0,
+    ) -> Answer:
+        """Returns when the answer's head is there. `timeout_seconds` is the longest silence, not the whole.
+
+        A connection that was kept alive and turns out to be closed before a byte of the answer came is replaced once;
+        nothing else is sent twice. Raises TransportError."""
+        ...
+
+    async def close(self) -> None: ...
