@@ -11,11 +11,13 @@ import hmac
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import quote
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
+
+from agentlightning.carrier import Carrier, carrier
 
 RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing"]
 AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]
@@ -62,8 +64,8 @@ class RolloutConfig(BaseModel):
     """Attempt states after which the rollout is queued again, while attempts are left."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+@carrier
+class Attempt(Carrier, frozen=True):
     """One try of a rollout."""
 
     rollout_id: str
@@ -75,12 +77,12 @@ class Attempt:
     end_time: float | None = None
     worker_id: str | None = None
     last_heartbeat_time: float | None = None
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    metadata: dict[str, Any] = {}
     """`error` holds type, message and traceback of a failure."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
+@carrier
+class Rollout(Carrier, frozen=True):
     """One execution of an agent on one task."""
 
     rollout_id: str
@@ -92,8 +94,8 @@ class Rollout:
     resources_id: str | None = None
     """The version of the resources to use; None means the latest when it is claimed."""
     end_time: float | None = None
-    config: RolloutConfig = field(default_factory=RolloutConfig)
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    config: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
+    metadata: dict[str, Any] = {}
     queue: str = "default"
     """The queue it waits in: the one named when it was made, else its mode, else "default"."""
     priority: int = 0
@@ -104,15 +106,15 @@ class Rollout:
         return self.status in FINISHED
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptedRollout(Rollout):
+@carrier
+class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     """A rollout together with the attempt that was just started for it."""
 
-    attempt: Attempt = field(kw_only=True)
+    attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class EnqueueRolloutRequest:
+@carrier
+class EnqueueRolloutRequest(Carrier, frozen=True):
     """What `enqueue_many_rollouts` takes for each rollout."""
 
     input: Any

@@ -7,8 +7,9 @@ names what it lacks. Order within an attempt is `sequence_id`, given by the stor
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+from agentlightning.carrier import Carrier, carrier
 
 # -- names of spans --------------------------------------------------------------------------------------------------
 
@@ -90,17 +91,17 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 """Stored in binary (int32 and float32, little endian), read back as lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
+@carrier
+class SpanEvent(Carrier, frozen=True):
     """Something that happened within a span."""
 
     name: str
     timestamp: float
-    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+    attributes: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+@carrier
+class Span(Carrier, frozen=True):
     """One recorded operation of one attempt."""
 
     rollout_id: str
@@ -117,9 +118,9 @@ class Span:
     status_code: str = "UNSET"
     """UNSET, OK or ERROR."""
     status_message: str | None = None
-    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+    attributes: dict[str, Any] = {}
     events: tuple[SpanEvent, ...] = ()
-    resource: dict[str, Any] = field(default_factory=dict[str, Any])
+    resource: dict[str, Any] = {}
 
 
 def new_span_id() -> str:

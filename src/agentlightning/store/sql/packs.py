@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from struct import Struct
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import orjson
 
@@ -244,7 +244,7 @@ def unpack(
         if superseded:
             attributes[SUPERSEDED] = True
         spans.append(
-            make_span(
+            Span(
                 rollout_id,
                 attempt_id,
                 name,
@@ -330,60 +330,3 @@ def split_ids(data: bytes) -> tuple[str, ...]:
         return tuple(orjson.loads(data))
     digits = data[1:].hex()
     return tuple([digits[start : start + 16] for start in range(0, len(digits), 16)])
-
-
-# -- making spans ----------------------------------------------------------------------------------------------------
-
-_new = object.__new__
-_set: list[Any] = [cast("Any", Span).__dict__[field.name].__set__ for field in fields(Span)]
-(
-    _set_rollout_id,
-    _set_attempt_id,
-    _set_name,
-    _set_start_time,
-    _set_end_time,
-    _set_sequence_id,
-    _set_trace_id,
-    _set_span_id,
-    _set_parent_id,
-    _set_status_code,
-    _set_status_message,
-    _set_attributes,
-    _set_events,
-    _set_resource,
-) = _set
-
-
-def make_span(
-    rollout_id: str,
-    attempt_id: str,
-    name: str,
-    start_time: float,
-    end_time: float | None,
-    sequence_id: int,
-    trace_id: str,
-    span_id: str,
-    parent_id: str | None,
-    status_code: str,
-    status_message: str | None,
-    attributes: dict[str, Any],
-    events: tuple[SpanEvent, ...],
-    resource: dict[str, Any],
-) -> Span:
-    """`Span(...)` in half the time: a frozen dataclass looks up `object.__setattr__` and the slot for every field."""
-    span = _new(Span)
-    _set_rollout_id(span, rollout_id)
-    _set_attempt_id(span, attempt_id)
-    _set_name(span, name)
-    _set_start_time(span, start_time)
-    _set_end_time(span, end_time)
-    _set_sequence_id(span, sequence_id)
-    _set_trace_id(span, trace_id)
-    _set_span_id(span, span_id)
-    _set_parent_id(span, parent_id)
-    _set_status_code(span, status_code)
-    _set_status_message(span, status_message)
-    _set_attributes(span, attributes)
-    _set_events(span, events)
-    _set_resource(span, resource)
-    return span

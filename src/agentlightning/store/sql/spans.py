@@ -211,7 +211,7 @@ class SpanGroup:
 
 
 def _as_kept(span: Span, attempt_id: str, span_id: str, sequence_id: int, superseded: bool) -> Span:
-    return packs.make_span(
+    return Span(
         span.rollout_id,
         attempt_id,
         span.name,
