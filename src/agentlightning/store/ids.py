@@ -22,6 +22,11 @@ def new_hex() -> str:
     return f"{_random.getrandbits(64):016x}"
 
 
+def new_random(count: int) -> bytes:
+    """So many bytes."""
+    return _random.randbytes(count)
+
+
 def new_id(kind: str) -> str:
     """Such as `ro-019de2b4c1a3f00c55d0e6b1`: 12 hexadecimal digits of milliseconds, 12 at random. New ids sort last,
     so that an index grows at its end however large it is."""

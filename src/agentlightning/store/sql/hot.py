@@ -1,6 +1,7 @@
 """Spans that were just written, kept in memory so that reading them soon needs neither the database nor its thread.
 
-The writer adds packs once they are committed; readers in any thread unpack what they ask for. Only rollouts of which
+The writer adds packs once they are committed; readers in any thread get copies
+of what they ask for. Only rollouts of which
 every span is here are answered for, and only while no other process has written to the database.
 """
 
@@ -8,26 +9,60 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from agentlightning.span import Span
 from agentlightning.store.sql import packs
-from agentlightning.store.sql.packs import Pack
+from agentlightning.store.sql.packs import Plain
 from agentlightning.store.sql.spans import WrittenPack
 
 HOT_BYTES: Final = 8 << 20
 """Of packs in memory, about."""
 _OVERHEAD: Final = 600
+_VALUE: Final = 110
+"""Of an attribute with its place in a dict, besides its text."""
 
 
 class _HotPack(NamedTuple):
     attempt_id: str
     attempt_number: int
-    pack: Pack
-    body: bytes
+    span_ids: Sequence[str]
     sequence_ids: Sequence[int]
     superseded: bool
+    plain: Plain | None
+    """The spans themselves, or what they are unpacked from:"""
+    body: bytes
+    chains: Mapping[bytes, bytes]
+
+    def spans(self, rollout_id: str) -> list[Span]:
+        if self.plain is not None:
+            return packs.copy_plain(
+                self.plain, rollout_id, self.attempt_id, self.span_ids, self.sequence_ids, self.superseded
+            )
+        return packs.unpack(
+            self.body,
+            rollout_id=rollout_id,
+            attempt_id=self.attempt_id,
+            span_ids=self.span_ids,
+            sequence_ids=self.sequence_ids,
+            superseded=self.superseded,
+            chains=self.chains,
+        )
+
+
+def _hot(written: WrittenPack) -> _HotPack:
+    attempt, pack = written.attempt, written.pack
+    return _HotPack(
+        attempt.attempt_id,
+        attempt.sequence_id,
+        pack.span_ids,
+        written.sequence_ids,
+        bool(written.superseded),
+        pack.plain,
+        b"" if pack.plain is not None else written.body,
+        {chain.head: chain.ids for chain in pack.chains} if pack.chains else {},
+    )
 
 
 class _HotRollout:
@@ -40,7 +75,7 @@ class _HotRollout:
         self.spans = 0
         self.size = _OVERHEAD
 
-    def add(self, pack: _HotPack) -> bool:
+    def add(self, pack: _HotPack, size: int) -> bool:
         """False where its spans do not come after those that are here: merging them is not for here."""
         numbers = pack.sequence_ids
         if type(numbers) is not range and list(numbers) != sorted(set(numbers)):
@@ -55,9 +90,11 @@ class _HotRollout:
         else:
             found.append(pack)
         self.spans += len(numbers)
-        self.size += _OVERHEAD + len(pack.body) + 60 * len(numbers)
-        if pack.pack.chains:
-            self.size += sum([len(chain.ids) for chain in pack.pack.chains])
+        self.size += _OVERHEAD + size + 60 * len(numbers)
+        if pack.plain is not None:
+            self.size += _VALUE * sum(map(len, pack.plain[-1]))
+        if pack.chains:
+            self.size += sum(map(len, pack.chains.values()))
         return True
 
 
@@ -99,15 +136,7 @@ class HotSpans:
             hot = self._rollouts[rollout_id] = _HotRollout()
             self._size += hot.size
         before = hot.size
-        pack = _HotPack(
-            attempt.attempt_id,
-            attempt.sequence_id,
-            written.pack,
-            written.body,
-            written.sequence_ids,
-            bool(written.superseded),
-        )
-        if hot.spans == written.before and hot.add(pack):
+        if hot.spans == written.before and hot.add(_hot(written), len(written.body)):
             self._size += hot.size - before
         else:
             self._forget(rollout_id)
@@ -132,18 +161,5 @@ class HotSpans:
         if not found or not self._fresh():
             return None
         if len(found) == 1:
-            return _unpack(rollout_id, found[0])
-        return [span for pack in found for span in _unpack(rollout_id, pack)]
-
-
-def _unpack(rollout_id: str, hot: _HotPack) -> list[Span]:
-    chains = hot.pack.chains
-    return packs.unpack(
-        hot.body,
-        rollout_id=rollout_id,
-        attempt_id=hot.attempt_id,
-        span_ids=hot.pack.span_ids,
-        sequence_ids=hot.sequence_ids,
-        superseded=hot.superseded,
-        chains={chain.head: chain.ids for chain in chains} if chains else None,
-    )
+            return found[0].spans(rollout_id)
+        return [span for pack in found for span in pack.spans(rollout_id)]

@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from struct import Struct
+from itertools import chain, repeat
+from math import isfinite
+from struct import Struct as Layout
 from typing import Any, Final
 
 import orjson
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import (
@@ -35,47 +38,53 @@ from agentlightning.span import (
     Span,
     SpanEvent,
 )
-from agentlightning.store.ids import new_hex
+from agentlightning.store.ids import new_hex, new_random
 from agentlightning.store.sql import tokens
 from agentlightning.store.sql.span_checks import (
+    are_usual,
     check_fields,
     check_sequence_ids,
     check_text,
-    is_usual,
     refuse_not_finite,
     refuse_unusual,
 )
 from agentlightning.store.sql.tokens import ChainCache, TokenBlock, TokenChain
 
-_header = Struct("<xII")
+_header = Layout("<xII")
 ABSENT: Final = -1
 """Count of a token attribute that a span does not have."""
 _has_null = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
+_PLAIN: Final = frozenset({str, int, bool, float, type(None)})
+"""The types of values that nobody can change, and that JSON keeps as they are."""
 _chains = ChainCache()
 
+Column = Sequence[Any]
+"""One field of some spans."""
+Plain = tuple[Column, Column, Column, Column, Column, Column, Column, Sequence[dict[str, Any]]]
+"""Name, start, end, trace_id, parent_id, status_code, status_message and attributes of spans that have nothing else,
+every attribute a plain value."""
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+
+class Pack(Struct, frozen=True):
     """Some spans of one attempt, ready to be stored."""
 
     span_ids: tuple[str, ...]
     """One for each span; made here where the caller gave none."""
+    ids: bytes
+    """`span_ids` in a compact form, which `split_ids` reads."""
     sequence_ids: tuple[int, ...]
     """As asked for; 0 where the store gives the next."""
     json: bytes
     numbers: bytes = b""
     chains: tuple[TokenChain, ...] = ()
     """One for each prompt of at least a block, in the order of the spans."""
+    plain: Plain | None = None
+    """The spans once more, where they are plain values: `copy_plain` makes them for less than `unpack`."""
 
     @property
     def count(self) -> int:
         return len(self.span_ids)
-
-    @property
-    def ids(self) -> bytes:
-        """`span_ids` in a compact form, which `split_ids` reads."""
-        return join_ids(self.span_ids)
 
     @property
     def body(self) -> bytes:
@@ -101,33 +110,48 @@ class Pack:
 def pack(spans: Sequence[Span]) -> Pack:
     """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
     it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
-    span_ids = tuple([span.span_id or new_hex() for span in spans])
-    sequence_ids = tuple([span.sequence_id for span in spans])
-    rows: list[tuple[Any, ...]] = []
-    numbers: list[bytes] = []
-    chains: list[TokenChain] = []
-    resource: dict[str, Any] | None = None
-    for span in spans:
-        end, parent, message = span.end_time, span.parent_id, span.status_message
-        row = (
-            span.name,
-            span.start_time,
-            False if end is None else end,
-            span.trace_id,
-            False if parent is None else parent,
-            span.status_code,
-            False if message is None else message,
-            span.attributes,
-        )
-        if not is_usual(row):
+    columns = tuple(zip(*map(astuple, spans), strict=True)) or ((),) * 14
+    _, _, names, starts, ends, sequence_ids, traces, given, parents, codes, messages, attributes, events, more = columns
+    usual = are_usual(columns)
+    if not usual:
+        for span in spans:
             check_fields(span)
-        if span.events or span.resource or not _TOKENS.isdisjoint(span.attributes):
-            row = _long_row(row, span, resource, numbers, chains)
-        resource = span.resource
-        rows.append(row)
-    check_text(spans, span_ids)
+    made = b"" if any(given) else b"\0" + new_random(8 * len(given))
+    span_ids = split_ids(made) if made else tuple([span_id or new_hex() for span_id in given])
+    check_text(spans, span_ids, (names, traces, parents))
+    ids = made or join_ids(span_ids)
     check_sequence_ids(spans, sequence_ids)
-    return Pack(span_ids, sequence_ids, _dump(rows, spans), b"".join(numbers), tuple(chains))
+    rows = list(zip(names, starts, _told(ends), traces, _told(parents), codes, _told(messages), attributes, strict=True))
+    short = not any(events) and not any(more)
+    if short and usual and _are_plain((*starts, *ends), attributes, spans):
+        plain = (names, starts, ends, traces, parents, codes, messages, list(map(dict.copy, attributes)))
+        return Pack(span_ids, ids, sequence_ids, _dump(rows, spans), plain=plain)
+    numbers, chains = list[bytes](), list[TokenChain]()
+    if not short or not all(map(_TOKENS.isdisjoint, attributes)):
+        rows = _long_rows(rows, spans, numbers, chains)
+    json = _dump(rows, spans)
+    if _has_null(json):
+        _refuse_not_finite(spans)
+    return Pack(span_ids, ids, sequence_ids, json, b"".join(numbers), tuple(chains))
+
+
+def _told(values: Column) -> Column:
+    """None is written `false`."""
+    return [False if value is None else value for value in values]
+
+
+def _long_rows(
+    rows: list[tuple[Any, ...]], spans: Sequence[Span], numbers: list[bytes], chains: list[TokenChain]
+) -> list[tuple[Any, ...]]:
+    """The rows of spans of which some have events, a resource or tokens."""
+    long: list[tuple[Any, ...]] = []
+    before: dict[str, Any] | None = None
+    for row, span in zip(rows, spans, strict=True):
+        if span.events or span.resource or not _TOKENS.isdisjoint(span.attributes):
+            row = _long_row(row, span, before, numbers, chains)
+        before = span.resource
+        long.append(row)
+    return long
 
 
 def _long_row(
@@ -180,15 +204,30 @@ def _taken(attributes: dict[str, Any], name: str, data: bytes | None, numbers: l
 
 def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
     try:
-        json = orjson.dumps(rows)
+        return orjson.dumps(rows)
     except TypeError as error:
         for span in spans:
             refuse_unusual(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
-    if _has_null(json):
-        for span in spans:
-            refuse_not_finite(span)
-    return json
+
+
+def _refuse_not_finite(spans: Sequence[Span]) -> None:
+    for span in spans:
+        refuse_not_finite(span)
+
+
+def _are_plain(times: Iterable[float | None], attributes: Sequence[dict[str, Any]], spans: Sequence[Span]) -> bool:
+    """Whether every attribute is a plain value; then each number was checked, and they may be copied instead of read
+    from JSON."""
+    kinds = set(map(type, chain.from_iterable(map(dict.values, attributes))))
+    if not kinds <= _PLAIN:
+        return False
+    numbers = [time for time in times if time is not None]
+    if float in kinds:
+        numbers += [value for each in attributes for value in each.values() if type(value) is float]
+    if not isfinite(sum(numbers)):  # or each is, and their sum is not
+        _refuse_not_finite(spans)
+    return True
 
 
 def select(whole: Pack, indexes: Iterable[int]) -> Pack:
@@ -262,6 +301,21 @@ def unpack(
             )
         )
     return spans
+
+
+def copy_plain(
+    plain: Plain, rollout_id: str, attempt_id: str, span_ids: Column, sequence_ids: Column, superseded: bool
+) -> list[Span]:
+    """What `unpack` would make of the body of the same pack."""
+    names, starts, ends, traces, parents, codes, messages, attributes = plain
+    copies = list(map(dict.copy, attributes))
+    if superseded:
+        for each in copies:
+            each[SUPERSEDED] = True
+    owner = repeat(rollout_id), repeat(attempt_id)
+    return list(
+        map(Span, *owner, names, starts, ends, sequence_ids, traces, span_ids, parents, codes, messages, copies)
+    )
 
 
 def _open(body: bytes, chains: Mapping[bytes, bytes]) -> tuple[bytes, _Numbers]:
