@@ -65,7 +65,7 @@ class RolloutConfig(BaseModel):
 
 
 @carrier
-class Attempt(Carrier, frozen=True):
+class Attempt(Carrier, frozen=True, gc=False):
     """One try of a rollout."""
 
     rollout_id: str
@@ -82,7 +82,7 @@ class Attempt(Carrier, frozen=True):
 
 
 @carrier
-class Rollout(Carrier, frozen=True):
+class Rollout(Carrier, frozen=True, gc=False):
     """One execution of an agent on one task."""
 
     rollout_id: str
@@ -107,14 +107,14 @@ class Rollout(Carrier, frozen=True):
 
 
 @carrier
-class AttemptedRollout(Rollout, frozen=True, kw_only=True):
+class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
     """A rollout together with the attempt that was just started for it."""
 
     attempt: Attempt
 
 
 @carrier
-class EnqueueRolloutRequest(Carrier, frozen=True):
+class EnqueueRolloutRequest(Carrier, frozen=True, gc=False):
     """What `enqueue_many_rollouts` takes for each rollout."""
 
     input: Any

@@ -92,7 +92,7 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 
 
 @carrier
-class SpanEvent(Carrier, frozen=True):
+class SpanEvent(Carrier, frozen=True, gc=False):
     """Something that happened within a span."""
 
     name: str
@@ -101,7 +101,7 @@ class SpanEvent(Carrier, frozen=True):
 
 
 @carrier
-class Span(Carrier, frozen=True):
+class Span(Carrier, frozen=True, gc=False):
     """One recorded operation of one attempt."""
 
     rollout_id: str
