@@ -2,7 +2,8 @@
 
 A carrier is frozen and compares by its fields. It is a msgspec struct, which is made in a twentieth of the time of a
 frozen dataclass, and still one of the dataclasses for `dataclasses.fields`, `replace` and `asdict`, and for libraries
-that look for them. It checks nothing.
+that look for them. It checks nothing. Subclasses say `gc=False`: what they hold is JSON, which has no cycles, and the
+garbage collector spent a tenth of a store's time on them.
 """
 
 from __future__ import annotations

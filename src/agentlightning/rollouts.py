@@ -77,7 +77,7 @@ class Attempt(Carrier, frozen=True, gc=False):
     end_time: float | None = None
     worker_id: str | None = None
     last_heartbeat_time: float | None = None
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     """`error` holds type, message and traceback of a failure."""
 
 
@@ -95,7 +95,7 @@ class Rollout(Carrier, frozen=True, gc=False):
     """The version of the resources to use; None means the latest when it is claimed."""
     end_time: float | None = None
     config: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     queue: str = "default"
     """The queue it waits in: the one named when it was made, else its mode, else "default"."""
     priority: int = 0

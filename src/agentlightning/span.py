@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 from typing import Any, Final
 
+import msgspec
+
 from agentlightning.carrier import Carrier, carrier
 
 # -- names of spans --------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class SpanEvent(Carrier, frozen=True, gc=False):
 
     name: str
     timestamp: float
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 @carrier
@@ -118,9 +120,9 @@ class Span(Carrier, frozen=True, gc=False):
     status_code: str = "UNSET"
     """UNSET, OK or ERROR."""
     status_message: str | None = None
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, Any] = msgspec.field(default_factory=dict)
     events: tuple[SpanEvent, ...] = ()
-    resource: dict[str, Any] = {}
+    resource: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def new_span_id() -> str:

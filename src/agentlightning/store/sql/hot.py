@@ -1,8 +1,7 @@
 """Spans that were just written, kept in memory so that reading them soon needs neither the database nor its thread.
 
-The writer adds packs once they are committed; readers in any thread get copies
-of what they ask for. Only rollouts of which
-every span is here are answered for, and only while no other process has written to the database.
+The writer adds packs once they are committed; readers in any thread get copies of what they ask for. Only rollouts of
+which every span is here are answered for, and only while no other process has written to the database.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ def pack(spans: Sequence[Span]) -> Pack:
     check_text(spans, span_ids, (names, traces, parents))
     ids = made or join_ids(span_ids)
     check_sequence_ids(spans, sequence_ids)
-    rows = list(zip(names, starts, _told(ends), traces, _told(parents), codes, _told(messages), attributes, strict=True))
+    told = _told(ends), traces, _told(parents), codes, _told(messages), attributes
+    rows = list(zip(names, starts, *told, strict=True))
     short = not any(events) and not any(more)
     if short and usual and _are_plain((*starts, *ends), attributes, spans):
         plain = (names, starts, ends, traces, parents, codes, messages, list(map(dict.copy, attributes)))
