@@ -1,6 +1,6 @@
 """Spans that were just written, kept in memory so that reading them soon needs neither the database nor its thread.
 
-The writer adds packs once they are committed; readers in any thread get copies of what they ask for. Only rollouts of
+The writer adds packs once they are committed; readers in any thread unpack what they ask for. Only rollouts of
 which every span is here are answered for, and only while no other process has written to the database.
 """
 
@@ -13,14 +13,11 @@ from typing import Final, NamedTuple
 
 from agentlightning.span import Span
 from agentlightning.store.sql import packs
-from agentlightning.store.sql.packs import Plain
 from agentlightning.store.sql.spans import WrittenPack
 
 HOT_BYTES: Final = 8 << 20
 """Of packs in memory, about."""
 _OVERHEAD: Final = 600
-_VALUE: Final = 110
-"""Of an attribute with its place in a dict, besides its text."""
 
 
 class _HotPack(NamedTuple):
@@ -29,16 +26,10 @@ class _HotPack(NamedTuple):
     span_ids: Sequence[str]
     sequence_ids: Sequence[int]
     superseded: bool
-    plain: Plain | None
-    """The spans themselves, or what they are unpacked from:"""
     body: bytes
     chains: Mapping[bytes, bytes]
 
     def spans(self, rollout_id: str) -> list[Span]:
-        if self.plain is not None:
-            return packs.copy_plain(
-                self.plain, rollout_id, self.attempt_id, self.span_ids, self.sequence_ids, self.superseded
-            )
         return packs.unpack(
             self.body,
             rollout_id=rollout_id,
@@ -58,8 +49,7 @@ def _hot(written: WrittenPack) -> _HotPack:
         pack.span_ids,
         written.sequence_ids,
         bool(written.superseded),
-        pack.plain,
-        b"" if pack.plain is not None else written.body,
+        written.body,
         {chain.head: chain.ids for chain in pack.chains} if pack.chains else {},
     )
 
@@ -74,7 +64,7 @@ class _HotRollout:
         self.spans = 0
         self.size = _OVERHEAD
 
-    def add(self, pack: _HotPack, size: int) -> bool:
+    def add(self, pack: _HotPack) -> bool:
         """False where its spans do not come after those that are here: merging them is not for here."""
         numbers = pack.sequence_ids
         if type(numbers) is not range and list(numbers) != sorted(set(numbers)):
@@ -89,9 +79,7 @@ class _HotRollout:
         else:
             found.append(pack)
         self.spans += len(numbers)
-        self.size += _OVERHEAD + size + 60 * len(numbers)
-        if pack.plain is not None:
-            self.size += _VALUE * sum(map(len, pack.plain[-1]))
+        self.size += _OVERHEAD + len(pack.body) + 60 * len(numbers)
         if pack.chains:
             self.size += sum(map(len, pack.chains.values()))
         return True
@@ -135,7 +123,7 @@ class HotSpans:
             hot = self._rollouts[rollout_id] = _HotRollout()
             self._size += hot.size
         before = hot.size
-        if hot.spans == written.before and hot.add(_hot(written), len(written.body)):
+        if hot.spans == written.before and hot.add(_hot(written)):
             self._size += hot.size - before
         else:
             self._forget(rollout_id)

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from itertools import chain, repeat
-from math import isfinite
+from itertools import repeat
 from struct import Struct as Layout
 from typing import Any, Final
 
@@ -55,15 +54,11 @@ ABSENT: Final = -1
 """Count of a token attribute that a span does not have."""
 _has_null = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
-_PLAIN: Final = frozenset({str, int, bool, float, type(None)})
-"""The types of values that nobody can change, and that JSON keeps as they are."""
+_SHORT: Final = {8}
+"""Fields in a row that stops after `attributes`."""
+_NOTHING: Final = ((),) * 14
+"""The columns of no spans."""
 _chains = ChainCache()
-
-Column = Sequence[Any]
-"""One field of some spans."""
-Plain = tuple[Column, Column, Column, Column, Column, Column, Column, Sequence[dict[str, Any]]]
-"""Name, start, end, trace_id, parent_id, status_code, status_message and attributes of spans that have nothing else,
-every attribute a plain value."""
 
 
 class Pack(Struct, frozen=True):
@@ -79,8 +74,6 @@ class Pack(Struct, frozen=True):
     numbers: bytes = b""
     chains: tuple[TokenChain, ...] = ()
     """One for each prompt of at least a block, in the order of the spans."""
-    plain: Plain | None = None
-    """The spans once more, where they are plain values: `copy_plain` makes them for less than `unpack`."""
 
     @property
     def count(self) -> int:
@@ -110,10 +103,11 @@ class Pack(Struct, frozen=True):
 def pack(spans: Sequence[Span]) -> Pack:
     """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
     it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
-    columns = tuple(zip(*map(astuple, spans), strict=True)) or ((),) * 14
-    _, _, names, starts, ends, sequence_ids, traces, given, parents, codes, messages, attributes, events, more = columns
-    usual = are_usual(columns)
-    if not usual:
+    columns = tuple(zip(*map(astuple, spans), strict=True)) or _NOTHING
+    _, _, names, starts, ends, sequence_ids, traces, given, parents, codes, messages, attributes, events, resources = (
+        columns
+    )
+    if not are_usual(columns):
         for span in spans:
             check_fields(span)
     made = b"" if any(given) else b"\0" + new_random(8 * len(given))
@@ -123,20 +117,13 @@ def pack(spans: Sequence[Span]) -> Pack:
     check_sequence_ids(spans, sequence_ids)
     told = _told(ends), traces, _told(parents), codes, _told(messages), attributes
     rows = list(zip(names, starts, *told, strict=True))
-    short = not any(events) and not any(more)
-    if short and usual and _are_plain((*starts, *ends), attributes, spans):
-        plain = (names, starts, ends, traces, parents, codes, messages, list(map(dict.copy, attributes)))
-        return Pack(span_ids, ids, sequence_ids, _dump(rows, spans), plain=plain)
     numbers, chains = list[bytes](), list[TokenChain]()
-    if not short or not all(map(_TOKENS.isdisjoint, attributes)):
+    if any(events) or any(resources) or not all(map(_TOKENS.isdisjoint, attributes)):
         rows = _long_rows(rows, spans, numbers, chains)
-    json = _dump(rows, spans)
-    if _has_null(json):
-        _refuse_not_finite(spans)
-    return Pack(span_ids, ids, sequence_ids, json, b"".join(numbers), tuple(chains))
+    return Pack(span_ids, ids, sequence_ids, _dump(rows, spans), b"".join(numbers), tuple(chains))
 
 
-def _told(values: Column) -> Column:
+def _told(values: Sequence[Any]) -> list[Any]:
     """None is written `false`."""
     return [False if value is None else value for value in values]
 
@@ -205,30 +192,15 @@ def _taken(attributes: dict[str, Any], name: str, data: bytes | None, numbers: l
 
 def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
     try:
-        return orjson.dumps(rows)
+        json = orjson.dumps(rows)
     except TypeError as error:
         for span in spans:
             refuse_unusual(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
-
-
-def _refuse_not_finite(spans: Sequence[Span]) -> None:
-    for span in spans:
-        refuse_not_finite(span)
-
-
-def _are_plain(times: Iterable[float | None], attributes: Sequence[dict[str, Any]], spans: Sequence[Span]) -> bool:
-    """Whether every attribute is a plain value; then each number was checked, and they may be copied instead of read
-    from JSON."""
-    kinds = set(map(type, chain.from_iterable(map(dict.values, attributes))))
-    if not kinds <= _PLAIN:
-        return False
-    numbers = [time for time in times if time is not None]
-    if float in kinds:
-        numbers += [value for each in attributes for value in each.values() if type(value) is float]
-    if not isfinite(sum(numbers)):  # or each is, and their sum is not
-        _refuse_not_finite(spans)
-    return True
+    if _has_null(json):
+        for span in spans:
+            refuse_not_finite(span)
+    return json
 
 
 def select(whole: Pack, indexes: Iterable[int]) -> Pack:
@@ -269,10 +241,15 @@ def unpack(
     """The spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `tokens.join_blocks` makes them;
     StoreError where one is missing."""
     json, numbers = _open(body, chains or {})
+    rows = orjson.loads(json)
+    ids = rollout_id, attempt_id
+    if set(map(len, rows)) == _SHORT:
+        return _read_short(rows, ids, span_ids, sequence_ids, superseded)
     spans: list[Span] = []
     resource: dict[str, Any] = {}
-    for row, span_id, sequence_id in zip(orjson.loads(json), span_ids, sequence_ids, strict=True):
+    for row, span_id, sequence_id in zip(rows, span_ids, sequence_ids, strict=True):
         name, start, end, trace_id, parent, code, message, attributes = row[:8]
+        end, parent, message = _read((end, parent, message))
         events: tuple[SpanEvent, ...] = ()
         resource_of: dict[str, Any] = {}
         if len(row) > 8:
@@ -283,40 +260,29 @@ def unpack(
         resource = resource_of
         if superseded:
             attributes[SUPERSEDED] = True
-        spans.append(
-            Span(
-                rollout_id,
-                attempt_id,
-                name,
-                start,
-                None if end is False else end,
-                sequence_id,
-                trace_id,
-                span_id,
-                None if parent is False else parent,
-                code,
-                None if message is False else message,
-                attributes,
-                events,
-                resource_of,
-            )
-        )
+        many = start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource_of
+        spans.append(Span(*ids, name, *many))
     return spans
 
 
-def copy_plain(
-    plain: Plain, rollout_id: str, attempt_id: str, span_ids: Column, sequence_ids: Column, superseded: bool
+def _read_short(
+    rows: list[Any], ids: tuple[str, str], span_ids: Sequence[str], sequence_ids: Sequence[int], superseded: bool
 ) -> list[Span]:
-    """What `unpack` would make of the body of the same pack."""
-    names, starts, ends, traces, parents, codes, messages, attributes = plain
-    copies = list(map(dict.copy, attributes))
+    """Spans without events, resources and tokens: field by field, in half the time."""
+    if not len(rows) == len(span_ids) == len(sequence_ids):
+        raise ValueError(f"a pack of {len(rows)} spans has {len(span_ids)} ids and {len(sequence_ids)} numbers")
+    names, starts, ends, traces, parents, codes, messages, attributes = zip(*rows, strict=True)
     if superseded:
-        for each in copies:
+        for each in attributes:
             each[SUPERSEDED] = True
-    owner = repeat(rollout_id), repeat(attempt_id)
-    return list(
-        map(Span, *owner, names, starts, ends, sequence_ids, traces, span_ids, parents, codes, messages, copies)
-    )
+    owner = map(repeat, ids)
+    told = codes, _read(messages), attributes
+    return list(map(Span, *owner, names, starts, _read(ends), sequence_ids, traces, span_ids, _read(parents), *told))
+
+
+def _read(values: Sequence[Any]) -> list[Any]:
+    """None was written `false`."""
+    return [None if value is False else value for value in values]
 
 
 def _open(body: bytes, chains: Mapping[bytes, bytes]) -> tuple[bytes, _Numbers]:

@@ -87,10 +87,10 @@ class SpanIds:
         self._remember(attempt.key, attempt.spans, ids)
         return ids
 
-    def add(self, attempt: AttemptState, before: int, ids: Sequence[str]) -> None:
-        """After spans were added to an attempt that had `before`."""
+    def add(self, attempt: AttemptState, before: int, ids: Sequence[str], named: bool) -> None:
+        """After spans were added to an attempt that had `before`. Only those whose caller names spans will ask."""
         found = self._known.get(attempt.key)
-        if found is None and not before:
+        if found is None and not before and named:
             self._remember(attempt.key, attempt.spans, set(ids))
         elif found is not None and found[0] == before:
             found[1].update(ids)
@@ -178,7 +178,7 @@ class SpanGroup:
             attempt.spans = before + pack.count
             attempt.bytes += len(body) + 9 * pack.count
             attempt.last_span = max(attempt.last_span, max(sequence_ids))
-            unit.span_ids.add(attempt, before, pack.span_ids)
+            unit.span_ids.add(attempt, before, pack.span_ids, self.named)
         lifecycle.hear(unit, attempt, unit.wall)
         return Kept(attempt.attempt_id, sequence_ids, bool(superseded), self._known(twice, stored))
 
