@@ -289,9 +289,7 @@ def add_records(unit: Unit, records: Sequence[ReadyRecord]) -> int:
         for row, packed in record.attempts:
             attempt = unit.add_attempt(rollout, row)
             for pack, body, marked in packed:
-                written = WrittenPack(attempt, pack, body, _numbers(pack))
-                written.superseded = int(marked)
-                unit.add_pack(written)
+                unit.add_pack(WrittenPack(attempt, pack, body, _numbers(pack), superseded=int(marked)))
     return len(new)
 
 

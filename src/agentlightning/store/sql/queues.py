@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, nsmallest
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import field
+
 from agentlightning.rollouts import WAITING
 from agentlightning.store.sql import codec, statements
 from agentlightning.store.sql.states import OPEN, RolloutState, State
@@ -29,22 +31,19 @@ NOTHING: Final = (-math.inf, 0.0)
 EVERYTHING: Final = (math.inf, 0.0)
 
 
-class QueueState(State):
+class QueueState(State, eq=False):
     """One queue: its limit, and its window."""
 
-    __slots__ = ("edge", "limit", "name", "open", "promised", "window")
     changing = ("open",)
 
-    def __init__(self, name: str, limit: int | None) -> None:
-        super().__init__()
-        self.name = name
-        self.limit = limit
-        self.open: int | None = None
-        """Rollouts of it that are claimed and unfinished; None where they were not counted."""
-        self.promised = 0
-        """Taken and not claimed yet."""
-        self.window: list[Entry] = []
-        self.edge: tuple[float, float] = NOTHING
+    name: str
+    limit: int | None
+    open: int | None = None
+    """Rollouts of it that are claimed and unfinished; None where they were not counted."""
+    promised: int = 0
+    """Taken and not claimed yet."""
+    window: list[Entry] = field(default_factory=list)
+    edge: tuple[float, float] = NOTHING
 
     def push(self, entry: Entry) -> None:
         if entry[:2] >= self.edge:

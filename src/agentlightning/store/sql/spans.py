@@ -28,23 +28,17 @@ PACKS_AT_ONCE: Final = 16
 """Packs of an attempt that are read at once."""
 
 
-class WrittenPack(State):
+class WrittenPack(State, eq=False):
     """A pack on its way to the database."""
 
-    __slots__ = ("attempt", "before", "body", "key", "pack", "sequence_ids", "superseded")
-
-    def __init__(
-        self, attempt: AttemptState, pack: Pack, body: bytes, sequence_ids: Sequence[int], before: int = -1
-    ) -> None:
-        super().__init__()
-        self.key = 0
-        self.attempt = attempt
-        self.pack = pack
-        self.body = body
-        self.sequence_ids = sequence_ids
-        self.superseded = attempt.superseded
-        self.before = before
-        """How many spans its rollout had before; -1: not counted."""
+    attempt: AttemptState
+    pack: Pack
+    body: bytes
+    sequence_ids: Sequence[int]
+    before: int = -1
+    """How many spans its rollout had before; -1: not counted."""
+    superseded: int = 0
+    key: int = 0
 
     def row(self) -> Row:
         first, sequences = min(self.sequence_ids), None
@@ -174,7 +168,7 @@ class SpanGroup:
         unit.touch_attempt(attempt)
         if pack.count:
             before = attempt.spans
-            unit.add_pack(WrittenPack(attempt, pack, body, sequence_ids, attempt.rollout.spans))
+            unit.add_pack(WrittenPack(attempt, pack, body, sequence_ids, attempt.rollout.spans, superseded))
             attempt.spans = before + pack.count
             attempt.bytes += len(body) + 9 * pack.count
             attempt.last_span = max(attempt.last_span, max(sequence_ids))

@@ -1,7 +1,7 @@
 """What the store holds in memory while it decides: rollouts, attempts and workers as they are, and will be written.
 
-Each has one slot for each of its columns, and `touched`: the number of the last call that changed it, which is how the
-unit knows that it has kept what to go back to (unit.py).
+Each has its columns as fields, in their order, and `touched`: the number of the last call that changed it, which is how
+the unit knows that it has kept what to go back to (unit.py).
 """
 
 from __future__ import annotations
@@ -9,81 +9,47 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
+from msgspec import Struct, field
+
 from agentlightning.rollouts import FINISHED, Attempt, AttemptedRollout, Rollout
 from agentlightning.store.sql import codec
 
 OPEN: Final = frozenset({"preparing", "running"})
 
 
-class State:
+class State(Struct, kw_only=True, eq=False):
     """Something the unit can put back as it was."""
 
-    __slots__ = ("stored", "touched")
-
     changing: ClassVar[tuple[str, ...]] = ()
-    """The slots that may change."""
+    """The fields that may change."""
 
-    def __init__(self) -> None:
-        self.touched = 0
-        self.stored = False
+    touched: int = 0
+    stored: bool = False
 
     def restore(self, values: tuple[Any, ...]) -> None:
         for name, value in zip(self.changing, values, strict=True):
             setattr(self, name, value)
 
 
-class RolloutState(State):
+class RolloutState(State, eq=False):
     """A rollout with every attempt of it."""
 
-    __slots__ = (
-        "attempts",
-        "config",
-        "end_time",
-        "input",
-        "key",
-        "metadata",
-        "mode",
-        "priority",
-        "queue",
-        "resources_id",
-        "rollout_id",
-        "start_time",
-        "status",
-        "tries",
-    )
     changing = ("status", "end_time", "attempts", "input", "mode", "resources_id", "config", "metadata", "stored")
 
-    def __init__(self, row: Any) -> None:
-        super().__init__()
-        self.key: int
-        self.rollout_id: str
-        self.input: str
-        self.mode: str | None
-        self.resources_id: str | None
-        self.status: str
-        self.start_time: float
-        self.end_time: float | None
-        self.config: str | None
-        self.metadata: str
-        self.attempts: int
-        self.queue: str
-        self.priority: int
-        (
-            self.key,
-            self.rollout_id,
-            self.input,
-            self.mode,
-            self.resources_id,
-            self.status,
-            self.start_time,
-            self.end_time,
-            self.config,
-            self.metadata,
-            self.attempts,
-            self.queue,
-            self.priority,
-        ) = row
-        self.tries: dict[str, AttemptState] = {}
+    key: int
+    rollout_id: str
+    input: str
+    mode: str | None
+    resources_id: str | None
+    status: str
+    start_time: float
+    end_time: float | None
+    config: str | None
+    metadata: str
+    attempts: int
+    queue: str
+    priority: int
+    tries: dict[str, AttemptState] = field(default_factory=dict)
 
     @property
     def latest(self) -> AttemptState | None:
@@ -106,26 +72,7 @@ class RolloutState(State):
         return codec.to_attempted(rollout_row(self), attempt.to_attempt())
 
 
-class AttemptState(State):
-    __slots__ = (
-        "attempt_id",
-        "bytes",
-        "end_time",
-        "key",
-        "last_heartbeat_time",
-        "last_span",
-        "metadata",
-        "rollout",
-        "sequence_id",
-        "silence",
-        "silent_at",
-        "spans",
-        "start_time",
-        "status",
-        "superseded",
-        "timeout_at",
-        "worker_id",
-    )
+class AttemptState(State, eq=False):
     changing = (
         "status",
         "end_time",
@@ -141,44 +88,24 @@ class AttemptState(State):
         "stored",
     )
 
-    def __init__(self, rollout: RolloutState, row: Any) -> None:
-        super().__init__()
-        self.rollout = rollout
-        self.key: int
-        self.sequence_id: int
-        self.attempt_id: str
-        self.status: str
-        self.start_time: float
-        self.end_time: float | None
-        self.worker_id: str | None
-        self.last_heartbeat_time: float | None
-        self.metadata: str
-        self.superseded: int
-        self.last_span: int
-        self.spans: int
-        self.bytes: int
-        self.timeout_at: float | None
-        self.silence: float | None
-        self.silent_at: float | None
-        (
-            self.key,
-            _,
-            self.sequence_id,
-            self.attempt_id,
-            self.status,
-            self.start_time,
-            self.end_time,
-            self.worker_id,
-            self.last_heartbeat_time,
-            self.metadata,
-            self.superseded,
-            self.last_span,
-            self.spans,
-            self.bytes,
-            self.timeout_at,
-            self.silence,
-            self.silent_at,
-        ) = row
+    rollout: RolloutState
+    key: int
+    rollout_key: int
+    sequence_id: int
+    attempt_id: str
+    status: str
+    start_time: float
+    end_time: float | None
+    worker_id: str | None
+    last_heartbeat_time: float | None
+    metadata: str
+    superseded: int
+    last_span: int
+    spans: int
+    bytes: int
+    timeout_at: float | None
+    silence: float | None
+    silent_at: float | None
 
     @property
     def speaks(self) -> bool:
@@ -199,30 +126,18 @@ class AttemptState(State):
         )
 
 
-class WorkerState(State):
-    __slots__ = ("last_error", "last_heartbeat_time", "lease_seconds", "lost", "lost_at", "stats", "work", "worker_id")
+class WorkerState(State, eq=False):
     changing = ("last_heartbeat_time", "stats", "lease_seconds", "lost_at", "lost", "last_error", "stored")
 
-    def __init__(self, row: Any) -> None:
-        super().__init__()
-        self.worker_id: str
-        self.last_heartbeat_time: float | None
-        self.stats: str
-        self.lease_seconds: float | None
-        self.lost_at: float | None
-        self.lost: int
-        self.last_error: str | None
-        (
-            self.worker_id,
-            self.last_heartbeat_time,
-            self.stats,
-            self.lease_seconds,
-            self.lost_at,
-            self.lost,
-            self.last_error,
-        ) = row
-        self.work: dict[str, str] = {}
-        """Its open attempts: the id of the rollout by that of the attempt, the newest last."""
+    worker_id: str
+    last_heartbeat_time: float | None = None
+    stats: str = "{}"
+    lease_seconds: float | None = None
+    lost_at: float | None = None
+    lost: int = 0
+    last_error: str | None = None
+    work: dict[str, str] = field(default_factory=dict)
+    """Its open attempts: the id of the rollout by that of the attempt, the newest last."""
 
 
 rollout_row = attrgetter(
@@ -244,7 +159,7 @@ moved_row = attrgetter("key", "status", "end_time", "attempts")
 changed_row = attrgetter("key", "status", "end_time", "attempts", "input", "mode", "resources_id", "config", "metadata")
 attempt_row = attrgetter(
     "key",
-    "rollout.key",
+    "rollout_key",
     "sequence_id",
     "attempt_id",
     "status",

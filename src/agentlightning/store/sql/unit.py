@@ -213,11 +213,11 @@ class Unit:
         if not missing:
             return
         self.write_first()
-        states = [RolloutState(row) for row in self.connection.all(statements.TAKE_ROLLOUTS, missing)]
+        states = [RolloutState(*row) for row in self.connection.all(statements.TAKE_ROLLOUTS, missing)]
         by_key = {state.key: state for state in states}
         if by_key:
             for row in self.connection.all(statements.ATTEMPTS_AMONG, list(by_key)):
-                attempt = AttemptState(by_key[row[1]], row)
+                attempt = AttemptState(by_key[row[1]], *row)
                 attempt.stored = True
                 attempt.rollout.tries[attempt.attempt_id] = attempt
         for state in states:
@@ -231,7 +231,7 @@ class Unit:
             return
         self.write_first()
         for row in self.connection.all(statements.TAKE_WORKERS, missing):
-            state = self.workers[row[0]] = WorkerState(row)
+            state = self.workers[row[0]] = WorkerState(*row)
             state.stored = True
         for worker_id, rollout_id, attempt_id in self.connection.all(statements.WORK_IN_HAND, missing):
             if worker_id in self.workers:
@@ -292,7 +292,7 @@ class Unit:
             self.load_workers([worker_id])
             state = self.workers.get(worker_id)
         if state is None:
-            state = self.workers[worker_id] = WorkerState((worker_id, None, "{}", None, None, 0, None))
+            state = self.workers[worker_id] = WorkerState(worker_id)
         return state
 
     def known_resources(self, resources_id: str | None) -> None:
@@ -333,7 +333,7 @@ class Unit:
 
     def add_rollout(self, row: tuple[Any, ...]) -> RolloutState:
         """A new one, from its columns after `key`."""
-        state = RolloutState((self._key(rollouts_table), *row))
+        state = RolloutState(self._key(rollouts_table), *row)
         self._absent.discard(state.rollout_id)
         state.touched = self._call
         self._journal.append((state, None))
@@ -356,7 +356,7 @@ class Unit:
 
     def add_attempt(self, rollout: RolloutState, columns: tuple[Any, ...]) -> AttemptState:
         """A new one, from its columns after `rollout_key`."""
-        state = AttemptState(rollout, (self._key(attempts_table), rollout.key, *columns))
+        state = AttemptState(rollout, self._key(attempts_table), rollout.key, *columns)
         self._absent.discard(state.attempt_id)
         state.touched = self._call
         self._journal.append((state, None))
