@@ -40,10 +40,10 @@ from agentlightning.span import (
 from agentlightning.store.ids import new_hex, new_random
 from agentlightning.store.sql import tokens
 from agentlightning.store.sql.span_checks import (
-    are_usual,
     check_fields,
     check_sequence_ids,
     check_text,
+    is_usual,
     refuse_not_finite,
     refuse_unusual,
 )
@@ -54,10 +54,9 @@ ABSENT: Final = -1
 """Count of a token attribute that a span does not have."""
 _has_null = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
+_FEW: Final = 2
 _SHORT: Final = {8}
 """Fields in a row that stops after `attributes`."""
-_NOTHING: Final = ((),) * 14
-"""The columns of no spans."""
 _chains = ChainCache()
 
 
@@ -103,43 +102,43 @@ class Pack(Struct, frozen=True):
 def pack(spans: Sequence[Span]) -> Pack:
     """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
     it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
-    columns = tuple(zip(*map(astuple, spans), strict=True)) or _NOTHING
-    _, _, names, starts, ends, sequence_ids, traces, given, parents, codes, messages, attributes, events, resources = (
-        columns
-    )
-    if not are_usual(columns):
-        for span in spans:
+    rows: list[tuple[Any, ...]] = []
+    given: list[str] = []
+    sequence_ids: list[int] = []
+    texts: list[str] = []
+    numbers: list[bytes] = []
+    chains: list[TokenChain] = []
+    before: dict[str, Any] | None = None
+    for span in spans:
+        fields = astuple(span)
+        _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
+            fields
+        )
+        given.append(span_id)
+        sequence_ids.append(sequence_id)
+        texts += (name, trace_id, parent or "")
+        row = (
+            name,
+            start,
+            False if end is None else end,
+            trace_id,
+            False if parent is None else parent,
+            code,
+            False if message is None else message,
+            attributes,
+        )
+        if not is_usual(row):
             check_fields(span)
+        if events or resource or not _TOKENS.isdisjoint(attributes):
+            row = _long_row(row, span, before, numbers, chains)
+        before = resource
+        rows.append(row)
     made = b"" if any(given) else b"\0" + new_random(8 * len(given))
     span_ids = split_ids(made) if made else tuple([span_id or new_hex() for span_id in given])
-    check_text(spans, span_ids, (names, traces, parents))
-    ids = made or join_ids(span_ids)
+    check_text(spans, span_ids, texts)
     check_sequence_ids(spans, sequence_ids)
-    told = _told(ends), traces, _told(parents), codes, _told(messages), attributes
-    rows = list(zip(names, starts, *told, strict=True))
-    numbers, chains = list[bytes](), list[TokenChain]()
-    if any(events) or any(resources) or not all(map(_TOKENS.isdisjoint, attributes)):
-        rows = _long_rows(rows, spans, numbers, chains)
-    return Pack(span_ids, ids, sequence_ids, _dump(rows, spans), b"".join(numbers), tuple(chains))
-
-
-def _told(values: Sequence[Any]) -> list[Any]:
-    """None is written `false`."""
-    return [False if value is None else value for value in values]
-
-
-def _long_rows(
-    rows: list[tuple[Any, ...]], spans: Sequence[Span], numbers: list[bytes], chains: list[TokenChain]
-) -> list[tuple[Any, ...]]:
-    """The rows of spans of which some have events, a resource or tokens."""
-    long: list[tuple[Any, ...]] = []
-    before: dict[str, Any] | None = None
-    for row, span in zip(rows, spans, strict=True):
-        if span.events or span.resource or not _TOKENS.isdisjoint(span.attributes):
-            row = _long_row(row, span, before, numbers, chains)
-        before = span.resource
-        long.append(row)
-    return long
+    ids = made or join_ids(span_ids)
+    return Pack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(chains))
 
 
 def _long_row(
@@ -243,7 +242,7 @@ def unpack(
     json, numbers = _open(body, chains or {})
     rows = orjson.loads(json)
     ids = rollout_id, attempt_id
-    if set(map(len, rows)) == _SHORT:
+    if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
         return _read_short(rows, ids, span_ids, sequence_ids, superseded)
     spans: list[Span] = []
     resource: dict[str, Any] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import chain
 from typing import Any, Final, cast
 
 import orjson
@@ -17,23 +16,19 @@ MAX_SEQUENCE_ID: Final = 2**53
 """Beyond it, JSON readers in other languages round."""
 MAX_ID_CHARACTERS: Final = 512
 
-_TEXT: Final = frozenset({str})
-_TEXT_OR_NONE: Final = frozenset({str, type(None)})
-_TIME: Final = frozenset({float, int})
-_TIME_OR_NONE: Final = frozenset({float, int, type(None)})
-_DICT: Final = frozenset({dict})
+_USUAL: Final = frozenset(
+    (str, start, end, str, parent, str, message, dict)
+    for start in (float, int)
+    for end in (float, int, bool)
+    for parent in (str, bool)
+    for message in (str, bool)
+)
+"""The types of a span's fields as a pack writes them, None being False."""
 
 
-def are_usual(columns: Sequence[Sequence[Any]]) -> bool:
-    """Whether the fields of some spans, field by field, are of the usual types; else `check_fields` looks closer."""
-    _, _, names, starts, ends, _, traces, span_ids, parents, codes, messages, attributes, _, resources = columns
-    return (
-        _TEXT.issuperset(map(type, chain(names, traces, span_ids, codes)))
-        and _TIME.issuperset(map(type, starts))
-        and _TIME_OR_NONE.issuperset(map(type, ends))
-        and _TEXT_OR_NONE.issuperset(map(type, chain(parents, messages)))
-        and _DICT.issuperset(map(type, chain(attributes, resources)))
-    )
+def is_usual(row: tuple[Any, ...]) -> bool:
+    """Whether the fields of a span are of the usual types; else `check_fields` looks closer."""
+    return tuple(map(type, row)) in _USUAL
 
 
 def check_fields(span: Span) -> None:
@@ -50,10 +45,10 @@ def check_fields(span: Span) -> None:
         raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is no dict")
 
 
-def check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[Sequence[str | None]]) -> None:
-    """Raise ConfigError for an id or a name that not every database can hold. others: the fields of all spans that are
-    to be looked at."""
-    parts = [part for part in chain(span_ids, *others) if part]
+def check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[str]) -> None:
+    """Raise ConfigError for an id or a name that not every database can hold. others: every name and other id of the
+    spans."""
+    parts = [*span_ids, *others]
     try:
         text = "".join(parts)
     except TypeError as error:
