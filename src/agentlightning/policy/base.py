@@ -140,18 +140,37 @@ class Engine(Protocol):
 
 
 class Policy(Engine, Protocol):
-    """An engine that learns. While it trains or loads nothing may be sampled: the caller pauses the gateway."""
+    """An engine that learns.
 
-    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...)."""
+    Answers under way when `train` or `load` changes the weights are dealt with in one of two ways. Without `in_flight`
+    there may be none: the caller holds new ones back and lets those under way finish first (`gateway.gate`). With
+    `in_flight` they go on across the change and none fails: each token drawn after it, and its log-probability, is
+    what the new weights give after all the tokens before it, whoever drew those; `Sample.versions` says which weights
+    drew how many. Either way, an answer that begins after the change is drawn by the new weights alone, and nothing
+    computed with the old ones (stored prefixes too) is used for it.
+    """
+
+    @property
+    def can_update_in_flight(self) -> bool:
+        """Whether `train` and `load` take `in_flight=True`."""
+        ...
+
+    async def train(
+        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+    ) -> Mapping[str, float]:
+        """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...).
+
+        Raises PolicyError where answers are under way without `in_flight`, ConfigError where `in_flight` cannot be. An
+        update that failed leaves the answers under way as they were."""
         ...
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         """Write a checkpoint `transformers` loads; with `training_state`, also all that a resume needs."""
         ...
 
-    async def load(self, directory: Path) -> None:
-        """Continue from a checkpoint saved with `training_state`: weights, optimiser, version, random state."""
+    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+        """Continue from a checkpoint saved with `training_state`: weights, optimiser, version, random state. Raises as
+        `train` does."""
         ...
 
     async def close(self) -> None: ...

@@ -4,8 +4,10 @@ A step prefills waiting requests (all but the last token of each, up to a budget
 that is ready. Prefill never draws, so there is one place where tokens come from. What several requests begin with is
 computed once: through the prefix store, which holds what finished and prefilled requests left behind.
 
-Not for several threads: whoever owns a `TokenGenerator` calls it from one. After a change of the weights it calls
-`forget`, for every stored key and value belongs to the old ones.
+Not for several threads: whoever owns a `TokenGenerator` calls it from one. Before a change of the weights it calls
+`forget`, for every stored key and value belongs to the old ones. Answers under way may stay: their tokens so far are
+prefilled again by the new weights, as those of any request that lost its slot. Going on with old keys and values would
+save that one prefill, and record log-probabilities that no weights give.
 """
 
 from __future__ import annotations
@@ -55,6 +57,9 @@ class Request:
     """One for each token drawn."""
     finish_reason: FinishReason | None = None
     policy_version: int = 0
+    """Of the weights that drew the last token."""
+    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(version, how many tokens were drawn by then) where the weights changed under way."""
     cancelled: bool = False
     computed: int = 0
     """How many of the tokens have their keys and values in the request's slot."""
@@ -67,6 +72,20 @@ class Request:
     @property
     def drawn(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(version, how many tokens it drew), in order; empty where one version drew them all."""
+        runs: list[tuple[int, int]] = []
+        start = 0
+        for version, end in (*self.changes, (self.policy_version, len(self.logprobs))):
+            if runs and runs[-1][0] == version:
+                version, count = runs.pop()
+                start -= count
+            if end > start:
+                runs.append((version, end - start))
+            start = end
+        return tuple(runs) if len(runs) > 1 else ()
 
     @property
     def missing(self) -> int:
@@ -95,7 +114,7 @@ class TokenGenerator:
         self.model = model
         self.context_length = context_length
         self.policy_version = 0
-        """Written on each request; whoever changes the weights raises it."""
+        """Of the weights; whoever changes them says so here."""
         self.prefixes = PrefixStore(prefix_cache_bytes)
         self._eos = eos_token_ids
         self._decode = decode
@@ -150,7 +169,6 @@ class TokenGenerator:
             prompt_length=len(prompt),
             limit=len(prompt) + min(room, params.max_tokens or room),
             params=params,
-            policy_version=self.policy_version,
             fingerprints=shared.fingerprints(prompt[:-1]) if self._attends else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
             random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
@@ -168,17 +186,24 @@ class TokenGenerator:
         while self._prefilling and self._prefilling[-1].cancelled:
             self._prefilling.pop()
 
-    def forget(self) -> None:
-        """Drop every stored key and value. Call it after each change of the weights; raises PolicyError while
-        requests are under way, whose keys and values would be stale too."""
-        if not self.idle:
-            raise PolicyError("requests are under way; wait for them before the weights change")
+    def forget(self, *, in_flight: bool = False) -> None:
+        """Drop every stored key and value. Call it before each change of the weights; with `in_flight`, requests under
+        way lose their slots and go on after it, else there may be none (PolicyError)."""
+        if not self.idle and not in_flight:
+            raise PolicyError(
+                "requests are under way; wait for them before the weights change, or change them with in_flight=True"
+            )
+        under_way = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
+        for request in under_way:
+            request.changes.append((self.policy_version, len(request.logprobs)))
+        self._rows, self._prefilling = [], []
+        self._wait_again(under_way)
         self.prefixes.clear()
         self._plan = self._shared = None
 
     def release(self) -> None:
-        """Give the memory of the slots back; the next request takes it again."""
-        if self.idle:
+        """Give the memory of the slots back, unless somebody is in them; the next request takes it again."""
+        if not (self._rows or self._prefilling):
             self._cache.release()
 
     def abort(self) -> list[Request]:
@@ -375,6 +400,7 @@ class TokenGenerator:
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.limit:
             request.finish_reason = "length"
+        request.policy_version = self.policy_version
 
     def _grow(self) -> None:
         """Room for one more token in each row. Where the limit forbids it, the newest rows wait again."""
@@ -394,7 +420,7 @@ class TokenGenerator:
         """Requests that lost their slots go first in the queue."""
         self._waiting.extendleft(reversed(requests))
         for request in requests:
-            request.computed = 0
+            request.computed, request.waited = 0, False
 
     def _leave(self, leaving: list[Request]) -> None:
         """Free the slots of `leaving`, closing the gaps with the last rows."""

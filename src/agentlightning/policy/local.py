@@ -1,8 +1,8 @@
 """A policy on one device of this machine: sampling and training on the same weights, in place.
 
 `LocalPolicy` fulfils `policy.base.Policy`. All torch work happens in one thread (`policy.engine`), so sampling and
-training never meet; callers stay in their event loops. After each change of the weights everything computed with
-the old ones is forgotten.
+training never meet: an update happens between two tokens. Callers stay in their event loops. With each change of the
+weights everything computed with the old ones is forgotten.
 """
 
 from __future__ import annotations
@@ -117,17 +117,24 @@ class LocalPolicy:
             logprobs=tuple(request.logprobs),
             finish_reason=request.finish_reason,
             policy_version=request.policy_version,
+            versions=request.versions,
         )
 
-    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """`Updater.step(samples, **options)`. Raises PolicyError while answers are being drawn, and as that does."""
-        return await self._engine.run(lambda: self._train(samples, options))
+    @property
+    def can_update_in_flight(self) -> bool:
+        return True
+
+    async def train(
+        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+    ) -> Mapping[str, float]:
+        """`Updater.step(samples, **options)`; see `Policy.train`. Raises as both do."""
+        return await self._engine.run(lambda: self._train(samples, in_flight, options))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
 
-    async def load(self, directory: Path) -> None:
-        await self._engine.run(lambda: self._load(Path(directory)))
+    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+        await self._engine.run(lambda: self._load(Path(directory), in_flight))
 
     async def close(self) -> None:
         await self._engine.close()
@@ -138,17 +145,22 @@ class LocalPolicy:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
-    def _weights_change(self) -> None:
-        self._generator.forget()
+    def _weights_change(self, in_flight: bool) -> None:
+        self._generator.forget(in_flight=in_flight)
         if self._model.device.type != "cpu":  # Training needs the memory more.
             self._generator.release()
 
-    def _train(self, samples: Sequence[TrainingSample], options: Mapping[str, Any]) -> dict[str, float]:
-        self._weights_change()
+    def _train(
+        self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]
+    ) -> dict[str, float]:
+        self._weights_change(in_flight)
+        steps = self._updater.optimizer.steps
         try:
             metrics = self._updater.step(samples, **options)
         except BaseException:
             self._updater.optimizer.zero_grad()  # What was accumulated must not leak into the next step.
+            if self._updater.optimizer.steps > steps:  # A later minibatch failed: the weights are new ones.
+                self._set_version(self._version + 1)
             raise
         self._set_version(self._version + 1)
         return metrics
@@ -167,8 +179,8 @@ class LocalPolicy:
             }
         checkpoint.save(directory, self._model, self._tokenizer, state)
 
-    def _load(self, directory: Path) -> None:
-        self._weights_change()
+    def _load(self, directory: Path, in_flight: bool) -> None:
+        self._weights_change(in_flight)
         state = checkpoint.load_state(directory)
         checkpoint.load_weights(directory, self._model)
         self._updater.load_state_dict(state["updater"])
