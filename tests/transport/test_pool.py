@@ -18,12 +18,13 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 class Backend:
-    """A server that answers each request with the next of its scripts, and hangs up after it where it says so."""
+    """A server that answers each request with the next of its scripts, and hangs up after it where it is to."""
 
     def __init__(self, *scripts: bytes, close: bool = False) -> None:
         self.scripts, self.close = list(scripts), close
         self.connections = 0
         self.requests: list[bytes] = []
+        self.asked = asyncio.Event()
         self.gone = asyncio.Event()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -33,6 +34,7 @@ class Backend:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int((head.lower().partition(b"content-length: ")[2] or b"0").split(b"\r\n")[0])
                 self.requests.append(head + await reader.readexactly(length))
+                self.asked.set()
                 writer.write(self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0])
                 if self.close:
                     break
@@ -80,9 +82,9 @@ async def test_a_request_arrives_as_it_was_given_and_connections_are_used_again(
 
 
 async def test_header_names_come_in_lower_case() -> None:
-    async with served(Backend(whole(b"x", b"X-Request-ID: r1\r\n"))) as (transport, url):
-        async with await transport.send("GET", url, []) as answer:
-            assert (b"x-request-id", b"r1") in answer.headers
+    backend = Backend(whole(b"x", b"X-Request-ID: r1\r\n"))
+    async with served(backend) as (transport, url), await transport.send("GET", url, []) as answer:
+        assert (b"x-request-id", b"r1") in answer.headers
 
 
 async def test_a_body_in_chunks_comes_as_it_is_sent() -> None:
@@ -98,26 +100,24 @@ async def test_a_body_in_chunks_comes_as_it_is_sent() -> None:
         await reader.read()
         writer.close()
 
-    async with served(handler) as (transport, url):
-        async with await transport.send("GET", url, []) as answer:
-            chunks = answer.chunks()
-            go_on.set()
-            assert await anext(chunks) == b"one"
-            go_on.set()
-            assert [chunk async for chunk in chunks] == [b"two"]
+    async with served(handler) as (transport, url), await transport.send("GET", url, []) as answer:
+        chunks = answer.chunks()
+        go_on.set()
+        assert await anext(chunks) == b"one"
+        go_on.set()
+        assert [chunk async for chunk in chunks] == [b"two"]
 
 
 async def test_a_body_may_end_with_the_connection() -> None:
-    async with served(Backend(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)) as (transport, url):
-        async with await transport.send("GET", url, []) as answer:
-            assert await answer.read() == b"all of it"
+    backend = Backend(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)
+    async with served(backend) as (transport, url), await transport.send("GET", url, []) as answer:
+        assert await answer.read() == b"all of it"
 
 
 async def test_what_precedes_the_answer_is_passed_over() -> None:
     script = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + whole(b"it")
-    async with served(Backend(script)) as (transport, url):
-        async with await transport.send("POST", url, [], b"b") as answer:
-            assert (answer.status, await answer.read(), answer.headers) == (200, b"it", [(b"content-length", b"2")])
+    async with served(Backend(script)) as (transport, url), await transport.send("POST", url, [], b"b") as answer:
+        assert (answer.status, await answer.read(), answer.headers) == (200, b"it", [(b"content-length", b"2")])
 
 
 async def test_a_kept_connection_that_the_server_closed_is_replaced_once() -> None:
@@ -193,8 +193,7 @@ async def test_a_call_that_is_given_up_closes_its_connection() -> None:
     backend = Backend(b"")
     async with served(backend) as (transport, url):
         call = asyncio.create_task(transport.send("POST", url, [], b"b"))
-        while not backend.requests:
-            await asyncio.sleep(0)
+        await asyncio.wait_for(backend.asked.wait(), 5)
         call.cancel()
         await asyncio.wait_for(backend.gone.wait(), 5)
 
@@ -219,15 +218,14 @@ async def test_a_reader_that_does_not_read_makes_the_server_wait() -> None:
         await reader.read()
         writer.close()
 
-    async with served(handler) as (transport, url):
-        async with await transport.send("GET", url, []) as answer:
-            seen = -1
-            while seen != written:  # until the server stands still
-                seen = written
-                await asyncio.sleep(0.05)
-            assert written < size // 2
-            assert answer.size < 4 * HIGH_WATER  # type: ignore[attr-defined]
-            assert sum([len(chunk) async for chunk in answer.chunks()]) == size
+    async with served(handler) as (transport, url), await transport.send("GET", url, []) as answer:
+        seen = -1
+        while seen != written:  # until the server stands still
+            seen = written
+            await asyncio.sleep(0.05)
+        assert written < size // 2
+        assert answer.size < 4 * HIGH_WATER  # type: ignore[attr-defined]
+        assert sum([len(chunk) async for chunk in answer.chunks()]) == size
 
 
 async def test_a_closed_transport_takes_no_calls() -> None:
@@ -241,13 +239,14 @@ async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path: Path, monke
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=test"]
-    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     async with served(Backend(whole(b"secret")), tls) as (transport, url):
         with pytest.raises(TransportError, match="CERTIFICATE_VERIFY_FAILED"):
             await transport.send("GET", url, [])
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    async with served(Backend(whole(b"secret")), tls) as (transport, url):
-        async with await transport.send("GET", url, []) as answer:
-            assert await answer.read() == b"secret"
+    backend = Backend(whole(b"secret"))
+    async with served(backend, tls) as (transport, url), await transport.send("GET", url, []) as answer:
+        assert await answer.read() == b"secret"
