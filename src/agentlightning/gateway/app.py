@@ -35,7 +35,7 @@ from agentlightning.gateway.dialects.fields import forced_params
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.exchange import Exchange, Show
-from agentlightning.gateway.gate import Gate
+from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.record import Record
@@ -119,6 +119,8 @@ class Gateway:
         self.counters = Counters()
         self.conversations = Conversations()
         self.kept = Kept()
+        self.gates = Gates()
+        """One for each engine: what an update of one policy closes."""
         self._store = store
         self._upstream = Upstream(engines, default_model, accept_any_model)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
@@ -127,26 +129,25 @@ class Gateway:
         )
         self._max_body_bytes = max_body_bytes
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._gate = Gate()
         self._created = int(time.time())
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
     @property
     def paused(self) -> bool:
-        return self._gate.closed
+        return self.gates.closed
 
     def pause(self) -> None:
-        """Calls that come from now on wait; those under way go on."""
-        self._gate.close()
+        """Calls of every engine that come from now on wait; those under way go on."""
+        self.gates.close()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Pause, and wait until nothing is sampled or recorded. Raises TimeoutError, still paused."""
-        await self._gate.drain(timeout)
+        await self.gates.drain(timeout)
 
     def resume(self) -> None:
         """Waiting calls go on."""
-        self._gate.open()
+        self.gates.open()
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         """Drop what is remembered of an attempt that has ended."""
@@ -304,8 +305,7 @@ class Gateway:
             raise
 
     async def _run(self, exchange: Exchange, show: Show | None) -> None:
-        async with self._gate:
-            kept = await exchange.run(self._store, show)
+        kept = await exchange.run(self._store, self.gates.of(exchange.engine), show)
         self._learn(exchange)
         self.counters.violated += sum(span.attributes.get(CONSTRAINT) == "violated" for span in kept)
         if any(span.attributes.get(names.SUPERSEDED) for span in kept):
