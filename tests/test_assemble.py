@@ -99,6 +99,17 @@ def test_a_call_without_sampling_parameters_was_sampled_plainly() -> None:
     assert (found.temperature, found.top_p, found.top_k, found.finish_reason) == (1.0, 1.0, 0, "stop")
 
 
+def test_a_call_says_which_weights_drew_which_of_its_tokens() -> None:
+    (found,) = transitions([chat(1, [1], [2, 3, 4], **{names.POLICY_VERSION: 8, names.POLICY_VERSIONS: [7, 2, 8, 1]})])
+    assert (found.policy_version, found.versions) == (8, ((7, 2), (8, 1)))
+
+
+@pytest.mark.parametrize("numbers", [[], [7], [7, 2], [7, 3, 8, 0], [7, 4, 8, -1], ["7", 2, 8, 1]])
+def test_versions_that_do_not_add_up_to_the_tokens_are_not_believed(numbers: list[Any]) -> None:
+    (found,) = transitions([chat(1, [1], [2, 3, 4], **{names.POLICY_VERSION: 8, names.POLICY_VERSIONS: numbers})])
+    assert (found.policy_version, found.versions) == (8, ())
+
+
 def test_superseded_and_failed_calls_are_left_out() -> None:
     spans = [
         chat(1, [1], [2]),
@@ -213,6 +224,22 @@ def test_a_sampled_node_is_split_with_its_logprobs_where_a_later_prompt_leaves_i
     }
 
 
+def test_what_two_versions_of_the_weights_drew_is_two_nodes_of_one_call() -> None:
+    tree = tree_of(
+        call((1,), (7, 8, 9), policy_version=4, versions=((3, 2), (4, 1))),
+        call((1, 7, 8, 9, 5), (6,), 2, policy_version=4),
+        call((1, 7, 2), (6,), 3, policy_version=4),
+    )
+    sampled = [(n.token_ids, n.logprobs, n.policy_version, n.call) for n in tree.nodes if n.sampled]
+    assert sorted(sampled) == [
+        ((6,), (-1.0,), 4, "ro-1-2"),
+        ((6,), (-1.0,), 4, "ro-1-3"),
+        ((7,), (-1.0,), 3, "ro-1-1"),
+        ((8,), (-2.0,), 3, "ro-1-1"),
+        ((9,), (-3.0,), 4, "ro-1-1"),
+    ]
+
+
 def test_the_longest_prefix_is_found_behind_an_equal_sibling() -> None:
     twins = [call((1,), (7,), 1), call((1,), (7,), 2), call((1, 7, 2), (9,), 3), call((1, 7, 2, 9, 3), (4,), 4)]
     assert tree_of(*twins).num_tokens == 7
@@ -244,8 +271,17 @@ def rollouts(draw: st.DrawFn) -> list[Transition]:
         ]
         history = draw(st.sampled_from(histories))
         prompt = history[: draw(st.integers(0, len(history)))] + draw(tokens)
-        made.append(call(prompt, draw(tokens), number, rollout))
+        sampled = draw(tokens)
+        made.append(call(prompt, sampled, number, rollout, versions=draw(versions(len(sampled)))))
     return made
+
+
+@st.composite
+def versions(draw: st.DrawFn, count: int) -> tuple[tuple[int, int], ...]:
+    """Weights that changed at some of the places between so many tokens."""
+    ends = [*sorted(draw(st.sets(st.integers(1, count - 1)))), count] if count > 1 else []
+    starts = [0, *ends]
+    return tuple((version, end - starts[version]) for version, end in enumerate(ends)) if len(ends) > 1 else ()
 
 
 @settings(deadline=None)
@@ -258,6 +294,8 @@ def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
         ]
         assert [t for i in own for t in tree.nodes[i].token_ids] == list(each.response_token_ids)
         assert [x for i in own for x in tree.nodes[i].logprobs] == list(each.logprobs)
+        drawn_by = [tree.nodes[i].policy_version for i in own for _ in tree.nodes[i].token_ids]
+        assert drawn_by == [v for v, n in each.versions for _ in range(n)] or not each.versions
         path = [t for i in tree.path(own[-1]) for t in tree.nodes[i].token_ids]
         assert path == [*each.prompt_token_ids, *each.response_token_ids]
 

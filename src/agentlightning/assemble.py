@@ -7,7 +7,7 @@ every rollout and hand groups of them to `agentlightning.credit`, which calls `t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,12 +78,23 @@ def _transition(span: Span) -> Transition:
         response_token_ids=tuple(attributes[names.RESPONSE_TOKEN_IDS]),
         logprobs=tuple(attributes[names.LOGPROBS]),
         policy_version=attributes.get(names.POLICY_VERSION),
+        versions=_versions(attributes),
         agent=attributes.get(names.AGENT_NAME),
         temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
         top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
         top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
         finish_reason=str(reasons[0]),
     )
+
+
+def _versions(attributes: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Which weights drew how many tokens; nothing where the span's numbers do not add up to its tokens."""
+    numbers = attributes.get(names.POLICY_VERSIONS) or ()
+    if not all(isinstance(number, int) for number in numbers) or len(numbers) % 2:
+        return ()
+    runs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    counts = [count for _, count in runs]
+    return runs if min(counts, default=0) > 0 and sum(counts) == len(attributes[names.RESPONSE_TOKEN_IDS]) else ()
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: float) -> float:
@@ -222,7 +233,7 @@ def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
     Calls are inserted in order of prompt length (ties: by sequence number), each below the longest prefix of its prompt
     that is already there. A prompt runs through prompt nodes of anyone and sampled nodes of its own rollout; where it
     leaves a node in the middle, the node is split, a sampled one with its log-probabilities. Sampled tokens always
-    make a new node: two equal answers stay two samples.
+    make a new node: two equal answers stay two samples. So do those on the other side of an update of the weights.
     """
     everything = [call for each in trajectories for call in each.transitions]
     everything.sort(key=lambda call: (len(call.prompt_token_ids), call.sequence_id))
@@ -262,22 +273,27 @@ def _insert(root: _Draft, call: Transition) -> None:
     rest = call.prompt_token_ids[matched:]
     if rest:
         place = place.add(_Draft(Node(parent=-1, token_ids=rest)))
-    if call.response_token_ids:
-        place.add(_Draft(_sampled_node(call)))
+    for node in _sampled_nodes(call):
+        place = place.add(_Draft(node))
 
 
-def _sampled_node(call: Transition) -> Node:
-    return Node(
-        parent=-1,
-        token_ids=call.response_token_ids,
-        sampled=True,
-        logprobs=call.logprobs,
-        rollout_id=call.rollout_id,
-        call=call.span_id,
-        agent=call.agent,
-        policy_version=call.policy_version,
-        temperature=call.temperature,
-    )
+def _sampled_nodes(call: Transition) -> Iterator[Node]:
+    """What each version of the weights drew."""
+    start = 0
+    whole = ((call.policy_version, len(call.response_token_ids)),) if call.response_token_ids else ()
+    for version, count in call.versions or whole:
+        yield Node(
+            parent=-1,
+            token_ids=call.response_token_ids[start : start + count],
+            sampled=True,
+            logprobs=call.logprobs[start : start + count],
+            rollout_id=call.rollout_id,
+            call=call.span_id,
+            agent=call.agent,
+            policy_version=version,
+            temperature=call.temperature,
+        )
+        start += count
 
 
 def _longest_match(root: _Draft, call: Transition) -> tuple[_Draft, int, int]:

@@ -68,6 +68,10 @@ class PolicyConfig(Section):
     """Tokens of prompt and answer together; None: what the model has."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
+    in_flight: bool = False
+    """Answers under way go on across an update, each token with the version that drew it; false: they finish first."""
+    drain_seconds: float | None = Field(default=None, ge=0)
+    """How long an update waits for answers under way, before those left go on across it; None: until they finish."""
 
 
 class RunnerConfig(Section):

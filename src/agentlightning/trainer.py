@@ -14,7 +14,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from agentlightning.curve import draw_curve
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation import Evaluation, compare, evaluate_tasks
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Policy
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.prepare import (
@@ -161,7 +162,7 @@ class Trainer:
         run.run_dir.forget_metrics_after(run.state.step)
         await make_algorithm(self.config.algorithm).run(run)
         if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
-            await run.policy.load(run.run_dir.path / run.state.best_checkpoint)
+            await run.load(run.run_dir.path / run.state.best_checkpoint)
         self.progress.phase("measuring the trained policy", measurements)
         after = await run.measure("after")
         return await _report(run, before, after)
@@ -199,7 +200,7 @@ class Trainer:
                 source=source,
                 tasks=tasks,
                 server_url=server.url,
-                paused=lambda: _quiet(gateway),
+                updating=lambda: _updating(gateway, policy, config.policy),
                 progress=self.progress,
                 total_steps=make_algorithm(config.algorithm).total_steps,
                 resources=self.initial_resources,
@@ -337,20 +338,20 @@ async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState) ->
     steps = config.algorithm.steps * config.algorithm.minibatches
     path = start_path(config, run_dir)
     policy = await open_policy(policy_config(config, path, config.algorithm.optimizer, steps))
+    if config.policy.in_flight and not policy.can_update_in_flight:
+        await policy.close()
+        raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
     if state.checkpoint is not None:
         await policy.load(run_dir.path / state.checkpoint)
     return policy
 
 
-@asynccontextmanager
-async def _quiet(gateway: Gateway) -> AsyncGenerator[None]:
-    """No model call is under way; those that come wait."""
-    gateway.pause()
-    try:
-        await gateway.drain()
-        yield
-    finally:
-        gateway.resume()
+def _updating(gateway: Gateway, policy: Policy, settings: PolicyConfig) -> AbstractAsyncContextManager[bool]:
+    return gateway.gates.of(policy).update(
+        in_flight=settings.in_flight,
+        drain_seconds=settings.drain_seconds,
+        can_go_on=policy.can_update_in_flight,
+    )
 
 
 async def _unless_it_ends(runner: Runner, work: Coroutine[Any, Any, T]) -> T:

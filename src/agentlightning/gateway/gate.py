@@ -24,8 +24,7 @@ WARN_SECONDS = 30.0
 NAMED = 5
 """How many calls such a message names."""
 CANNOT_GO_ON = (
-    "in_flight=True cannot be: this policy does not change its weights while answers are drawn; leave it False, and "
-    "they finish first"
+    "this policy cannot change its weights while answers are drawn; leave in_flight false, and they finish first"
 )
 
 
