@@ -10,23 +10,23 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning import span as names
+from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.attribution import AttemptContext, Caller, Contexts, attribute
+from agentlightning.gateway.attribution import Attribution, Caller
+from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.conversation import Conversations, Prompt
+from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import messages, responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.chat import CHAT
@@ -37,11 +37,12 @@ from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.exchange import Exchange, Show
 from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
+from agentlightning.gateway.models import Models, json_reply, refusal
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
+from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.thoughts import thought_markers
-from agentlightning.gateway.upstream import Upstream
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
 from agentlightning.policy.base import Engine, Message, SamplingParams
 from agentlightning.span import CONSTRAINT, new_span_id, new_trace_id
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 ATTEMPT_PATHS: Final = (
     "/rollout/{rollout_id}/attempt/{attempt_id}",
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
+    "/worker/{worker_id}",
 )
 DIALECTS: Final[Mapping[str, Dialect]] = {
     "/v1/chat/completions": CHAT,
@@ -59,38 +61,8 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
 }
-MAX_UNKNOWN_NAMES: Final = 200
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the gateway has done since it was made."""
-
-    requests: int = 0
-    errors: int = 0
-    """Requests answered with an error."""
-    cancelled: int = 0
-    """Requests whose caller hung up."""
-    unattributed: int = 0
-    """Requests served for no attempt, and recorded nowhere."""
-    continued: int = 0
-    """Requests that got the exact tokens of an earlier one."""
-    drift: int = 0
-    """Requests that looked like a continuation which could not be proven."""
-    violated: int = 0
-    """Answers that have not the shape their request asked for."""
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    unknown_fields: int = 0
-    """Request fields that were ignored."""
-    unknown_names: Counter[str] = field(default_factory=Counter[str])
-    """The first names of them, and how often each came."""
-
-    def count_unknown(self, unknown: tuple[str, ...]) -> None:
-        self.unknown_fields += len(unknown)
-        for name in unknown:
-            if name in self.unknown_names or len(self.unknown_names) < MAX_UNKNOWN_NAMES:
-                self.unknown_names[name] += 1
+MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
+"""What 1.0 samples with, whatever the agent asks for."""
 
 
 class Gateway:
@@ -99,7 +71,9 @@ class Gateway:
     `engines` maps model names to engines. A call is attributed by the attempt in its URL or by the key made with
     `secret`; one that names none is refused unless `allow_unattributed`. The URL is enough by itself unless
     `require_key`: for a server that strangers can reach. `default_model` serves requests that name no model and, with
-    `accept_any_model`, those that name an unknown one. More than `max_concurrency` calls at once wait.
+    `accept_any_model`, those that name an unknown one. More than `max_concurrency` calls at once wait. `agents` says
+    how agents are recognised that do not name themselves; `mode_temperatures` are those of 1.0's URLs, where the
+    trainer has set none.
     """
 
     def __init__(
@@ -115,6 +89,8 @@ class Gateway:
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
         recheck_seconds: float = 1.0,
+        agents: Sequence[AgentRule] = (),
+        mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.counters = Counters()
         self.conversations = Conversations()
@@ -122,14 +98,14 @@ class Gateway:
         self.gates = Gates()
         """One for each engine: what an update of one policy closes."""
         self._store = store
-        self._upstream = Upstream(engines, default_model, accept_any_model)
+        self.table = Routes(engines, default_model=default_model, accept_any_model=accept_any_model)
+        self._models = Models(self.table)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
-        self._attribute = partial(
-            attribute, secret=secret, require_key=require_key, allow_unattributed=allow_unattributed
-        )
+        self.attribution = Attribution(store, secret, require_key=require_key, allow_unattributed=allow_unattributed)
+        self._agents = Agents(agents)
+        self._mode_temperatures = dict(mode_temperatures)
         self._max_body_bytes = max_body_bytes
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._created = int(time.time())
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
@@ -169,43 +145,23 @@ class Gateway:
             ),
             Route(f"{prefix}/v1/messages/count_tokens", _Endpoint(self.serve_count), methods=["POST"]),
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
-            Route(f"{prefix}/v1/models", self._list_models, methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._show_model, methods=["GET"]),
+            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", self._models.show, methods=["GET"]),
             Route(f"{prefix}/v1", _alive, methods=["GET"]),
             Route(prefix or "/", _alive, methods=["GET"]),
             Route(f"{prefix}/v1/{{rest:path}}", _no_such_path, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
-    async def _list_models(self, request: HttpRequest) -> Response:
-        data = [self._model(request, name) for name in self._upstream.models]
-        if _is_anthropic(request):
-            edges = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-            return _json({"data": data, "has_more": False, "first_id": None, "last_id": None} | edges)
-        return _json({"object": "list", "data": data})
-
-    async def _show_model(self, request: HttpRequest) -> Response:
-        try:
-            name, _ = self._upstream.resolve(request.path_params["model"])
-        except Problem as problem:
-            return _refusal(request, problem)
-        return _json(self._model(request, name))
-
-    def _model(self, request: HttpRequest, name: str) -> dict[str, str | int]:
-        if _is_anthropic(request):
-            created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            return {"type": "model", "id": name, "display_name": name, "created_at": created}
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
-
     async def _stored_response(self, request: HttpRequest) -> Response:
         try:
-            caller = self._attribute(read_headers(request.scope), request.path_params)
+            caller = await self.attribution.caller(read_headers(request.scope), request.path_params)
             attempt, name = _attempt(caller) or ("", ""), request.path_params["response_id"]
             if request.method != "DELETE":
                 return Response(self.kept.body(attempt, name), media_type="application/json")
             self.kept.delete(attempt, name)
         except Problem as problem:
-            return _refusal(request, problem)
-        return _json({"id": name, "object": "response", "deleted": True})
+            return refusal(request, problem)
+        return json_reply({"id": name, "object": "response", "deleted": True})
 
     # -- one call ------------------------------------------------------------------------------------------------
 
@@ -247,7 +203,7 @@ class Gateway:
 
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
         caller, request = await self._read(MESSAGES, scope, receive)
-        model, engine = self._upstream.resolve(request.model)
+        model, engine = self._resolve(caller)
         if _attempt(caller):
             await self._context(caller)
         (prompt,) = self._prompts(caller, request, model, engine)
@@ -255,15 +211,16 @@ class Gateway:
 
     async def _read(self, dialect: Dialect, scope: Scope, receive: Receive) -> tuple[Caller, Request]:
         headers = read_headers(scope)
-        caller = self._attribute(headers, scope["path_params"])
+        caller = await self.attribution.caller(headers, scope["path_params"])
         body = await read_body(receive, headers, self._max_body_bytes)
         request = dialect.read(body, self.kept.recall(_attempt(caller)))
         self.counters.count_unknown(request.unknown)
-        return caller, request
+        agent = self._agents.identify(headers, request.asked, self.table)
+        return replace(caller, agent=agent), request
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
-        model, engine = self._upstream.resolve(request.model)
-        params, trace_id = request.params, ""
+        model, engine = self._resolve(caller)
+        params, trace_id = self._in_mode(caller, request.params), ""
         if _attempt(caller):
             context = await self._context(caller)
             params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
@@ -280,6 +237,20 @@ class Gateway:
         answers = [_answer(dialect, request, engine, params, index) for index in range(len(records))]
         exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
         return exchange, dialect.reply(request, head)
+
+    def _resolve(self, caller: Caller) -> tuple[str, Engine]:
+        """The model to serve. Agents that are called by 1.0's URL may name any: there was only one."""
+        model = caller.agent.model
+        named = None if caller.mode and model is not None and model not in self.table else model
+        route = self.table.resolve(named, caller.agent.name)
+        if route.engine is None:
+            raise Problem(501, f"the model {route.name!r} is a provider's; calls to it are not passed on yet")
+        return route.name, route.engine
+
+    def _in_mode(self, caller: Caller, params: SamplingParams) -> SamplingParams:
+        if caller.mode is None or caller.mode not in self._mode_temperatures:
+            return params
+        return replace(params, temperature=self._mode_temperatures[caller.mode])
 
     def _prompts(self, caller: Caller, request: Request, model: str, engine: Engine) -> list[Prompt]:
         attempt, chat = _attempt(caller), engine.chat
@@ -359,9 +330,7 @@ class _Endpoint:
 
 
 def _attempt(caller: Caller) -> tuple[str, str] | None:
-    if caller.rollout_id is None or caller.attempt_id is None:
-        return None
-    return caller.rollout_id, caller.attempt_id
+    return caller.attempt
 
 
 def _asked(request: Request, engine: Engine) -> list[list[Message]]:
@@ -386,7 +355,7 @@ def _record(
         attempt_id=caller.attempt_id or "",
         trace_id=caller.trace_id or trace_id,
         parent_id=caller.parent_id,
-        agent=caller.agent,
+        whose=caller.attributes(),
         operation=dialect.operation,
         response_id=head.id,
         requested_model=request.model or head.model,
@@ -408,6 +377,7 @@ def _answer(dialect: Dialect, request: Request, engine: Engine, params: Sampling
         reads_calls=request.tools is not None,
         one_call=request.constraint.one_call,
         call_prefix=dialect.call_prefix,
+        tools=request.tools,
         thinks=None if request.prompts else thought_markers(engine.chat),
     )
 
@@ -420,23 +390,10 @@ async def _fail(dialect: Dialect, outlet: Outlet, problem: Problem) -> None:
 
 
 async def _alive(request: HttpRequest) -> Response:
-    return _json({"status": "ok"})
+    return json_reply({"status": "ok"})
 
 
 async def _no_such_path(request: HttpRequest) -> Response:
     served = ", ".join(f"POST {path}" for path in DIALECTS)
     problem = Problem(404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models")
-    return _refusal(request, problem)
-
-
-def _is_anthropic(request: HttpRequest) -> bool:
-    return "anthropic-version" in request.headers
-
-
-def _refusal(request: HttpRequest, problem: Problem) -> Response:
-    dialect = MESSAGES if _is_anthropic(request) else CHAT
-    return Response(dialect.refusal(problem), problem.status, media_type="application/json")
-
-
-def _json(content: Mapping[str, object]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    return refusal(request, problem)

@@ -89,6 +89,9 @@ class Routes:
         self._accept_any = accept_any_model
         self._known: dict[tuple[str | None, str | None], Route] = {}
         self._check_rules()
+        named = [rule.model for rule in rules if not set(rule.model) & set("*?[")]
+        self.models: tuple[str, ...] = tuple(dict.fromkeys([*engines, *named]))
+        """The names that are served, patterns left out."""
         if default_model is None and len(engines) == 1:
             default_model = next(iter(engines))
         if default_model is not None and self._find(default_model, None) is None:
@@ -97,11 +100,12 @@ class Routes:
             raise ConfigError("accept_any_model=True needs a default_model to serve unknown names")
         self._default = default_model
 
-    @property
-    def models(self) -> list[str]:
-        """The names that are served, patterns left out."""
-        named = [rule.model for rule in self._rules if not set(rule.model) & set("*?[")]
-        return sorted({*self._engines, *named}, key=[*self._engines, *named].index)
+    def __contains__(self, model: object) -> bool:
+        """Whether a name is served as it is, and not as the default. A name with an `@` fits no pattern: it says who
+        asks."""
+        if model in self.models:
+            return True
+        return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
     def resolve(self, model: str | None, agent: str | None = None) -> Route:
         """Raises Problem 400 where no model is named, 404 for an unknown one."""
