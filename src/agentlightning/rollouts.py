@@ -6,6 +6,8 @@ status; this module states the rules it follows.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import os
@@ -181,6 +183,38 @@ def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
     rollout_id, attempt_id, _ = parts
     expected = attempt_key(secret, rollout_id, attempt_id)
     return (rollout_id, attempt_id) if hmac.compare_digest(expected, key) else None
+
+
+def worker_path(worker_id: str) -> str:
+    """The URL path for model calls of whatever attempt a worker is running."""
+    return f"/worker/{quote(worker_id, safe='')}"
+
+
+def worker_key(secret: str, worker_id: str) -> str:
+    """An API key that names one worker and is signed with `secret`; it speaks for the attempts of that worker."""
+    body = f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}"
+    signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
+    return f"agl-{body}.{signature}"
+
+
+def read_worker_key(secret: str, key: str) -> str | None:
+    """The worker_id of a key made by `worker_key` with the same secret, else None."""
+    encoded, dot, _ = key.removeprefix("agl-worker-").partition(".")
+    if not key.startswith("agl-worker-") or not dot:
+        return None
+    try:
+        worker_id = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return worker_id if hmac.compare_digest(worker_key(secret, worker_id), key) else None
+
+
+def worker_environment(server_url: str, secret: str, worker_id: str) -> dict[str, str]:
+    """The environment variables for a client that is made once in a process, before any attempt, and used by all."""
+    return {
+        "AGL_WORKER_BASE_URL": f"{server_url.rstrip('/')}{worker_path(worker_id)}/v1",
+        "AGL_WORKER_KEY": worker_key(secret, worker_id),
+    }
 
 
 def attempt_environment(

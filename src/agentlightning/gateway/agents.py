@@ -80,6 +80,9 @@ class Agent:
     """What else was said, and not followed."""
 
 
+UNKNOWN: Final = Agent()
+
+
 class Agents:
     """Recognises agents by what they say and by `rules`, the first that fits. Raises ConfigError where a model name
     means two agents."""
