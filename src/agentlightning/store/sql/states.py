@@ -38,6 +38,7 @@ class RolloutState(State):
     __slots__ = (
         "attempts",
         "config",
+        "counted",
         "end_time",
         "input",
         "key",
@@ -84,6 +85,8 @@ class RolloutState(State):
             self.priority,
         ) = row
         self.tries: dict[str, AttemptState] = {}
+        self.counted: str | None = None
+        """The status it is counted with; None for one that is not written yet."""
 
     @property
     def latest(self) -> AttemptState | None:
