@@ -68,6 +68,7 @@ class Server:
         self.port = port
         self._door = Door(self.app, metrics, slow)
         self._grace = grace_seconds
+        self._gateway = gateway
         self._uvicorn: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -119,6 +120,8 @@ class Server:
         serving, self._serving = self._serving, None
         await serving
         await self.traces.__aexit__()
+        if self._gateway is not None:
+            await self._gateway.close()
 
     async def wait(self) -> None:
         """Wait until it has ended."""

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
     from agentlightning.server import Server
     from agentlightning.store.base import LightningStoreBase, Retention
@@ -62,6 +63,10 @@ def serve(
     model: Annotated[
         list[str] | None, typer.Option(help="[NAME=]DIR: a model for agents to call; may be given again.")
     ] = None,
+    routes: Annotated[
+        Path | None,
+        typer.Option(help="TOML or JSON: which calls go to which model or provider, and budgets.", show_default=False),
+    ] = None,
     otlp_export: Annotated[str | None, typer.Option(help="Send every span on to this OTLP/HTTP endpoint.")] = None,
     adopt_traces: Annotated[
         bool, typer.Option("--adopt-traces", help="Keep traces of unknown programs as rollouts of their own.")
@@ -89,6 +94,7 @@ def serve(
             token=token or None,
             no_token=no_token,
             models=tuple(model or ()),
+            routing=_routing(routes),
             otlp_export=otlp_export,
             adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
@@ -108,6 +114,7 @@ class Options:
     token: str | None
     no_token: bool
     models: tuple[str, ...]
+    routing: GatewayConfig
     otlp_export: str | None
     adopt_traces: bool
     retention: Retention | None
@@ -192,8 +199,7 @@ def _took(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: 
 def _figures(gateway: Gateway) -> Iterable[Metric]:
     from agentlightning.store.metrics import counters
 
-    values = {field.name: getattr(gateway.counters, field.name) for field in fields(gateway.counters)}
-    return counters("gateway", "Model calls", {name: n for name, n in values.items() if isinstance(n, int)})
+    return counters("gateway", "Model calls", gateway.figures())
 
 
 def _refuse_strangers(options: Options) -> None:
@@ -242,10 +248,27 @@ async def _gateway(options: Options, store: LightningStoreBase, secret: str, sta
         store,
         engines,
         secret=secret,
+        config=options.routing,
+        budget_file=_beside(options.db, ".spent"),
         default_model=first,
-        accept_any_model=first is not None,
+        accept_any_model=first is not None and not options.routing.routes,
         require_key=options.token is not None,
     )
+
+
+def _routing(path: Path | None) -> GatewayConfig:
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.settings import load_settings
+
+    return load_settings(GatewayConfig, toml=path)
+
+
+def _beside(db: str | None, suffix: str) -> Path:
+    """A file of the server's own beside its store; where that is no file, in the directory it was started in."""
+    given = db or DEFAULT_DB
+    is_file = "://" not in given and given != ":memory:"
+    path = Path(given if is_file else DEFAULT_DB)
+    return path.with_name(path.name + suffix)
 
 
 async def _open_model(given: str) -> Policy:
@@ -312,7 +335,8 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         sys.stdout.flush()
         return
     console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
-    models = ", ".join(options.models) or "none; give one with --model DIR"
+    served = [*options.models, *(f"{rule.model} ({rule.provider})" for rule in options.routing.routes if rule.provider)]
+    models = ", ".join(served) or "none; give one with --model DIR, or --routes FILE"
     for name, value in (
         ("serving", f"{_without_password(options.db or DEFAULT_DB)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),

@@ -11,9 +11,10 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Final
+from os import PathLike
+from typing import Final, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -24,6 +25,9 @@ from agentlightning import span as names
 from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attribution, Caller
+from agentlightning.gateway.backends import Backends
+from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.counters import Counters
@@ -31,14 +35,17 @@ from agentlightning.gateway.dialects import messages, responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.completions import COMPLETIONS
+from agentlightning.gateway.dialects.embeddings import EMBEDDINGS
 from agentlightning.gateway.dialects.fields import forced_params
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.exchange import Exchange, Show
+from agentlightning.gateway.forwarder import Forwarder
 from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.models import Models, json_reply, refusal
 from agentlightning.gateway.problems import Problem, problem_of
+from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
 from agentlightning.gateway.routing import Routes
@@ -47,6 +54,7 @@ from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_head
 from agentlightning.policy.base import Engine, Message, SamplingParams
 from agentlightning.span import CONSTRAINT, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.transport import Transport, open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +68,9 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
+    "/v1/embeddings": EMBEDDINGS,
 }
+_PATHS: Final = {dialect: cast("ProviderPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()}
 MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
 """What 1.0 samples with, whatever the agent asks for."""
 
@@ -70,10 +80,11 @@ class Gateway:
 
     `engines` maps model names to engines. A call is attributed by the attempt in its URL or by the key made with
     `secret`; one that names none is refused unless `allow_unattributed`. The URL is enough by itself unless
-    `require_key`: for a server that strangers can reach. `default_model` serves requests that name no model and, with
-    `accept_any_model`, those that name an unknown one. More than `max_concurrency` calls at once wait. `agents` says
-    how agents are recognised that do not name themselves; `mode_temperatures` are those of 1.0's URLs, where the
-    trainer has set none.
+    `require_key`: for a server that strangers can reach. `config` says what goes to providers, and what that may cost;
+    `budget_file` is where the total is kept, unless it names a file. `default_model` serves requests that name no model
+    and, with `accept_any_model`, those that name an unknown one, unless `config` says otherwise. More than
+    `max_concurrency` calls at once wait. `agents` says how agents are recognised that do not name themselves;
+    `mode_temperatures` are those of 1.0's URLs, where the trainer has set none.
     """
 
     def __init__(
@@ -82,8 +93,10 @@ class Gateway:
         engines: Mapping[str, Engine],
         *,
         secret: str,
+        config: GatewayConfig | None = None,
+        budget_file: str | PathLike[str] | None = None,
         default_model: str | None = None,
-        accept_any_model: bool = False,
+        accept_any_model: bool | None = None,
         require_key: bool = False,
         allow_unattributed: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
@@ -93,17 +106,30 @@ class Gateway:
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.counters = Counters()
+        self._transport: Transport | None = None
         self.conversations = Conversations()
         self.kept = Kept()
         self.gates = Gates()
         """One for each engine: what an update of one policy closes."""
         self._store = store
-        self.table = Routes(engines, default_model=default_model, accept_any_model=accept_any_model)
+        config = config or GatewayConfig()
+        self.budgets = Budgets(config.budget, store, budget_file)
+        self.providers = {
+            provider.name: Backends(provider, self._open_transport, self.budgets) for provider in config.providers
+        }
+        self.table = Routes(
+            engines,
+            config.routes,
+            self.providers,
+            default_model=config.default_model or default_model,
+            accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
+        )
         self._models = Models(self.table)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
         self.attribution = Attribution(store, secret, require_key=require_key, allow_unattributed=allow_unattributed)
-        self._agents = Agents(agents)
+        self._agents = Agents((*config.agents, *agents))
         self._mode_temperatures = dict(mode_temperatures)
+        self._forwarder = Forwarder(self.table, store, self._contexts, self._context, self._agents, self.counters)
         self._max_body_bytes = max_body_bytes
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -130,6 +156,31 @@ class Gateway:
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
         self._contexts.forget(rollout_id, attempt_id)
+
+    def figures(self) -> dict[str, int | float]:
+        """What the gateway has done, by name."""
+        kept = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
+        providers = self.providers.values()
+        return {name: value for name, value in kept.items() if isinstance(value, int)} | {
+            "provider_retries": sum(backends.retried for backends in providers),
+            "provider_dollars": sum(backends.dollars for backends in providers),
+            "over_budget": self.budgets.refused,
+        }
+
+    async def close(self) -> None:
+        """Hang up on providers. A call that comes later calls them anew."""
+        for backends in self.providers.values():
+            await backends.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
+        self.budgets.close()
+
+    def _open_transport(self) -> Transport:
+        """One for all providers."""
+        if self._transport is None:
+            self._transport = open_transport()
+        return self._transport
 
     # -- the routes ----------------------------------------------------------------------------------------------
 
@@ -189,7 +240,10 @@ class Gateway:
             await _fail(dialect, outlet, problem)
 
     async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        caller, request = await self._read(dialect, scope, receive)
+        headers, caller, body = await self._receive(scope, receive)
+        if await self._forwarder.serve(_PATHS[dialect], caller, headers, body, scope, receive, outlet):
+            return
+        caller, request = self._read(dialect, headers, caller, body)
         exchange, reply = await self._prepare(dialect, caller, request)
         await relay(
             exchange,
@@ -202,17 +256,21 @@ class Gateway:
         )
 
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        caller, request = await self._read(MESSAGES, scope, receive)
+        caller, request = self._read(MESSAGES, *await self._receive(scope, receive))
         model, engine = self._resolve(caller)
         if _attempt(caller):
             await self._context(caller)
         (prompt,) = self._prompts(caller, request, model, engine)
         await outlet.whole(200, messages.count_reply(len(prompt.token_ids)))
 
-    async def _read(self, dialect: Dialect, scope: Scope, receive: Receive) -> tuple[Caller, Request]:
+    async def _receive(self, scope: Scope, receive: Receive) -> tuple[dict[str, str], Caller, bytes]:
         headers = read_headers(scope)
         caller = await self.attribution.caller(headers, scope["path_params"])
-        body = await read_body(receive, headers, self._max_body_bytes)
+        return headers, caller, await read_body(receive, headers, self._max_body_bytes)
+
+    def _read(
+        self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes
+    ) -> tuple[Caller, Request]:
         request = dialect.read(body, self.kept.recall(_attempt(caller)))
         self.counters.count_unknown(request.unknown)
         agent = self._agents.identify(headers, request.asked, self.table)

@@ -149,10 +149,12 @@ class Backends:
             self._watch = asyncio.create_task(self._keep_watch())
 
     async def close(self) -> None:
+        """Stop watching. The transport is closed by whoever opened it."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
             self._watch = None
+        self._transport = None
 
     # -- which server ----------------------------------------------------------------------------------------------
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.config import BudgetConfig
 from agentlightning.gateway.problems import Problem
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -30,27 +29,6 @@ from agentlightning.store.base import LightningStoreBase
 _LAYOUT: Final = struct.Struct("<8sdd")
 _MAGIC: Final = b"aglspent"
 _MAX_ROLLOUTS: Final = 65536
-
-
-class BudgetConfig(BaseModel):
-    """What calls to providers may cost. Calls to our own engines are not counted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    dollars: float | None = Field(default=None, gt=0)
-    """US dollars of all rollouts together; None: no limit."""
-    tokens: int | None = Field(default=None, ge=1)
-    """Tokens of all rollouts together, prompts and answers; None: no limit."""
-    rollout_dollars: float | None = Field(default=None, gt=0)
-    """US dollars of each rollout, over all its attempts; None: no limit."""
-    rollout_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of each rollout, over all its attempts; None: no limit."""
-    file: str | None = None
-    """Where the total is kept from one start of the server to the next; remove it to start at zero. None: beside the
-    store's file, or in memory where there is none."""
-
-    def __bool__(self) -> bool:
-        return any((self.dollars, self.tokens, self.rollout_dollars, self.rollout_tokens))
 
 
 @dataclass(slots=True)
@@ -67,12 +45,15 @@ class Budgets:
     """The accounts of the server and of each rollout. Raises ConfigError where the file cannot be used."""
 
     def __init__(
-        self, config: BudgetConfig | None = None, store: LightningStoreBase | None = None, file: Path | None = None
+        self,
+        config: BudgetConfig | None = None,
+        store: LightningStoreBase | None = None,
+        file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = config or BudgetConfig()
         self._store = store
-        path = Path(self.config.file) if self.config.file else file
-        self._ledger = _Ledger(path) if path is not None and (self.config.dollars or self.config.tokens) else None
+        path = self.config.file or file
+        self._ledger = _Ledger(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
         self.total = self._ledger.read() if self._ledger else Account()
         self.refused = 0
         """Calls turned away."""
@@ -94,8 +75,10 @@ class Budgets:
         return Reservation(self, account, dollars, tokens)
 
     def close(self) -> None:
+        """Let go of the file. What is spent from now on is counted in memory only."""
         if self._ledger is not None:
             self._ledger.close()
+            self._ledger = None
 
     def moved(self) -> None:
         """An account has changed."""

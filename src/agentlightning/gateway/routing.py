@@ -8,49 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Final
-
-from pydantic import BaseModel, ConfigDict, model_validator
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends import Backends
+from agentlightning.gateway.config import Rule
 from agentlightning.gateway.problems import Problem, bad
 from agentlightning.gateway.provider import Price, Provider
 from agentlightning.policy.base import Engine
 
 _MAX_KNOWN: Final = 4096
 """Names whose routes are remembered: callers make names up."""
-
-
-class Rule(BaseModel):
-    """Which calls go where."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    model: str = "*"
-    """The name that is asked for: as it is, or a pattern with `*`, `?` and `[...]`."""
-    agent: str = "*"
-    """The agent that asks: as it is, or a pattern. A call whose agent is not known fits `*` only."""
-    engine: str | None = None
-    """The engine that serves them, by its name: the policy, an adapter, a frozen reference."""
-    provider: str | None = None
-    """The provider that serves them, by its name."""
-    send_model: str | None = None
-    """What the provider calls the model; None: as the provider is configured."""
-    price: Price | None = None
-    """US dollars for a million tokens of this model; None: as the provider is configured."""
-
-    @model_validator(mode="after")
-    def _leads_somewhere(self) -> Rule:
-        if (self.engine is None) == (self.provider is None):
-            raise ValueError("a rule names an engine or a provider, one of them")
-        if self.engine is not None and (self.send_model is not None or self.price is not None):
-            raise ValueError("send_model and price are for a provider; an engine has neither")
-        return self
-
-    def fits(self, model: str | None, agent: str | None) -> bool:
-        return fnmatchcase(model or "", self.model) and (self.agent == "*" or fnmatchcase(agent or "", self.agent))
 
 
 @dataclass(frozen=True, slots=True)
