@@ -1,0 +1,152 @@
+"""The part of the gateway that passes calls on to providers in their own dialect: finds the route, and sees to it that
+a caller that hangs up ends the call.
+
+Called by the gateway for each call, before its body is read as a request to our own engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, cast
+
+import orjson
+from starlette.types import Receive, Scope
+
+from agentlightning import span as names
+from agentlightning.gateway.agents import Agents
+from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.contexts import AttemptContext, Contexts
+from agentlightning.gateway.counters import Counters
+from agentlightning.gateway.forward import Forward, can_forward
+from agentlightning.gateway.provider import Path
+from agentlightning.gateway.routing import Route, Routes
+from agentlightning.gateway.wire import ClientGone, Outlet, until_gone
+from agentlightning.span import Span, new_trace_id
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.journal import JournaledStore
+
+logger = logging.getLogger(__name__)
+
+HANG_UP: Final = "agentlightning.hang_up"
+"""In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
+
+
+class Forwarder:
+    """Serves the calls that go to a provider as they are; leaves all others alone."""
+
+    def __init__(
+        self,
+        table: Routes,
+        store: LightningStoreBase,
+        contexts: Contexts,
+        find_context: Callable[[Caller], Awaitable[AttemptContext]],
+        agents: Agents,
+        counters: Counters,
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._contexts = contexts
+        self._find_context = find_context
+        self._agents = agents
+        self._counters = counters
+        self.keep = self._await_store
+        if isinstance(store, JournaledStore):
+            self.keep = store.keep
+            store.on_written = self._look_at
+
+    async def serve(
+        self,
+        path: Path,
+        caller: Caller,
+        headers: Mapping[str, str],
+        body: bytes,
+        scope: Scope,
+        receive: Receive,
+        outlet: Outlet,
+    ) -> bool:
+        """Whether it was a call to pass on, and is answered. Raises Problem, StoreError, and ClientGone where the
+        caller hung up."""
+        if (asked := _read(body)) is None:
+            return False
+        caller = replace(caller, agent=self._agents.identify(headers, asked, self._table))
+        model = caller.agent.model
+        if model is None and "model" in asked and not isinstance(asked["model"], str):
+            return False
+        route = self._table.resolve(model, caller.agent.name)
+        if not can_forward(path, route):
+            return False
+        forward = await self._prepare(path, route, caller, headers, asked)
+        with _ended_by_hanging_up(scope, receive):
+            await forward.run(self.keep, outlet)
+        if (usage := forward.heard.usage) is not None:
+            self._counters.prompt_tokens += usage.input_tokens
+            self._counters.response_tokens += usage.output_tokens
+        return True
+
+    async def _prepare(
+        self, path: Path, route: Route, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any]
+    ) -> Forward:
+        if caller.attempt is None:
+            self._counters.unattributed += 1
+            return Forward(path, route, caller, asked, headers, new_trace_id())
+        context = await self._find_context(caller)
+        _, forced = context.sampling_parameters(route.name)
+        return Forward(path, route, caller, asked, headers, context.trace_id, forced)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _await_store(self, spans: Sequence[Span]) -> None:
+        """For a store without a journal: what it returned from is on the disk."""
+        self._look_at(await self._store.add_many_spans(spans))
+
+    def _look_at(self, kept: Sequence[Span]) -> None:
+        """An attempt that was superseded takes no more calls."""
+        for span in kept:
+            if names.SUPERSEDED in span.attributes:
+                self._contexts.doubt(span.rollout_id, span.attempt_id)
+
+
+def _read(body: bytes) -> dict[str, Any] | None:
+    """None for what is no object: whoever reads it as a request says what is wrong with it."""
+    try:
+        asked = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return cast("dict[str, Any]", asked) if isinstance(asked, dict) else None
+
+
+@contextmanager
+def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
+    """Inside, a caller that hangs up ends the work of this task; raises ClientGone where one did."""
+    task, gone = asyncio.current_task(), list[bool]()
+    assert task is not None
+    end = partial(_end, task, gone)
+    tell = scope.get(HANG_UP)
+    watch = None
+    if tell is not None:
+        tell(end)
+    else:
+        watch = asyncio.create_task(until_gone(receive))
+        watch.add_done_callback(lambda watch: None if watch.cancelled() else end())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        if tell is not None:
+            tell(None)
+        elif watch is not None:
+            watch.cancel()
+
+
+def _end(task: asyncio.Task[Any], gone: list[bool]) -> None:
+    gone.append(True)
+    task.cancel()
