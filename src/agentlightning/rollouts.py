@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -133,6 +133,13 @@ class EnqueueRolloutRequest:
 _attempt_digits = re.compile(r"[0-9a-f]{24}")
 
 # -- the addresses of an attempt -------------------------------------------------------------------------------------
+
+ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
+"""Holds the key of the attempt a call is made in, whatever client makes it."""
+ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"
+ATTEMPT_BAGGAGE: Final = "agentlightning.attempt_id"
+AGENT_BAGGAGE: Final = "agentlightning.agent"
+"""Entries of the W3C `baggage` header."""
 
 
 def attempt_path(rollout_id: str, attempt_id: str) -> str:

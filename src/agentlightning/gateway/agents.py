@@ -16,9 +16,9 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.errors import ConfigError
+from agentlightning.rollouts import AGENT_BAGGAGE
 
 HEADER: Final = "x-agentlightning-agent"
-BAGGAGE: Final = "agentlightning.agent"
 KEY_CHARACTERS: Final = 2048
 """How much of a system prompt makes the key: what changes from call to call (the date, a file) stands further down."""
 MAX_NAME: Final = 256
@@ -113,7 +113,7 @@ class Agents:
         system = system_prompt(asked)
         said = [("the header", headers.get(HEADER)), ("the baggage", None), ("the model name", alias)]
         if (baggage := headers.get("baggage")) is not None:
-            said[1] = ("the baggage", read_baggage(baggage).get(BAGGAGE))
+            said[1] = ("the baggage", read_baggage(baggage).get(AGENT_BAGGAGE))
         names = [(source, name[:MAX_NAME]) for source, name in said if name]
         name = names[0][1] if names else self._by_pattern(system)
         ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)

@@ -25,14 +25,19 @@ from typing import Any, Final, Literal, NamedTuple
 from agentlightning import span as names
 from agentlightning.gateway.agents import UNKNOWN, Agent, read_baggage
 from agentlightning.gateway.problems import Problem
-from agentlightning.rollouts import attempt_of_trace, read_attempt_key, read_worker_key, root_span_id_of
+from agentlightning.rollouts import (
+    ATTEMPT_BAGGAGE,
+    ATTEMPT_HEADER,
+    ROLLOUT_BAGGAGE,
+    attempt_of_trace,
+    read_attempt_key,
+    read_worker_key,
+    root_span_id_of,
+)
 from agentlightning.store.adopt import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import presented_key
 
-ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
-ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"
-ATTEMPT_BAGGAGE: Final = "agentlightning.attempt_id"
 MODES: Final = ("train", "val")
 """Of 1.0's URLs."""
 REMEMBERED: Final = 16384
