@@ -217,11 +217,28 @@ def read_worker_key(secret: str, key: str) -> str | None:
 
 
 def worker_environment(server_url: str, secret: str, worker_id: str) -> dict[str, str]:
-    """The environment variables for a client that is made once in a process, before any attempt, and used by all."""
+    """The environment variables for a client that is made once in a process and used by all its attempts."""
     return {
         "AGL_WORKER_BASE_URL": f"{server_url.rstrip('/')}{worker_path(worker_id)}/v1",
         "AGL_WORKER_KEY": worker_key(secret, worker_id),
     }
+
+
+def import_environment(
+    server_url: str, secret: str, worker_id: str, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment variables that an agent is imported with, before there is an attempt: a client made then, from
+    the environment alone, leads to the attempt its worker is running. A provider whose key or URL `inherited` (by
+    default this process's own environment) has stays as it is: something else may need it, such as a judge."""
+    known = os.environ if inherited is None else inherited
+    variables = worker_environment(server_url, secret, worker_id)
+    base_url, key = variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"]
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    for own in (openai, anthropic):
+        if not any(known.get(name) for name in own):
+            variables |= own
+    return variables
 
 
 def attempt_environment(

@@ -8,7 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -27,8 +27,11 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.
 class ZygoteProcess:
     """Started by `spawn`, heard from `attach` on, ended by `close`."""
 
-    def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
+    def __init__(
+        self, load: Load, cwd: str | Path | None, log: str | Path | None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._load = load
+        self._variables = dict(environment or {})
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = log
         self._frames = Frames()
@@ -55,6 +58,7 @@ class ZygoteProcess:
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
+                env={**os.environ, **self._variables},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

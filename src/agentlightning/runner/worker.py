@@ -31,7 +31,13 @@ from agentlightning.errors import (
     StoreError,
 )
 from agentlightning.resources import NamedResources
-from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment
+from agentlightning.rollouts import (
+    AttemptedRollout,
+    AttemptStatus,
+    attempt_environment,
+    import_environment,
+    worker_environment,
+)
 from agentlightning.runner.heart import Heart
 from agentlightning.runner.inject import first_llm
 from agentlightning.runner.patience import Patience
@@ -112,6 +118,7 @@ class Runner:
             env=env,
             cwd=cwd,
             log=log,
+            variables=import_environment(server_url, secret, self.worker_id) if server_url and redirect else None,
             grace=grace,
             on_change=self._wake_up,
             on_broken=self._fail,
@@ -418,6 +425,8 @@ class Runner:
         url = self.server_url or ""
         ids = claimed.rollout_id, claimed.attempt.attempt_id
         environment = attempt_environment(url, self._secret, *ids, redirect=self._redirect)
+        if self._redirect:
+            environment |= worker_environment(url, self._secret, self.worker_id)
         if self._redirect and (llm := first_llm(resources)) is not None:
             environment["AGL_MODEL"] = llm.model
         return await self.pool.run(
