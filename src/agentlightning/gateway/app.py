@@ -70,7 +70,9 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "/v1/messages": MESSAGES,
     "/v1/embeddings": EMBEDDINGS,
 }
-_PATHS: Final = {dialect: cast("ProviderPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()}
+_PATHS: Final[Mapping[Dialect, ProviderPath]] = {
+    dialect: cast("ProviderPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()
+}
 MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
 """What 1.0 samples with, whatever the agent asks for."""
 
@@ -198,8 +200,8 @@ class Gateway:
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{model:path}}", self._models.show, methods=["GET"]),
-            Route(f"{prefix}/v1", _alive, methods=["GET"]),
-            Route(prefix or "/", _alive, methods=["GET"]),
+            *(Route(f"{prefix}{path}", _alive, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
+            *([Route(prefix, _alive, methods=["GET"])] if prefix else []),
             Route(f"{prefix}/v1/{{rest:path}}", _no_such_path, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
