@@ -11,7 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from agentlightning.policy.tool_calls.base import CallFormat, ParsedMessage, ParsedToolCall
 from agentlightning.trajectory import TrainingSample
+
+__all__ = [
+    "CallFormat",
+    "ChatFormat",
+    "Engine",
+    "FinishReason",
+    "Message",
+    "ParsedMessage",
+    "ParsedToolCall",
+    "Policy",
+    "Sample",
+    "SamplingParams",
+]
 
 FinishReason = Literal["stop", "length"]
 """stop: an end-of-turn token or a stop string; length: max_tokens or the end of the context."""
@@ -57,21 +71,6 @@ class Sample:
     for."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedMessage:
-    """A model's answer, understood."""
-
-    content: str | None
-    tool_calls: tuple[ParsedToolCall, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    name: str
-    arguments: str
-    """The raw text: JSON where the model wrote JSON."""
-
-
 class ChatFormat(Protocol):
     """A model's way to write conversations: its chat template, its tokenizer, its tool-call format."""
 
@@ -80,8 +79,8 @@ class ChatFormat(Protocol):
         """Tokens that end a turn."""
         ...
 
-    tool_call_markers: tuple[str, str]
-    """What opens and what closes a tool call: while an answer streams, text between them is held back."""
+    tool_calls: CallFormat
+    """How the model writes tool calls."""
 
     def render(
         self,
@@ -98,9 +97,9 @@ class ChatFormat(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
-    def parse(self, text: str) -> ParsedMessage:
-        """Content and tool calls of an answer (without its end-of-turn token). Never fails: what is not a
-        well-formed tool call stays in the content."""
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] | None = None) -> ParsedMessage:
+        """Content and tool calls of an answer (without its end-of-turn token), `tools` being those it was offered.
+        Never fails: what is not a well-formed tool call stays in the content."""
         ...
 
 

@@ -18,7 +18,8 @@ import orjson
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.policy.base import ChatFormat, FinishReason, Message, ParsedMessage, Sample, SamplingParams
-from agentlightning.policy.chat import CALL_END, CALL_START, parse_hermes
+from agentlightning.policy.tool_calls.base import CallFormat, Tools, read_whole
+from agentlightning.policy.tool_calls.hermes import CALL_END, CALL_START, HERMES
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
@@ -28,7 +29,7 @@ class ByteChatFormat:
     """ChatML with Hermes tool calls; tokens 0 to 255 are bytes, 256 to 258 are special."""
 
     eos_token_ids: frozenset[int] = frozenset({256, 258})
-    tool_call_markers: tuple[str, str] = (CALL_START, CALL_END)
+    tool_calls: CallFormat = HERMES
 
     def render(
         self,
@@ -48,8 +49,8 @@ class ByteChatFormat:
         data = b"".join(_token_bytes(token, skip_special_tokens) for token in token_ids)
         return data.decode("utf-8", errors="replace")
 
-    def parse(self, text: str) -> ParsedMessage:
-        return parse_hermes(text)
+    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
+        return read_whole(self.tool_calls, text, tools)
 
 
 class ScriptedEngine:
