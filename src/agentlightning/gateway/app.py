@@ -50,6 +50,7 @@ from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
 from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.thoughts import thought_markers
+from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
 from agentlightning.policy.base import Engine, Message, SamplingParams
 from agentlightning.span import CONSTRAINT, new_span_id, new_trace_id
@@ -131,7 +132,10 @@ class Gateway:
         self.attribution = Attribution(store, secret, require_key=require_key, allow_unattributed=allow_unattributed)
         self._agents = Agents((*config.agents, *agents))
         self._mode_temperatures = dict(mode_temperatures)
-        self._forwarder = Forwarder(self.table, store, self._contexts, self._context, self._agents, self.counters)
+        translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
+        self._forwarder = Forwarder(
+            self.table, store, self._contexts, self._context, self._agents, self.counters, translator
+        )
         self._max_body_bytes = max_body_bytes
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -304,7 +308,7 @@ class Gateway:
         named = None if caller.mode and model is not None and model not in self.table else model
         route = self.table.resolve(named, caller.agent.name)
         if route.engine is None:
-            raise Problem(501, f"the model {route.name!r} is a provider's; calls to it are not passed on yet")
+            raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine
 
     def _in_mode(self, caller: Caller, params: SamplingParams) -> SamplingParams:
@@ -444,7 +448,7 @@ def _answer(dialect: Dialect, request: Request, engine: Engine, params: Sampling
 
 async def _fail(dialect: Dialect, outlet: Outlet, problem: Problem) -> None:
     if not outlet.started:
-        return await outlet.whole(problem.status, dialect.refusal(problem), problem.retry)
+        return await outlet.whole(problem.status, dialect.refusal(problem), problem.retry, problem.retry_after)
     await outlet.write(dialect.error_event(problem))
     await outlet.close()
 

@@ -1,5 +1,5 @@
-"""The part of the gateway that passes calls on to providers in their own dialect: finds the route, and sees to it that
-a caller that hangs up ends the call.
+"""The part of the gateway that passes calls on to providers: finds the route, and sees to it that a caller that hangs
+up ends the call.
 
 Called by the gateway for each call, before its body is read as a request to our own engines.
 """
@@ -25,6 +25,7 @@ from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
 from agentlightning.gateway.provider import Path
 from agentlightning.gateway.routing import Route, Routes
+from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, until_gone
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
@@ -37,7 +38,7 @@ HANG_UP: Final = "agentlightning.hang_up"
 
 
 class Forwarder:
-    """Serves the calls that go to a provider as they are; leaves all others alone."""
+    """Serves the calls that go to a provider, as they are or translated; leaves all others alone."""
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class Forwarder:
         find_context: Callable[[Caller], Awaitable[AttemptContext]],
         agents: Agents,
         counters: Counters,
+        translator: Translator,
     ) -> None:
+        self._translator = translator
         self._table = table
         self._store = store
         self._contexts = contexts
@@ -78,7 +81,7 @@ class Forwarder:
         if model is None and "model" in asked and not isinstance(asked["model"], str):
             return False
         route = self._table.resolve(model, caller.agent.name)
-        if not can_forward(path, route):
+        if route.backends is None:
             return False
         forward = await self._prepare(path, route, caller, headers, asked)
         with _ended_by_hanging_up(scope, receive):
@@ -91,12 +94,16 @@ class Forwarder:
     async def _prepare(
         self, path: Path, route: Route, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any]
     ) -> Forward:
+        resource, forced, trace_id = "", dict[str, Any](), new_trace_id()
         if caller.attempt is None:
             self._counters.unattributed += 1
-            return Forward(path, route, caller, asked, headers, new_trace_id())
-        context = await self._find_context(caller)
-        _, forced = context.sampling_parameters(route.name)
-        return Forward(path, route, caller, asked, headers, context.trace_id, forced)
+        else:
+            context = await self._find_context(caller)
+            resource, forced = context.sampling_parameters(route.name)
+            trace_id = context.trace_id
+        if can_forward(path, route):
+            return Forward(path, route, caller, asked, headers, trace_id, forced)
+        return self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
