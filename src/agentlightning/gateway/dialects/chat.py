@@ -81,6 +81,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         logprobs=bool(optional(data, "logprobs", bool)),
         constraint=constraint,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
+        asked=data,
     )
 
 

@@ -61,6 +61,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs is not None and logprobs is not False,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
+        asked=data,
     )
 
 

@@ -68,6 +68,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         stream=bool(optional(data, "stream", bool)),
         constraint=constraint,
         unknown=(*ignored(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
+        asked=data,
     )
 
 
