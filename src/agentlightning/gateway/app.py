@@ -280,7 +280,7 @@ class Gateway:
         request = dialect.read(body, self.kept.recall(_attempt(caller)))
         self.counters.count_unknown(request.unknown)
         agent = self._agents.identify(headers, request.asked, self.table)
-        return replace(caller, agent=agent), request
+        return caller.spoken_by(agent, self.table), request
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
         model, engine = self._resolve(caller)
@@ -303,10 +303,7 @@ class Gateway:
         return exchange, dialect.reply(request, head)
 
     def _resolve(self, caller: Caller) -> tuple[str, Engine]:
-        """The model to serve. Agents that are called by 1.0's URL may name any: there was only one."""
-        model = caller.agent.model
-        named = None if caller.mode and model is not None and model not in self.table else model
-        route = self.table.resolve(named, caller.agent.name)
+        route = self.table.resolve(caller.agent.model, caller.agent.name)
         if route.engine is None:
             raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine

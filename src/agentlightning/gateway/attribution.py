@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from agentlightning import span as names
@@ -74,6 +74,13 @@ class Caller:
         if self.rollout_id is None or self.attempt_id is None:
             return None
         return self.rollout_id, self.attempt_id
+
+    def spoken_by(self, agent: Agent, served: Container[str]) -> Caller:
+        """The same with its agent. A call by 1.0's URL may name any model, as there was only one: a name that is not
+        `served` is none."""
+        if self.mode is not None and agent.model is not None and agent.model not in served:
+            agent = replace(agent, model=None)
+        return replace(self, agent=agent)
 
     def attributes(self) -> dict[str, Any]:
         """What the span of the call says of who made it."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -76,7 +75,7 @@ class Forwarder:
         caller hung up."""
         if (asked := _read(body)) is None:
             return False
-        caller = replace(caller, agent=self._agents.identify(headers, asked, self._table))
+        caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
         model = caller.agent.model
         if model is None and "model" in asked and not isinstance(asked["model"], str):
             return False
