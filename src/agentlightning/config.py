@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.servers import ServersConfig
 
 
 class Section(BaseModel):
@@ -72,6 +73,10 @@ class PolicyConfig(Section):
     """Answers under way go on across an update, each token with the version that drew it; false: they finish first."""
     drain_seconds: float | None = Field(default=None, ge=0)
     """How long an update waits for answers under way, before those left go on across it; None: until they finish."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: local, the process that trains; vllm or sglang, servers that get its weights after each update."""
+    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """These servers: joined, or started here."""
 
 
 class RunnerConfig(Section):

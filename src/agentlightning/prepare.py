@@ -58,8 +58,10 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     changes: dict[str, Any] = {
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())})
     }
+    policy: dict[str, Any] = {"servers": config.policy.servers.with_absolute_paths()}
     if Path(model).exists():
-        changes["policy"] = config.policy.model_copy(update={"model": str(Path(model).resolve())})
+        policy["model"] = str(Path(model).resolve())
+    changes["policy"] = config.policy.model_copy(update=policy)
     if demonstrations is not None:
         path = str(Path(demonstrations).resolve())
         changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})
@@ -208,3 +210,19 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
 
     sys.setswitchinterval(SWITCH_SECONDS)
     return await asyncio.to_thread(LocalPolicy.open, config)
+
+
+async def with_servers(policy: Policy, config: TrainConfig, run_dir: RunDir, progress: Progress) -> Policy:
+    """The policy that is sampled from as the configuration says; owns `policy`. Raises as `ServedPolicy.open`."""
+    settings = config.policy
+    if settings.engine == "local":
+        return policy
+    from agentlightning.policy.served import ServedPolicy
+
+    progress.phase("starting model servers", 1)
+    folder = run_dir.path.absolute() / "servers"
+    try:
+        return await ServedPolicy.open(policy, settings.servers, folder, kind=settings.engine, dtype=settings.dtype)
+    except BaseException:
+        await policy.close()
+        raise

@@ -41,6 +41,7 @@ from agentlightning.prepare import (
     run_sync,
     start_path,
     with_absolute_paths,
+    with_servers,
 )
 from agentlightning.progress import Progress
 from agentlightning.resources import LLM, NamedResources
@@ -182,7 +183,8 @@ class Trainer:
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             await _load_agent(runner, stack)
             await make_start(config, run_dir, tasks, self.progress)
-            policy = await _open_policy(config, run_dir, state)
+            learner = await _open_policy(config, run_dir, state)
+            policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
             gateway = Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
             server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)

@@ -49,7 +49,7 @@ class ServersConfig(BaseModel):
     """A server that says nothing for so long while it draws has failed."""
     retries: int = Field(default=2, ge=0)
     """How often a call whose server failed is drawn again."""
-    wait_seconds: float = Field(default=120.0, gt=0)
+    wait_seconds: float = Field(default=600.0, gt=0)
     """How long a call waits where no server is up."""
     weights: str | None = None
     """Directory that this machine and the servers see under the same path, for new weights; None: the run's own."""
@@ -64,6 +64,14 @@ class ServersConfig(BaseModel):
         if self.urls and (self.devices or self.args or self.env):
             raise ValueError("args, env and devices are for servers that are started here; leave them out with urls")
         return self
+
+    def with_absolute_paths(self) -> ServersConfig:
+        """The same, from whatever directory it is used."""
+        program, *words = shlex.split(self.command) or [""]
+        if "/" in program:
+            program = str(Path(program).absolute())  # Not resolved: an environment's programs are links.
+        weights = None if self.weights is None else str(Path(self.weights).resolve())
+        return self.model_copy(update={"command": shlex.join([program, *words]), "weights": weights})
 
     @property
     def patience(self) -> Patience:
