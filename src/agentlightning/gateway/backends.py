@@ -20,6 +20,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -109,6 +110,7 @@ class Backends:
         self._saved = RETRY_FLOOR
         self._order: dict[str, Sequence[Backend]] = {}
         self._watch: asyncio.Task[None] | None = None
+        self._alarm = asyncio.Event()
 
     @property
     def transport(self) -> Transport:
@@ -145,6 +147,7 @@ class Backends:
 
     def watch(self) -> None:
         """Ask those that are not well whether they are again, and where several stand in for one another, all."""
+        self._alarm.set()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._keep_watch())
 
@@ -175,9 +178,12 @@ class Backends:
 
     async def _keep_watch(self) -> None:
         while len(self.all) > 1 or any(backend.health.doubted for backend in self.all):
-            doubted = [backend for backend in self.all if backend.health.doubted]
-            soonest = min((backend.health.seconds_left for backend in doubted), default=self.provider.health_seconds)
-            await asyncio.sleep(min(self.provider.health_seconds, max(0.05, soonest)))
+            doubted = [backend.health.seconds_left for backend in self.all if backend.health.doubted]
+            self._alarm.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, min(self.provider.health_seconds, *doubted, 3600))):
+                    await self._alarm.wait()
+                    continue
             due = [backend for backend in self.all if backend.health.well or not backend.health.doubted]
             await asyncio.gather(*(self._probe(backend) for backend in due))
 
