@@ -83,6 +83,7 @@ def _transition(span: Span) -> Transition:
         temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
         top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
         top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
+        reshaped=tuple(attributes.get(names.RESHAPED) or ()),
         finish_reason=str(reasons[0]),
     )
 

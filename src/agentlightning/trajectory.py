@@ -43,6 +43,8 @@ class Transition:
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    reshaped: tuple[str, ...] = ()
+    """What else changed the distribution the tokens were drawn from: penalties, a bias, a grammar."""
     finish_reason: str = "stop"
     reward: float | dict[str, float] | None = None
     """An intermediate reward given after this call and before the next; None where there was none."""

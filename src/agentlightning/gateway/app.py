@@ -36,7 +36,7 @@ from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.completions import COMPLETIONS
 from agentlightning.gateway.dialects.embeddings import EMBEDDINGS
-from agentlightning.gateway.dialects.fields import forced_params
+from agentlightning.gateway.dialects.fields import forced_params, refuse_unhonoured
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.exchange import Exchange, Show
@@ -288,6 +288,7 @@ class Gateway:
         if _attempt(caller):
             context = await self._context(caller)
             params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
+        refuse_unhonoured(engine, params)
         prompts = self._prompts(caller, request, model, engine)
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)

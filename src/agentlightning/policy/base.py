@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from agentlightning.policy.tool_calls.base import CallFormat, ParsedMessage, ParsedToolCall
 from agentlightning.trajectory import TrainingSample
@@ -34,6 +34,10 @@ Message = dict[str, Any]
 """A chat message as the OpenAI chat-completions wire has it: role, content, tool_calls, tool_call_id, name."""
 
 
+RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+"""Fields of `SamplingParams` that not every engine honours."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw the next tokens."""
@@ -50,6 +54,20 @@ class SamplingParams:
     seed: int | None = None
     top_logprobs: int = 0
     """How many of the likeliest tokens to name at each place, with their log-probabilities."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the likeliest one's probability are not drawn."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token drawn before."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token once for each time it was drawn before."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+
+    @property
+    def reshaping(self) -> tuple[str, ...]:
+        """Names of what is set beyond temperature, top_p and top_k that changes the distribution. Not every engine
+        honours it (`Engine.reshapes`), and no loss can correct for it."""
+        return tuple(name for name in RESHAPING if getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +77,7 @@ class Sample:
     token_ids: tuple[int, ...]
     """Every token drawn, the end-of-turn token included."""
     logprobs: tuple[float, ...]
-    """One for each token: under the temperature, top_p and top_k it was drawn with."""
+    """One for each token: under the temperature, top_p, top_k and whatever else it was drawn with."""
     finish_reason: FinishReason
     policy_version: int
     """Of the weights that drew the last token."""
@@ -136,6 +154,12 @@ class Engine(Protocol):
         Cancelling the call frees the engine. Calls of the same `affinity` share their history: an engine of several
         servers sends them to the same one. Raises ContextLengthError when the prompt leaves no room."""
         ...
+
+
+def unhonoured(engine: Engine, params: SamplingParams) -> tuple[str, ...]:
+    """What of `params` an engine would ignore. One that does not say what it honours honours none of `RESHAPING`."""
+    honoured: frozenset[str] = getattr(engine, "reshapes", frozenset())
+    return tuple(name for name in params.reshaping if name not in honoured)
 
 
 class Policy(Engine, Protocol):

@@ -55,6 +55,8 @@ class Request:
     """Its own numbers: what it draws depends on nobody beside it."""
     logprobs: list[float] = field(default_factory=list[float])
     """One for each token drawn."""
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
+    """For each token drawn the likeliest ones, where they were asked for."""
     finish_reason: FinishReason | None = None
     policy_version: int = 0
     """Of the weights that drew the last token."""
@@ -147,6 +149,7 @@ class TokenGenerator:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
         sampling.check(params)
+        sampling.check_tokens(params, self._vocabulary)
         if not prompt:
             raise PolicyError("the prompt has no tokens; give at least one")
         if len(prompt) >= self.context_length:
@@ -360,11 +363,13 @@ class TokenGenerator:
         with shared.attending(self.model, self._shared) if self._attends else nullcontext():
             logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
         uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
-        tokens, logprobs = sampling.draw(logits, self._plan, uniform)
+        before = [row.drawn for row in rows] if self._plan.penalties else ()
+        draw = sampling.draw(logits, self._plan, uniform, before)
         # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
-        drawn = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        drawn = torch.stack([draw.tokens.double(), draw.logprobs.double()]).tolist()
         for request, token, logprob in zip(rows, *drawn, strict=True):
             self._take(request, int(token), logprob)
+        _keep_top(rows, draw)
         self._leave([request for request in rows if request.finish_reason is not None])
         return rows
 
@@ -458,3 +463,13 @@ class TokenGenerator:
             logits_to_keep=1,
         )
         return cast(Tensor, output.logits)[:, -1]
+
+
+def _keep_top(rows: Sequence[Request], draw: sampling.Draw) -> None:
+    """Note the likeliest tokens for the rows that asked; those that could not be drawn are no alternatives."""
+    if draw.top_tokens is None or draw.top_logprobs is None:
+        return
+    for request, tokens, values in zip(rows, draw.top_tokens.tolist(), draw.top_logprobs.tolist(), strict=True):
+        if count := request.params.top_logprobs:
+            likeliest = zip(tokens[:count], values[:count], strict=True)
+            request.top_logprobs.append(tuple((token, value) for token, value in likeliest if value > -math.inf))

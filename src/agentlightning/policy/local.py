@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
-from agentlightning.policy.base import Sample, SamplingParams
+from agentlightning.policy.base import RESHAPING, Sample, SamplingParams
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.policy.engine import EngineThread
 from agentlightning.policy.generate import TokenGenerator
@@ -101,6 +101,11 @@ class LocalPolicy:
     def policy_version(self) -> int:
         return self._version
 
+    @property
+    def reshapes(self) -> frozenset[str]:
+        """See `policy.base.unhonoured`."""
+        return frozenset(RESHAPING)
+
     async def sample(
         self,
         prompt_token_ids: Sequence[int],
@@ -118,6 +123,7 @@ class LocalPolicy:
             finish_reason=request.finish_reason,
             policy_version=request.policy_version,
             versions=request.versions,
+            top_logprobs=tuple(request.top_logprobs),
         )
 
     @property

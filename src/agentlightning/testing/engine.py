@@ -114,7 +114,8 @@ class ScriptedEngine:
             if on_tokens is not None:
                 on_tokens(tokens[start : start + self.tokens_per_step])
         logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
-        return Sample(tuple(tokens), logprobs, reason, version)
+        tops = tuple(_likeliest(pair, params.top_logprobs) for pair in zip(tokens, logprobs, strict=True))
+        return Sample(tuple(tokens), logprobs, reason, version, top_logprobs=tops if params.top_logprobs else ())
 
     def _answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if callable(self._script):
@@ -140,6 +141,13 @@ class ScriptedEngine:
             if any(stop in text for stop in params.stop):
                 return tokens[:end], "stop"
         return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
+
+
+def _likeliest(drawn: tuple[int, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The token drawn, and others made up to be less likely."""
+    token, logprob = drawn
+    others = [other for other in range(65, 65 + count) if other != token]
+    return (drawn, *((other, logprob - place) for place, other in enumerate(others[: count - 1], start=1)))
 
 
 def read_chatml(text: str) -> list[Message]:
