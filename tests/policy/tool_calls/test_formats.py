@@ -212,6 +212,7 @@ def test_however_a_text_is_cut_it_is_read_as_it_is_whole(name, parallel, example
 
     @settings(max_examples=examples, deadline=None)
     @given(st.lists(st.sampled_from(pieces), max_size=8).map("".join), st.lists(st.integers(1, 30), min_size=1))
+    @example('<|python_tag|>f.call(x="1")', [1])
     def check(text, sizes):
         reader, position, shown = CallReader(format), 0, []
         for size in sizes * len(text):

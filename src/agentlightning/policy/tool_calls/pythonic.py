@@ -130,7 +130,7 @@ class _Reader:
         self._peek()
         if (found := pattern.match(self._text, self.position)) is None:
             raise Malformed(f"{what} is missing")
-        if found.end() == len(self._text):
+        if self._text[found.end() :] in ("", ".", "-"):  # A name goes on after these.
             raise Unfinished(f"{what} may go on")
         self.position = found.end()
         return found[0]
