@@ -316,3 +316,37 @@ def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Trans
 def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
     shuffled = random.sample(made, len(made))
     assert tree_of(*made).num_tokens == tree_of(*shuffled).num_tokens
+
+
+# -- requests that were sent again -----------------------------------------------------------------------------------
+
+
+def sent(sequence: int, request: str, reply: str, retries: int = 0, **more: Any) -> Span:
+    again = {names.RETRIES: retries} if retries else {}
+    return chat(sequence, [1], [2], **{names.REQUEST: request, names.RESPONSE_ID: reply, **again, **more})
+
+
+def test_an_answer_nobody_heard_is_left_out_with_all_of_its_choices() -> None:
+    spans = [sent(1, "q", "a"), sent(2, "q", "a"), sent(3, "q", "b", 1), sent(4, "q", "b", 1)]
+    assert [each.span_id for each in calls(spans)] == ["s3", "s4"]
+    assert [each.span_id for each in calls([*spans, sent(5, "q", "c", 2)])] == ["s5"]
+
+
+def test_where_nobody_can_say_which_answer_was_lost_all_stay() -> None:
+    spans = [sent(1, "q", "a"), sent(2, "q", "b"), sent(3, "q", "c", 1)]
+    assert len(calls(spans)) == 3
+
+
+def test_another_request_and_another_attempt_are_no_repeat() -> None:
+    spans = [sent(1, "q", "a"), sent(2, "p", "b", 1), sent(3, "q", "c", 1, attempt="at-2")]
+    assert len(calls(spans)) == 3
+
+
+def test_the_answer_to_a_client_that_says_everything_once_is_the_last_one() -> None:
+    spans = [sent(1, names.SENT_ONCE + "q", "a"), sent(2, names.SENT_ONCE + "q", "b"), sent(3, "q", "c")]
+    assert [each.span_id for each in calls(spans)] == ["s2", "s3"]
+
+
+def test_a_reward_belongs_to_the_answer_that_was_heard() -> None:
+    spans = [sent(1, "q", "a"), reward(2, 1.0), sent(3, "q", "b", 1), reward(4, 0.5), reward(5, 0.0)]
+    assert link_rewards(spans).intermediate == {"s3": 0.5}

@@ -31,9 +31,11 @@ UNLINKED_REWARDS = "unlinked_rewards"
 
 
 def calls(spans: Iterable[Span]) -> list[Span]:
-    """The model calls that count, by sequence number: superseded and failed ones are left out."""
-    counted = (span for span in spans if _is_call(span) and not _is_void(span))
-    return sorted(counted, key=lambda span: span.sequence_id)
+    """The model calls that count, by sequence number: superseded and failed ones are left out, and those whose answer
+    nobody heard."""
+    counted = sorted((span for span in spans if _is_call(span) and not _is_void(span)), key=lambda s: s.sequence_id)
+    unheard = _unheard(counted)
+    return [span for span in counted if span.span_id not in unheard] if unheard else counted
 
 
 def transitions(spans: Iterable[Span]) -> tuple[Transition, ...]:
@@ -57,6 +59,24 @@ def _is_call(span: Span) -> bool:
 def _is_void(span: Span) -> bool:
     attributes = span.attributes
     return bool(attributes.get(names.SUPERSEDED)) or span.status_code == "ERROR" or names.ERROR_TYPE in attributes
+
+
+def _unheard(counted: Sequence[Span]) -> set[str]:
+    """span_ids of the answers to a request that was sent again. Where the same request had been answered several times
+    before, nobody can say which of the answers was lost, so that all of them stay."""
+    answered: dict[tuple[str, str], dict[str, list[str]]] = {}
+    unheard: set[str] = set()
+    for span in counted:
+        request = span.attributes.get(names.REQUEST)
+        if not isinstance(request, str):
+            continue
+        replies = answered.setdefault((span.attempt_id, request), {})
+        reply = str(span.attributes.get(names.RESPONSE_ID, span.span_id))
+        again = request.startswith(names.SENT_ONCE) or bool(span.attributes.get(names.RETRIES))
+        if again and len(replies) == 1 and reply not in replies:
+            unheard.update(replies.popitem()[1])
+        replies.setdefault(reply, []).append(span.span_id)
+    return unheard
 
 
 def _has_tokens(span: Span) -> bool:
@@ -135,8 +155,9 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
         return RewardLinks(final=None, intermediate={})
     links: dict[str, Reward] = {}
     call, unlinked = None, 0
+    counted = {span.span_id for span in calls(valid)}
     for span in valid:
-        if _is_call(span) and not _is_void(span):
+        if span.span_id in counted:
             call = span.span_id
         elif span.name == names.REWARD and span is not rewards[-1]:
             if call is None:

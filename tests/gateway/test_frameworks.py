@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from agentlightning import span as names
+from agentlightning.assemble import calls
+from agentlightning.errors import PolicyError
 
 CALL = 'Let me see. <tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
 SYSTEM = "You are a calculator."
@@ -409,3 +411,50 @@ async def test_an_image_is_refused_by_name_where_the_model_reads_text(serve, pat
     assert "image" in reply.json()["error"]["message"]
     assert "reads text" in reply.json()["error"]["message"]
     assert service.engine.calls == []
+
+
+# -- requests that are sent again ------------------------------------------------------------------------------------
+
+
+async def heard(service):
+    return [call.span_id for call in calls(await service.spans())]
+
+
+async def test_a_request_that_the_sdk_sends_again_says_so_on_its_span(serve):
+    service = await serve([PolicyError("the device is lost"), "Hello."])
+    client = (await service.client()).with_options(max_retries=1)
+    await client.chat.completions.create(model="scripted", messages=CHAT_BODY["messages"])
+    failed, answered = await service.spans()
+    assert failed.attributes[names.REQUEST] == answered.attributes[names.REQUEST]
+    assert (names.RETRIES in failed.attributes, answered.attributes[names.RETRIES]) == (False, 1)
+    assert await heard(service) == [answered.span_id]
+
+
+async def test_of_an_answer_that_was_lost_and_the_one_that_was_heard_only_the_latter_counts(serve):
+    service = await serve(["Lost.", "Heard.", "Another."])
+    for retries in (0, 1, 0):
+        await post(service, "/v1/chat/completions", CHAT_BODY, {"x-stainless-retry-count": str(retries)})
+    _, answer, another = await service.spans()
+    assert await heard(service) == [answer.span_id, another.span_id]
+
+
+async def test_what_claude_code_sends_twice_within_a_session_is_one_request(serve):
+    service = await serve(["Lost.", "Heard.", "A subagent's."])
+    body = {"model": "scripted", "max_tokens": 9, "messages": CHAT_BODY["messages"]}
+    for more in ({}, {}, {"x-claude-code-agent-id": "1"}):
+        await post(service, "/v1/messages", body, CLAUDE_CODE | more)
+    assert await heard(service) == [span.span_id for span in (await service.spans())[1:]]
+
+
+async def test_asking_the_same_several_times_is_no_repeat(serve):
+    service = await serve(["One.", "Two.", "Three."])
+    for retries in ("0", "0", "1"):
+        await post(service, "/v1/chat/completions", CHAT_BODY, {"x-stainless-retry-count": retries})
+    assert len(await heard(service)) == 3
+
+
+@pytest.mark.parametrize("odd", ["", "-1", "x", "1" * 30, "²"])
+async def test_a_count_of_retries_that_is_none_changes_nothing(serve, odd):
+    service = await serve(["Hello."])
+    await post(service, "/v1/chat/completions", CHAT_BODY, {"x-stainless-retry-count": odd.encode()})
+    assert names.RETRIES not in (await service.spans())[0].attributes

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning import span as names
+from agentlightning.errors import StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attribution, Caller
@@ -48,6 +49,7 @@ from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
+from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.thoughts import thought_markers
 from agentlightning.gateway.translate import Translator
@@ -242,7 +244,8 @@ class Gateway:
             self.counters.errors += 1
             problem = problem_of(error)
             if problem.status >= 500:
-                logger.error("a call failed: %s", problem.message, exc_info=error)
+                explained = isinstance(error, Problem | StoreFullError | StoreClosedError)
+                logger.error("a call failed: %s", problem.message, exc_info=None if explained else error)
             await _fail(dialect, outlet, problem)
 
     async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, outlet: Outlet) -> None:
@@ -272,7 +275,10 @@ class Gateway:
     async def _receive(self, scope: Scope, receive: Receive) -> tuple[dict[str, str], Caller, bytes]:
         headers = read_headers(scope)
         caller = await self.attribution.caller(headers, scope["path_params"])
-        return headers, caller, await read_body(receive, headers, self._max_body_bytes)
+        body = await read_body(receive, headers, self._max_body_bytes)
+        if caller.attempt_id is not None:
+            caller = replace(caller, repeat=Repeat.of(headers, scope["path"].rpartition("/v1/")[2], body))
+        return headers, caller, body
 
     def _read(
         self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, NamedTuple
 from agentlightning import span as names
 from agentlightning.gateway.agents import UNKNOWN, Agent, read_baggage
 from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.repeats import Repeat
 from agentlightning.rollouts import (
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
@@ -67,6 +68,8 @@ class Caller:
     """What else was said of the attempt, and not followed."""
     agent: Agent = UNKNOWN
     """Known once the body is read."""
+    repeat: Repeat | None = None
+    """Likewise."""
 
     @property
     def attempt(self) -> Ids | None:
@@ -94,7 +97,7 @@ class Caller:
             found[names.ATTRIBUTION_IGNORED] = [*self.ignored, *agent.ignored]
         if self.mode is not None:
             found[names.MODE] = self.mode
-        return found
+        return found | self.repeat.attributes() if self.repeat else found
 
 
 class _Hint(NamedTuple):
