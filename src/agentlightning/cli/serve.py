@@ -94,7 +94,7 @@ def serve(
             token=token or None,
             no_token=no_token,
             models=tuple(model or ()),
-            routing=_routing(routes),
+            routing=read_routing(routes),
             otlp_export=otlp_export,
             adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
@@ -159,7 +159,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
 
     _refuse_strangers(options)
     secret = attempt_secret(options.token)
-    bare = _open_store(options.db)
+    bare = open_store(options.db)
     stack.push_async_callback(bare.close)
     metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
@@ -224,7 +224,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _open_store(db: str | None) -> SqlStore:
+def open_store(db: str | None) -> SqlStore:
     """Raises ConfigError: a store that cannot be opened is a mistake in what was given."""
     from agentlightning.errors import ConfigError, StoreError
     from agentlightning.store.sql.store import SqlStore
@@ -240,7 +240,7 @@ async def _gateway(options: Options, store: LightningStoreBase, secret: str, sta
 
     engines = {}
     for given in options.models:
-        policy = await _open_model(given)
+        policy = await open_model(given)
         stack.push_async_callback(policy.close)
         engines[policy.model] = policy
     first = next(iter(engines), None)
@@ -249,21 +249,21 @@ async def _gateway(options: Options, store: LightningStoreBase, secret: str, sta
         engines,
         secret=secret,
         config=options.routing,
-        budget_file=_beside(options.db, ".spent"),
+        budget_file=beside(options.db, ".spent"),
         default_model=first,
         accept_any_model=first is not None and not options.routing.routes,
         require_key=options.token is not None,
     )
 
 
-def _routing(path: Path | None) -> GatewayConfig:
+def read_routing(path: Path | None) -> GatewayConfig:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.settings import load_settings
 
     return load_settings(GatewayConfig, toml=path)
 
 
-def _beside(db: str | None, suffix: str) -> Path:
+def beside(db: str | None, suffix: str) -> Path:
     """A file of the server's own beside its store; where that is no file, in the directory it was started in."""
     given = db or DEFAULT_DB
     is_file = "://" not in given and given != ":memory:"
@@ -271,7 +271,7 @@ def _beside(db: str | None, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-async def _open_model(given: str) -> Policy:
+async def open_model(given: str) -> Policy:
     """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
     from agentlightning.errors import ConfigError
 
@@ -329,7 +329,7 @@ async def prune_regularly(
 
 def _announce(server: Server, options: Options, output: Output) -> None:
     if output.as_json:
-        store = _without_password(options.db or DEFAULT_DB)
+        store = without_password(options.db or DEFAULT_DB)
         record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
         output.finish(record, lambda console: None)
         sys.stdout.flush()
@@ -338,7 +338,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
     served = [*options.models, *(f"{rule.model} ({rule.provider})" for rule in options.routing.routes if rule.provider)]
     models = ", ".join(served) or "none; give one with --model DIR, or --routes FILE"
     for name, value in (
-        ("serving", f"{_without_password(options.db or DEFAULT_DB)} at {server.url}"),
+        ("serving", f"{without_password(options.db or DEFAULT_DB)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
         ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
         ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),
@@ -348,5 +348,5 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         console.print(f"{name:<8} {value}", markup=False)
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
     return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", url)
