@@ -172,7 +172,7 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
 
 async def _start(options: _Options, runner: Runner) -> None:
     """Import the agent, and meanwhile see whether there is a server that lets us in."""
-    runner.start_hosts()
+    runner.start_hosts(await has_model(options.server) if options.redirect is None else options.redirect)
     await _find_server(options, runner.store)
     redirect = await has_model(options.server) if options.redirect is None else options.redirect
     await runner.start(redirect=redirect)

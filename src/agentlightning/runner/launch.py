@@ -27,11 +27,8 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.
 class ZygoteProcess:
     """Started by `spawn`, heard from `attach` on, ended by `close`."""
 
-    def __init__(
-        self, load: Load, cwd: str | Path | None, log: str | Path | None, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
         self._load = load
-        self._variables = dict(environment or {})
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = log
         self._frames = Frames()
@@ -44,8 +41,9 @@ class ZygoteProcess:
     def spawned(self) -> bool:
         return self._process is not None
 
-    def spawn(self) -> None:
-        """Start the process and tell it what to import. Needs no event loop. Raises AgentError."""
+    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start the process, with `variables` over our own, and tell it what to import. Needs no event loop. Raises
+        AgentError."""
         if not self._cwd.is_dir():
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
@@ -58,7 +56,7 @@ class ZygoteProcess:
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
-                env={**os.environ, **self._variables},
+                env={**os.environ, **(variables or {})},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

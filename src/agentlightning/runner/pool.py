@@ -36,9 +36,8 @@ class HostPool:
     `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each in a process of its own that
     ends with it. `env` maps environment variables to the fields of a dict task they hold (default: each field under its
     name in upper case). `cwd` is where the agent runs, `log` the file its stdout and stderr are appended to (default:
-    this process's stderr). The agent is imported with `variables` over this process's own environment. `grace` is the
-    seconds a stopped attempt has to end by itself. `on_change` is told whenever there may be more room, `on_broken`
-    when there will never be any again.
+    this process's stderr). `grace` is the seconds a stopped attempt has to end by itself. `on_change` is told whenever
+    there may be more room, `on_broken` when there will never be any again.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class HostPool:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         log: str | Path | None = None,
-        variables: Mapping[str, str] | None = None,
         grace: float = 2.0,
         on_change: Callable[[], None] | None = None,
         on_broken: Callable[[AgentError], None] | None = None,
@@ -71,7 +69,7 @@ class HostPool:
         self._on_change, self._on_broken = on_change, on_broken
         judge = None if reward is None else function_spec(reward)
         fields = None if env is None else dict(env)
-        self._zygote = ZygoteProcess(Load(self.agent, judge, (), self.slots, fields, grace), cwd, log, variables)
+        self._zygote = ZygoteProcess(Load(self.agent, judge, (), self.slots, fields, grace), cwd, log)
         self._loaded: asyncio.Future[None] | None = None
         self._hosts: dict[int, HostLink] = {}
         self._forking: set[asyncio.Task[None]] = set()
@@ -83,10 +81,10 @@ class HostPool:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def spawn(self) -> None:
-        """Begin to import the agent, in another process. Safe to call twice."""
+    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+        """Begin to import the agent, in another process, with `variables` over this one's own. Safe to call twice."""
         if not self._zygote.spawned:
-            self._zygote.spawn()
+            self._zygote.spawn(variables)
 
     async def start(self) -> None:
         """Wait until the agent is imported and a host is ready. Raises AgentError."""

@@ -118,7 +118,6 @@ class Runner:
             env=env,
             cwd=cwd,
             log=log,
-            variables=import_environment(server_url, secret, self.worker_id) if server_url and redirect else None,
             grace=grace,
             on_change=self._wake_up,
             on_broken=self._fail,
@@ -155,14 +154,18 @@ class Runner:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def start_hosts(self) -> None:
-        """Begin to import the agent in another process; returns at once, needs neither a loop nor a server URL."""
-        self.pool.spawn()
+    def start_hosts(self, redirect: bool | None = None) -> None:
+        """Begin to import the agent in another process; returns at once, needs neither a loop nor a server URL. With
+        both a URL and `redirect`, a client that the agent makes while it is imported leads there too."""
+        self._redirect = self._redirect if redirect is None else redirect
+        led = self._redirect and self.server_url is not None
+        self.pool.spawn(import_environment(self.server_url or "", self._secret, self.worker_id) if led else None)
 
     async def load(self) -> None:
         """Wait until the agent is imported and a host is ready; `start` does it too. Raises AgentError."""
         if self._loaded:
             return
+        self.start_hosts()
         try:
             await self.pool.start()
         except BaseException:
