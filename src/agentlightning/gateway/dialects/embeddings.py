@@ -12,10 +12,10 @@ from agentlightning.gateway.problems import Problem
 
 
 def read_request(body: bytes, recall: Recall | None = None) -> NoReturn:
-    """Raises Problem 400: who gets here asks an engine."""
+    """Raises Problem 404: who gets here asks an engine."""
     model = optional(read_json(body), "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
-    raise Problem(400, message, code="model_not_supported", param="model")
+    raise Problem(404, message, code="model_not_supported", param="model")
 
 
 def _reply(request: Request, head: Head) -> Reply:
