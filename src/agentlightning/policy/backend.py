@@ -86,6 +86,9 @@ class Served:
 class Backend(Protocol):
     """One server. All of its methods raise BackendError."""
 
+    reshapes: frozenset[str]
+    """What of `policy.base.RESHAPING` it draws with, its log-probabilities too."""
+
     @property
     def url(self) -> str: ...
 

@@ -57,6 +57,12 @@ class Drawing:
             return "stop"
         return "length" if len(self.token_ids) >= self._room else None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether another server would draw what is left from the same distribution: penalties count tokens drawn,
+        and those of another server are its prompt."""
+        return not self.token_ids or not (self._params.presence_penalty or self._params.frequency_penalty)
+
     def ask(self, model: str, adapter: bool) -> Ask:
         """For what is left."""
         self._part = count = len(self.token_ids)

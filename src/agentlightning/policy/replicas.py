@@ -114,7 +114,8 @@ class Replicas:
         self._patience = patience or Patience()
         self._version = 0
         self._weights: Weights | None = None
-        self._labels: dict[str, int] = {}
+        self._labels = {replica.label: 0 for replica in replicas if replica.label is not None}
+        """Label -> version, of the weights that may draw."""
         self._prefix = secrets.token_hex(4)
         self._adapters: dict[str, Adapter] = {}
         self._changing = asyncio.Lock()
@@ -150,14 +151,16 @@ class Replicas:
         for replica in replicas:
             await replica.backend.check(weights_change=weights_change)
             replica.label = await replica.backend.label()
-        engine = cls(replicas, served, chat, transport, model=model, max_context=max_context, patience=patience)
-        if not weights_change:
-            engine._labels = {replica.label: 0 for replica in replicas if replica.label is not None}
-        return engine
+        return cls(replicas, served, chat, transport, model=model, max_context=max_context, patience=patience)
 
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def reshapes(self) -> frozenset[str]:
+        """What of `policy.base.RESHAPING` all servers draw with."""
+        return frozenset[str].intersection(*(replica.backend.reshapes for replica in self.replicas))
 
     @property
     def busy(self) -> int:
@@ -220,7 +223,7 @@ class Replicas:
                 end = await self._draw(replica, model, drawing)
                 return drawing.sample(end.finish_reason, replica.version)
             except BackendError as error:
-                if not error.again or len(tried) > self._patience.retries:
+                if not error.again or not drawing.goes_on or len(tried) > self._patience.retries:
                     raise
                 self._suspect(replica, str(error))
         return drawing.sample(reason, self._version)
@@ -246,12 +249,12 @@ class Replicas:
         def receive(run: Run) -> None:
             drawing.receive(run, replica.version)
 
-        ask, stream = drawing.ask(model, model != self._served), drawing.watched
+        ask, stream, labels = drawing.ask(model, model != self._served), drawing.watched, self._labels
         task = asyncio.ensure_future(replica.backend.draw(ask, receive, stream=stream))
         replica.draws.add(task)
         try:
             end = await task
-            drawing.learn(end, self._labels)
+            drawing.learn(end, {**labels, **self._labels})
             return end
         except Stopped:
             return End("stop")
@@ -292,6 +295,8 @@ class Replicas:
         weights = Weights(Path(directory), version, self.label_of(version))
         async with self._changing:
             self._weights = weights
+            # Weights that were not given to it are those of a server that was started again.
+            self._labels = {label: known for label, known in self._labels.items() if label.startswith(self._prefix)}
             self._labels[weights.label] = version
             await asyncio.gather(*(self._give(replica) for replica in self.replicas if replica.up))
             self._version = version
@@ -447,6 +452,10 @@ class AdapterEngine:
     @property
     def chat(self) -> ChatFormat:
         return self.replicas.chat
+
+    @property
+    def reshapes(self) -> frozenset[str]:
+        return self.replicas.reshapes
 
     @property
     def policy_version(self) -> int:

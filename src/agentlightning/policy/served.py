@@ -79,6 +79,10 @@ class ServedPolicy:
         return self.learner.chat
 
     @property
+    def reshapes(self) -> frozenset[str]:
+        return self.servers.reshapes
+
+    @property
     def policy_version(self) -> int:
         return self.servers.policy_version
 

@@ -23,6 +23,8 @@ LOAD_SECONDS: Final = 600.0
 class SGLangServer:
     """One SGLang server at `url` (without `/v1`). `token` is what it was started with as `--api-key`."""
 
+    reshapes: frozenset[str] = frozenset()
+
     def __init__(
         self,
         transport: Transport,

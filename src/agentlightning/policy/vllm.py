@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Ask, BackendError, End, Http, Receive, Run, Served, Top, refusal
-from agentlightning.policy.base import SamplingParams
+from agentlightning.policy.base import RESHAPING, SamplingParams
 from agentlightning.transport import Transport
 
 GENERATE: Final = "/inference/v1/generate"
@@ -34,6 +34,8 @@ class VllmServer:
 
     `token` is what it was started with as `--api-key`. A server that says nothing for `seconds` while it draws has
     failed."""
+
+    reshapes: frozenset[str] = frozenset(RESHAPING)
 
     def __init__(
         self,
@@ -226,10 +228,11 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
-        "min_p": 0.0,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
         "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),
