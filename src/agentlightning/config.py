@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.policy.servers import ServersConfig
 
@@ -149,3 +150,5 @@ class TrainConfig(Section):
     """How agents are run."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """How the result is measured."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """Where model calls go that are not the policy's, and what they may cost."""

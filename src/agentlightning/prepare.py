@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -226,3 +227,20 @@ async def with_servers(policy: Policy, config: TrainConfig, run_dir: RunDir, pro
     except BaseException:
         await policy.close()
         raise
+
+
+async def open_frozen(name: str, path: str) -> Policy:
+    """A model to serve and not to train. Raises ConfigError where there is none."""
+    if not await asyncio.to_thread(Path(path).is_dir):
+        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    config = policy_config(TrainConfig(), path, OptimizerConfig(), 1)
+    return await open_policy(config.model_copy(update={"name": name}))
+
+
+async def open_models(models: Mapping[str, str], stack: AsyncExitStack) -> dict[str, Policy]:
+    """Models to serve and not to train, by name; the stack closes them."""
+    opened: dict[str, Policy] = {}
+    for name, path in models.items():
+        opened[name] = await open_frozen(name, path)
+        stack.push_async_callback(opened[name].close)
+    return opened

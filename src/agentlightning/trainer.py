@@ -35,6 +35,7 @@ from agentlightning.prepare import (
     keep_tasks,
     load_tasks,
     make_start,
+    open_models,
     open_policy,
     policy_config,
     read_tasks,
@@ -186,7 +187,7 @@ class Trainer:
             learner = await _open_policy(config, run_dir, state)
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
-            gateway = Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
+            gateway = await _gateway(store, policy, config, run_dir, secret, stack)
             server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)
             await stack.enter_async_context(server)
             source = RolloutSource(store, _rollout_config(config.runner), config.runner.max_failed_share)
@@ -261,6 +262,21 @@ async def _evaluate(
         source = RolloutSource(store, _rollout_config(config), config.max_failed_share)
         work = evaluate_tasks(source, tasks, name="evaluation", resources_id=resources_id, on_progress=progress.update)
         return await _unless_it_ends(runner, work)
+
+
+async def _gateway(
+    store: LightningStoreBase, policy: Policy, config: TrainConfig, run_dir: RunDir, secret: str, stack: AsyncExitStack
+) -> Gateway:
+    """The policy serves whatever no route leads elsewhere."""
+    return Gateway(
+        store,
+        {policy.model: policy} | await open_models(config.gateway.models, stack),
+        secret=secret,
+        config=config.gateway,
+        budget_file=run_dir.path / "spent",
+        default_model=policy.model,
+        accept_any_model=True,
+    )
 
 
 async def _serve_model(store: LightningStoreBase, model: str, secret: str, stack: AsyncExitStack) -> Gateway:

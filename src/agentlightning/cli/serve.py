@@ -238,11 +238,7 @@ def open_store(db: str | None) -> SqlStore:
 async def _gateway(options: Options, store: LightningStoreBase, secret: str, stack: AsyncExitStack) -> Gateway:
     from agentlightning.gateway.app import Gateway
 
-    engines = {}
-    for given in options.models:
-        policy = await open_model(given)
-        stack.push_async_callback(policy.close)
-        engines[policy.model] = policy
+    engines = await open_engines(options.models, options.routing, stack)
     first = next(iter(engines), None)
     return Gateway(
         store,
@@ -273,19 +269,24 @@ def beside(db: str | None, suffix: str) -> Path:
 
 async def open_model(given: str) -> Policy:
     """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
-    from agentlightning.errors import ConfigError
+    from agentlightning.prepare import open_frozen
 
     name, equals, path = given.partition("=")
-    if not equals:
-        name, path = Path(given).name, given
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"--model {given}: {path} is no directory; give one that transformers loads, or NAME=DIR")
-    from agentlightning.config import TrainConfig
-    from agentlightning.policy.optimizer import OptimizerConfig
-    from agentlightning.prepare import open_policy, policy_config
+    return await open_frozen(name, path) if equals else await open_frozen(Path(given).name, given)
 
-    config = policy_config(TrainConfig(), path, OptimizerConfig(), 1)
-    return await open_policy(config.model_copy(update={"name": name}))
+
+async def open_engines(given: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Policy]:
+    """The models of `--model`, and those that the routes file names; the stack closes them."""
+    engines: dict[str, Policy] = {}
+    for model in given:
+        policy = await open_model(model)
+        stack.push_async_callback(policy.close)
+        engines[policy.model] = policy
+    if not routing.models:
+        return engines
+    from agentlightning.prepare import open_models
+
+    return engines | await open_models(routing.models, stack)
 
 
 # -- retention -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class AgentRule(BaseModel):
     A rule without a `name` takes it from the group `agent` of `matches`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME)
     """What spans call the agent."""

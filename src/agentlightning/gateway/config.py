@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -77,13 +77,20 @@ class GatewayConfig(BaseModel):
     default_model: str | None = None
     """Serves requests that name no model; None: the only engine there is, or the first `--model` of `agl serve`."""
     accept_any_model: bool | None = None
-    """Whether the default model also serves requests that name an unknown one; None: where there are no routes."""
+    """Whether the default model also serves requests that name an unknown one; None: in training, and where there are
+    no routes."""
+    models: dict[str, str] = Field(default_factory=dict[str, str])
+    """Further models to serve, which do not learn (a frozen reference, say): name -> directory that transformers
+    loads."""
     routes: tuple[Rule, ...] = ()
     """Which calls go where: read in order, the first that fits decides. After them come engines by their names."""
     providers: tuple[Provider, ...] = ()
     """Other people's model servers, and vLLM or SGLang servers, that routes lead to."""
     agents: tuple[AgentRule, ...] = ()
     """How agents are recognised that do not name themselves."""
+    structured_output: Literal["auto", "always", "never"] = "auto"
+    """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
+    from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """What calls to providers may cost."""
 

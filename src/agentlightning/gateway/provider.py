@@ -113,6 +113,13 @@ class Provider(BaseModel):
                 raise ValueError(f"{url!r} is no address; give one as its SDK takes it, such as http://host:8000/v1")
         return tuple(url.rstrip("/") for url in urls)
 
+    @field_validator("api_key")
+    @classmethod
+    def _check_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and set(key.get_secret_value()) == {"*"}:
+            raise ValueError("a configuration that was written down has no keys; name one by api_key_env")
+        return key
+
     def serves(self, path: str) -> bool:
         return path in (_USUAL[self.dialect] if self.paths is None else self.paths)
 
