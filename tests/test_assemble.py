@@ -350,3 +350,24 @@ def test_the_answer_to_a_client_that_says_everything_once_is_the_last_one() -> N
 def test_a_reward_belongs_to_the_answer_that_was_heard() -> None:
     spans = [sent(1, "q", "a"), reward(2, 1.0), sent(3, "q", "b", 1), reward(4, 0.5), reward(5, 0.0)]
     assert link_rewards(spans).intermediate == {"s3": 0.5}
+
+
+def test_what_another_model_answered_is_left_out_and_its_reward_goes_to_the_call_before():
+    policy = {names.OPERATION_NAME: "chat", names.RESPONSE_MODEL: "policy", **TOKENS_OF_A_CALL}
+    judge = policy | {names.RESPONSE_MODEL: "judge"}
+    provider = {names.OPERATION_NAME: "chat", names.RESPONSE_MODEL: "theirs", names.TOKENS: "none"}
+    reward = Span("r", "a", names.REWARD, 1.0, sequence_id=3, attributes={names.SCORE_VALUE: 0.5})
+    final = Span("r", "a", names.REWARD, 1.0, sequence_id=5, attributes={names.SCORE_VALUE: 1.0})
+    kept = [
+        Span("r", "a", "chat", 1.0, sequence_id=number, span_id=f"s{number}", attributes=attributes)
+        for number, attributes in ((1, policy), (2, judge), (4, provider))
+    ]
+    found = trajectory("r", "a", [*kept, reward, final], model="policy")
+    assert [(call.span_id, call.reward) for call in found.transitions] == [("s1", 0.5)]
+    assert found.metadata == {"other_models": 2}
+    everything = trajectory("r", "a", [*kept, reward, final])
+    assert [call.span_id for call in everything.transitions] == ["s1", "s2"]
+    assert everything.metadata == {"untrainable_calls": 1}
+
+
+TOKENS_OF_A_CALL = {names.PROMPT_TOKEN_IDS: [1, 2], names.RESPONSE_TOKEN_IDS: [3], names.LOGPROBS: [-0.5]}

@@ -23,6 +23,8 @@ CALL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
 
 UNTRAINABLE_CALLS = "untrainable_calls"
 """Key of `Trajectory.metadata`: how many calls were left out because their tokens or log-probabilities are unknown."""
+OTHER_MODELS = "other_models"
+"""Key of `Trajectory.metadata`: how many calls were left out because another model answered than learns."""
 UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
 
@@ -54,6 +56,10 @@ def untrainable_calls(spans: Iterable[Span]) -> tuple[str, ...]:
 
 def _is_call(span: Span) -> bool:
     return span.attributes.get(names.OPERATION_NAME) in CALL_OPERATIONS
+
+
+def _served_by(span: Span) -> str | None:
+    return span.attributes.get(names.RESPONSE_MODEL)
 
 
 def _is_void(span: Span) -> bool:
@@ -227,15 +233,23 @@ def trajectory(
     spans: Iterable[Span],
     group: str = "",
     metadata: Mapping[str, Any] | None = None,
+    model: str | None = None,
 ) -> Trajectory:
-    """The trajectory of one attempt; spans of other attempts are left out.
+    """The trajectory of one attempt; spans of other attempts are left out, and with a `model` the calls that another
+    one answered: what a frozen reference or a provider says is not the policy's to learn from.
 
-    `metadata` gains the counts `untrainable_calls` and `unlinked_rewards` where they are not zero. Raises RewardError
-    as `link_rewards` does.
+    `metadata` gains the counts `untrainable_calls`, `other_models` and `unlinked_rewards` where they are not zero.
+    Raises RewardError as `link_rewards` does.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
+    others = {span.span_id for span in calls(own) if model is not None and _served_by(span) not in (model, None)}
+    own = [span for span in own if span.span_id not in others] if others else own
     links = link_rewards(own)
-    counts = {UNTRAINABLE_CALLS: len(untrainable_calls(own)), UNLINKED_REWARDS: links.unlinked}
+    counts = {
+        UNTRAINABLE_CALLS: len(untrainable_calls(own)),
+        OTHER_MODELS: len(others),
+        UNLINKED_REWARDS: links.unlinked,
+    }
     return Trajectory(
         rollout_id=rollout_id,
         attempt_id=attempt_id,

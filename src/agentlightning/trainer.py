@@ -190,7 +190,8 @@ class Trainer:
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
             server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)
             await stack.enter_async_context(server)
-            source = RolloutSource(store, _rollout_config(config.runner), config.runner.max_failed_share)
+            limits = _rollout_config(config.runner), config.runner.max_failed_share
+            source = RolloutSource(store, *limits, model=policy.model)
             await source.recover(state.run_id, "the process that ran it ended")
             await runner.start(server.url)
             stack.push_async_callback(runner.stop)
