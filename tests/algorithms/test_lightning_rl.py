@@ -101,6 +101,6 @@ async def test_calls_without_tokens_are_refused_with_what_to_do():
         Trajectory(name, "a", (), reward=float(name == "r1"), group="g", metadata=metadata) for name in ("r1", "r2")
     ]
     with pytest.raises(
-        UnknownTokensError, match="none of the 6 model calls .* 4 were answered by other models .* routes"
+        UnknownTokensError, match=r"none of the 6 model calls .* 4 were answered by other models .* routes"
     ):
         await LightningRL(steps=1, group_size=2).run(FakeTraining(*told))
