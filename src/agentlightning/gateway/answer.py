@@ -179,6 +179,8 @@ class Answer:
     """What the ids of its tool calls begin with."""
     tools: Sequence[dict[str, Any]] | None = None
     """Those the request offered: in some formats they say what type an argument has."""
+    held: bool = False
+    """No token was drawn that the asked-for schema forbids."""
     thinks: Markers | None = None
     """How the model marks a thought; None: nothing is told apart."""
     thought: str = ""

@@ -29,6 +29,7 @@ from agentlightning.gateway.attribution import Attribution, Caller
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.constraint import Holding, hold
 from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.counters import Counters
@@ -134,6 +135,7 @@ class Gateway:
         self.attribution = Attribution(store, secret, require_key=require_key, allow_unattributed=allow_unattributed)
         self._agents = Agents((*config.agents, *agents))
         self._mode_temperatures = dict(mode_temperatures)
+        self._holding: Holding = config.structured_output
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
         self._forwarder = Forwarder(
             self.table, store, self._contexts, self._context, self._agents, self.counters, translator
@@ -290,11 +292,15 @@ class Gateway:
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
         model, engine = self._resolve(caller)
-        params, trace_id = self._in_mode(caller, request.params), ""
+        params, trace_id, learned = self._in_mode(caller, request.params), "", False
         if _attempt(caller):
             context = await self._context(caller)
             params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
+            learned = context.learned
         refuse_unhonoured(engine, params)
+        tools = request.tools is not None
+        holding = self._holding
+        params = await hold(engine, params, request.constraint, tools=tools, learned=learned, holding=holding)
         prompts = self._prompts(caller, request, model, engine)
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -446,6 +452,7 @@ def _answer(dialect: Dialect, request: Request, engine: Engine, params: Sampling
         one_call=request.constraint.one_call,
         call_prefix=dialect.call_prefix,
         tools=request.tools,
+        held=params.json_schema is not None,
         thinks=None if request.prompts else thought_markers(engine.chat),
     )
 

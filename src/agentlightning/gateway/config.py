@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Final, Literal
+from typing import Final, Literal, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -88,6 +88,9 @@ class GatewayConfig(BaseModel):
     """Other people's model servers, and vLLM or SGLang servers, that routes lead to."""
     agents: tuple[AgentRule, ...] = ()
     """How agents are recognised that do not name themselves."""
+    structured_output: Literal["auto", "always", "never"] = "auto"
+    """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
+    from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""
     structured_output: Literal["auto", "always", "never"] = "auto"
     """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
     from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""

@@ -27,6 +27,8 @@ class AttemptContext:
     llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
     """model -> (name of the resource, the resource)."""
     trace_id: str = ""
+    learned: bool = True
+    """Whether somebody may learn from its calls; not in the modes val and test."""
     checked: float = 0.0
     """When the store last said that the attempt goes on (monotonic seconds)."""
 
@@ -54,7 +56,11 @@ class Contexts:
             return context
         rollout = await self._check(rollout_id, attempt_id)
         context = self._known.get(key) or AttemptContext(
-            rollout_id, attempt_id, await self._llms(rollout), trace_id_of(attempt_id) or new_trace_id()
+            rollout_id,
+            attempt_id,
+            await self._llms(rollout),
+            trace_id_of(attempt_id) or new_trace_id(),
+            learned=rollout.mode not in ("val", "test"),
         )
         context.checked = now
         self._known[key] = context

@@ -6,7 +6,7 @@ tool calls are the business of `ChatFormat`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 """A chat message as the OpenAI chat-completions wire has it: role, content, tool_calls, tool_call_id, name."""
 
 
-RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "json_schema")
 """Fields of `SamplingParams` that not every engine honours."""
 
 
@@ -63,10 +63,14 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit)."""
 
+    json_schema: str | None = None
+    """The JSON schema, as text, that the answer is held to: tokens that would break it are not drawn. Only for an
+    engine that says it can (`holds_to`)."""
+
     @property
     def reshaping(self) -> tuple[str, ...]:
         """Names of what is set beyond temperature, top_p and top_k that changes the distribution. Not every engine
-        honours it (`Engine.reshapes`), and no loss can correct for it."""
+        honours it (`unhonoured`), and no loss can correct for it."""
         return tuple(name for name in RESHAPING if getattr(self, name))
 
 
@@ -160,6 +164,12 @@ def unhonoured(engine: Engine, params: SamplingParams) -> tuple[str, ...]:
     """What of `params` an engine would ignore. One that does not say what it honours honours none of `RESHAPING`."""
     honoured: frozenset[str] = getattr(engine, "reshapes", frozenset())
     return tuple(name for name in params.reshaping if name not in honoured)
+
+
+async def holds_to(engine: Engine, schema: str) -> bool:
+    """Whether an engine can hold answers to a JSON schema; one without a method `holds_to` cannot."""
+    asked: Callable[[str], Awaitable[bool]] | None = getattr(engine, "holds_to", None)
+    return asked is not None and await asked(schema)
 
 
 class Policy(Engine, Protocol):

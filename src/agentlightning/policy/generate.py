@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.errors import ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.policy import kv, sampling, shared
 from agentlightning.policy.base import FinishReason, SamplingParams
+from agentlightning.policy.grammar import Grammars, Matcher, allowed
 from agentlightning.policy.kv import SlotCache, read_layout
 from agentlightning.policy.prefix import Match, PrefixStore, common_prefix
 from agentlightning.policy.stop import StopScanner
@@ -70,6 +71,8 @@ class Request:
     waited: bool = False
     """It has already waited once for another's prefill."""
     stops: StopScanner | None = None
+    matcher: Matcher | None = None
+    """What its answer is held to."""
 
     @property
     def drawn(self) -> list[int]:
@@ -110,9 +113,11 @@ class TokenGenerator:
         prefix_cache_bytes: int = 1 << 30,
         prefill_tokens: int = 2048,
         seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """`kv_cache_bytes` bounds the rows being computed (requests beyond wait), `prefix_cache_bytes` what is kept of
-        earlier ones, `prefill_tokens` how many prompt tokens a step computes before others get their next token."""
+        earlier ones, `prefill_tokens` how many prompt tokens a step computes before others get their next token.
+        Without `grammars` no answer can be held to a schema."""
         self.model = model
         self.context_length = context_length
         self.policy_version = 0
@@ -120,6 +125,7 @@ class TokenGenerator:
         self.prefixes = PrefixStore(prefix_cache_bytes)
         self._eos = eos_token_ids
         self._decode = decode
+        self._grammars = grammars
         self._prefill_tokens = prefill_tokens
         self._vocabulary = kv.vocabulary(model)
         self._random = random.Random(seed)
@@ -150,6 +156,8 @@ class TokenGenerator:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
         sampling.check(params)
         sampling.check_tokens(params, self._vocabulary)
+        if params.json_schema is not None and not (self._grammars and self._grammars.knows(params.json_schema)):
+            raise ConfigError("answers cannot be held to this json_schema here; leave it out, and check them")
         if not prompt:
             raise PolicyError("the prompt has no tokens; give at least one")
         if len(prompt) >= self.context_length:
@@ -174,6 +182,7 @@ class TokenGenerator:
             params=params,
             fingerprints=shared.fingerprints(prompt[:-1]) if self._attends else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
+            matcher=self._grammars.matcher(params.json_schema) if self._grammars and params.json_schema else None,
             random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)
@@ -364,7 +373,8 @@ class TokenGenerator:
             logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
         uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
         before = [row.drawn for row in rows] if self._plan.penalties else ()
-        draw = sampling.draw(logits, self._plan, uniform, before)
+        may = allowed([row.matcher for row in rows], logits.shape[-1], logits.device)
+        draw = sampling.draw(logits, self._plan, uniform, before, may)
         # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
         drawn = torch.stack([draw.tokens.double(), draw.logprobs.double()]).tolist()
         for request, token, logprob in zip(rows, *drawn, strict=True):
@@ -401,6 +411,8 @@ class TokenGenerator:
         request.computed = len(request.tokens)
         request.tokens.append(token)
         request.logprobs.append(logprob)
+        if request.matcher is not None:
+            request.matcher.push(token)
         if token in self._eos or (request.stops is not None and request.stops.push(token)):
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.limit:

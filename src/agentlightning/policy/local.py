@@ -7,6 +7,7 @@ weights everything computed with the old ones is forgotten.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +22,7 @@ from agentlightning.policy.base import RESHAPING, Sample, SamplingParams
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.policy.engine import EngineThread
 from agentlightning.policy.generate import TokenGenerator
+from agentlightning.policy.grammar import Grammars
 from agentlightning.policy.kv import vocabulary
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.policy.update import Updater
@@ -71,6 +73,7 @@ class LocalPolicy:
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
         self._updater = Updater(model, config.optimizer)
+        self._grammars = Grammars(tokenizer, vocabulary(model), self.chat.eos_token_ids)
         self._generator = TokenGenerator(
             model,
             eos_token_ids=self.chat.eos_token_ids,
@@ -81,6 +84,7 @@ class LocalPolicy:
             prefix_cache_bytes=config.prefix_cache_bytes,
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
+            grammars=self._grammars,
         )
         self._engine = EngineThread(self._generator, threads=config.threads)
 
@@ -105,6 +109,10 @@ class LocalPolicy:
     def reshapes(self) -> frozenset[str]:
         """See `policy.base.unhonoured`."""
         return frozenset(RESHAPING)
+
+    async def holds_to(self, schema: str) -> bool:
+        """See `policy.base.holds_to`."""
+        return await asyncio.to_thread(self._grammars.knows, schema)
 
     async def sample(
         self,

@@ -115,10 +115,18 @@ def _bias(rows: Sequence[SamplingParams], device: torch.device) -> tuple[Tensor,
     return torch.tensor(places, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device)
 
 
-def draw(logits_NV: Tensor, plan: Plan, uniform_N: Tensor, drawn: Sequence[Sequence[int]] = ()) -> Draw:
+def draw(
+    logits_NV: Tensor,
+    plan: Plan,
+    uniform_N: Tensor,
+    drawn: Sequence[Sequence[int]] = (),
+    allowed_NV: Tensor | None = None,
+) -> Draw:
     """A token for each row. `uniform_N`: float64 in [0, 1). `drawn`: the tokens each row drew before, where the plan
-    has penalties."""
+    has penalties. `allowed_NV`: bool, the only tokens that may be drawn; None: all."""
     logits_NV = _adjusted(logits_NV.float(), plan, drawn)
+    if allowed_NV is not None:
+        logits_NV = logits_NV.masked_fill(~allowed_NV, -math.inf)
     if plan.temperature is not None:
         logits_NV = logits_NV / plan.temperature
     if plan.min_p is not None:
