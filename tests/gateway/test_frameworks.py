@@ -354,6 +354,7 @@ async def test_a_thread_is_refused_in_the_words_that_have_the_sdk_send_everythin
 
 
 async def test_codex_learns_at_once_that_it_cannot_have_a_websocket(serve):
+    """Other refusals than 426 it takes for a bad connection, and tries again for seconds."""
     service = await serve([])
     client = await service.http()
     upgrade = {
@@ -363,7 +364,7 @@ async def test_codex_learns_at_once_that_it_cannot_have_a_websocket(serve):
         "sec-websocket-version": "13",
     }
     reply = await client.get(f"{service.base_url}/responses", headers=upgrade)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (426, "invalid_request_error")
     reply = await client.post(f"{service.base_url}/analytics/codex/turn-costs", json={})
     assert reply.status_code == 404
 

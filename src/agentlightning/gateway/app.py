@@ -469,6 +469,9 @@ async def _alive(request: HttpRequest) -> Response:
 
 
 async def _no_such_path(request: HttpRequest) -> Response:
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        # Codex, told this, asks by HTTP at once; told anything else, it tries again for seconds.
+        return refusal(request, Problem(426, f"{request.url.path} is no websocket; send POST requests"))
     served = ", ".join(f"POST {path}" for path in DIALECTS)
     problem = Problem(404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models")
     return refusal(request, problem)
