@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from agentlightning.gateway.answer import Answer, Piece
 from agentlightning.gateway.gate import Gate, Visitor
 from agentlightning.gateway.record import Record
+from agentlightning.gateway.slots import without_slot
 from agentlightning.policy.base import Engine, SamplingParams
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -42,7 +44,8 @@ class Exchange:
         visitor: Visitor | None = None
         try:
             try:
-                visitor = await gate.enter(self._name())
+                async with without_slot() if gate.closed else nullcontext():
+                    visitor = await gate.enter(self._name())
                 await self._draw(show)
             except BaseException as error:
                 await self._keep(store, self._failures(error))
