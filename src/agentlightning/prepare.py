@@ -17,8 +17,9 @@ import uvloop
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Engine, Policy
 from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.servers import ServedModel
 from agentlightning.progress import Progress
 from agentlightning.run_dir import RunDir, write_atomically
 from agentlightning.task import load_dataset, split
@@ -196,6 +197,7 @@ def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, st
         threads=settings.threads,
         max_batch_size=settings.max_batch_size,
         max_context=settings.max_context,
+        tool_calls=settings.tool_calls,
         seed=config.run.seed,
         optimizer=optimizer.model_copy(update={"total_steps": steps}),
     )
@@ -237,10 +239,16 @@ async def open_frozen(name: str, path: str) -> Policy:
     return await open_policy(config.model_copy(update={"name": name}))
 
 
-async def open_models(models: Mapping[str, str], stack: AsyncExitStack) -> dict[str, Policy]:
-    """Models to serve and not to train, by name; the stack closes them."""
-    opened: dict[str, Policy] = {}
-    for name, path in models.items():
-        opened[name] = await open_frozen(name, path)
-        stack.push_async_callback(opened[name].close)
+async def open_models(
+    models: Mapping[str, str | ServedModel], stack: AsyncExitStack, logs: Path = Path()
+) -> dict[str, Engine]:
+    """Models to serve and not to train, by name; the stack closes them. Servers write to files in `logs`."""
+    opened: dict[str, Engine] = {}
+    for name, given in models.items():
+        if isinstance(given, str):
+            policy = await open_frozen(name, given)
+            stack.push_async_callback(policy.close)
+            opened[name] = policy
+        else:
+            opened |= await given.open(name, stack, logs / f"servers-{name}")
     return opened

@@ -308,11 +308,18 @@ def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Itera
 
 
 def _plain(value: Any, dumped: Any) -> Any:
-    """What stands for a value; of models in a list, only what is set: TOML has no word for the rest."""
+    """What stands for a value; of models in a list or table, only what is set: TOML has no word for the rest."""
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
         models = cast(tuple[BaseModel, ...], value)
-        return [model.model_dump(exclude_none=True, exclude_defaults=True) for model in models]
+        return [_set_fields(model) for model in models]
+    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in cast(Table, value).values()):
+        table = cast(dict[str, Any], value)
+        return {key: _set_fields(item) if isinstance(item, BaseModel) else item for key, item in table.items()}
     return NONE if dumped is None else dumped
+
+
+def _set_fields(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(exclude_none=True, exclude_defaults=True)
 
 
 def _comment(field: FieldInfo) -> Iterator[str]:

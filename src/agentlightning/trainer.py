@@ -271,7 +271,7 @@ async def _gateway(
     """The policy serves whatever no route leads elsewhere."""
     return Gateway(
         store,
-        {policy.model: policy} | await open_models(config.gateway.models, stack),
+        {policy.model: policy} | await open_models(config.gateway.models, stack, run_dir.path),
         secret=secret,
         config=config.gateway,
         budget_file=run_dir.path / "spent",

@@ -203,7 +203,7 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
         old = sample.versions[0][1]
         assert len(sample.token_ids) == 400
         for model, part in ((models[0], slice(0, old)), (models[1], slice(old, None))):
-            logits = logits_of(model, prompt, sample)
+            logits = logits_of(model, prompt, sample).clone()
             logits[:, sorted(engine.chat.eos_token_ids)] -= 100.0
             expected = scores(logits, sample, plain)[part]
             assert float((expected - torch.tensor(sample.logprobs)[part]).abs().max()) < NEAR

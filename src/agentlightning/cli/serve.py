@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.policy.base import Policy
+    from agentlightning.policy.base import Engine, Policy
     from agentlightning.server import Server
     from agentlightning.store.base import LightningStoreBase, Retention
     from agentlightning.store.logs import SlowLog
@@ -153,6 +153,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
     from agentlightning.store.logs import ChangeLog, SlowLog
+    from agentlightning.store.journal import journaled
     from agentlightning.store.metrics import Metrics, counters
     from agentlightning.store.observe import Observer, observed
     from agentlightning.tracing.export import OtlpExporter
@@ -170,6 +171,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
         observers.append(exporter)
     store = observed(bare, observers)
+    if bare.path is not None:
+        store = await stack.enter_async_context(journaled(store, bare.path))
     gateway = await _gateway(options, store, secret, stack)
     metrics.add_source(lambda: _figures(gateway))
     server = Server(
@@ -275,9 +278,9 @@ async def open_model(given: str) -> Policy:
     return await open_frozen(name, path) if equals else await open_frozen(Path(given).name, given)
 
 
-async def open_engines(given: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Policy]:
+async def open_engines(given: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
     """The models of `--model`, and those that the routes file names; the stack closes them."""
-    engines: dict[str, Policy] = {}
+    engines: dict[str, Engine] = {}
     for model in given:
         policy = await open_model(model)
         stack.push_async_callback(policy.close)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Final, Literal, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.gateway.agents import AgentRule
 from agentlightning.gateway.provider import Price, Provider
+from agentlightning.policy.servers import ServedModel
 
 _SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -79,18 +80,15 @@ class GatewayConfig(BaseModel):
     accept_any_model: bool | None = None
     """Whether the default model also serves requests that name an unknown one; None: in training, and where there are
     no routes."""
-    models: dict[str, str] = Field(default_factory=dict[str, str])
+    models: dict[str, str | ServedModel] = Field(default_factory=dict[str, str | ServedModel])
     """Further models to serve, which do not learn (a frozen reference, say): name -> directory that transformers
-    loads."""
+    loads, or a table of the servers that sample from it."""
     routes: tuple[Rule, ...] = ()
     """Which calls go where: read in order, the first that fits decides. After them come engines by their names."""
     providers: tuple[Provider, ...] = ()
     """Other people's model servers, and vLLM or SGLang servers, that routes lead to."""
     agents: tuple[AgentRule, ...] = ()
     """How agents are recognised that do not name themselves."""
-    structured_output: Literal["auto", "always", "never"] = "auto"
-    """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
-    from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""
     structured_output: Literal["auto", "always", "never"] = "auto"
     """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
     from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""

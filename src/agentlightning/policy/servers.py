@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Backend
-from agentlightning.policy.base import ChatFormat
+from agentlightning.policy.base import ChatFormat, Engine
 from agentlightning.policy.child import Launch, VllmChild
 from agentlightning.policy.replicas import Patience, Replica, Replicas
 from agentlightning.policy.sglang import SGLangServer
@@ -76,6 +76,43 @@ class ServersConfig(BaseModel):
     @property
     def patience(self) -> Patience:
         return Patience(retries=self.retries, wait_seconds=self.wait_seconds)
+
+
+class ServedModel(BaseModel):
+    """A model that servers sample from and that nobody here trains."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model: str
+    """The model's directory, or its name on the hub: its tokenizer writes the conversations, and servers we start load
+    it."""
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """What its servers are."""
+    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """Its servers: joined, or started here."""
+    dtype: str = "auto"
+    """Of the weights, in servers we start."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Tokens of prompt and answer together; None: what the servers have."""
+    adapters: dict[str, str] = Field(default_factory=dict[str, str])
+    """LoRA adapters on it, each a model of its own: name -> directory."""
+
+    async def open(self, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
+        """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError
+        where a server refuses an adapter."""
+        servers = await open_servers(
+            self.servers,
+            await find_chat(self.model),
+            kind=self.engine,
+            model=Path(self.model),
+            name=name,
+            dtype=self.dtype,
+            max_context=self.max_context,
+            logs=logs,
+        )
+        stack.push_async_callback(servers.close)
+        adapters = {each: await servers.load_adapter(each, Path(path)) for each, path in self.adapters.items()}
+        return {name: servers, **adapters}
 
 
 async def open_servers(
