@@ -14,6 +14,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import AGENT_KEY, AGENT_NAME, ATTRIBUTION, ATTRIBUTION_IGNORED, MODE
 from agentlightning.store.adopt import ids_of_trace
+from agentlightning.store.otlp import OtlpReceiver
 
 FOREIGN = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -76,14 +77,26 @@ async def test_a_trace_that_was_kept_as_a_rollout_of_its_own_names_that_one(stor
 
 
 async def test_a_trace_that_somebody_knows_names_its_attempt(store, secret):
+    attribution, receiver = Attribution(store, secret), OtlpReceiver(store, secret)
+    attribution.traces = receiver
+    ids, other = await start(store), await start(store)
+    within = {"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"}
+    await attribution.caller(within, in_url(ids))  # an agent with tracing of its own calls once by its URL
+    caller = await attribution.caller(within, {})
+    assert (caller.attempt, caller.source, caller.trace_id) == (ids, "trace", FOREIGN)
+    await attribution.caller(within, in_url(other))
+    with pytest.raises(Problem, match="names no attempt"):  # the trace is around both
+        await attribution.caller(within, {})
+
+
+async def test_a_trace_nobody_knows_becomes_a_rollout_where_such_are_kept(store, secret):
     attribution = Attribution(store, secret)
-
-    async def owner(trace_id):
-        return ("ro-1", "at-1") if trace_id == FOREIGN else None
-
-    attribution.trace_owner = owner
-    caller = await attribution.caller({"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"}, {})
-    assert caller.attempt == ("ro-1", "at-1")
+    attribution.traces = OtlpReceiver(store, secret, adopt=True)
+    within = {"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"}
+    for _ in range(2):
+        caller = await attribution.caller(within, {})
+        assert (caller.attempt, caller.source) == (ids_of_trace(FOREIGN), "trace")
+    assert (await store.get_rollout_by_id(caller.rollout_id)).metadata["trace_id"] == FOREIGN
 
 
 async def test_baggage_names_an_attempt_or_the_latest_one_of_a_rollout(store, whose):

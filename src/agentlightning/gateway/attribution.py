@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from agentlightning import span as names
 from agentlightning.gateway.agents import UNKNOWN, Agent, read_baggage
@@ -34,6 +34,7 @@ from agentlightning.rollouts import (
     read_attempt_key,
     read_worker_key,
     root_span_id_of,
+    trace_id_of,
 )
 from agentlightning.store.adopt import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
@@ -48,8 +49,18 @@ _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0
 Ids = tuple[str, str]
 """(rollout_id, attempt_id)."""
 Source = Literal["header", "url", "key", "trace", "baggage", "worker"]
-TraceOwner = Callable[[str], Awaitable[Ids | None]]
-"""The attempt that a trace id belongs to, where somebody knows."""
+
+
+class Traces(Protocol):
+    """Whoever takes traces in, and so knows whose they are."""
+
+    async def owner_of(self, trace_id: str) -> Ids | None:
+        """The attempt that a trace belongs to."""
+        ...
+
+    def claim(self, trace_id: str, ids: Ids) -> None:
+        """Be told that an attempt has made a call within a trace."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +138,8 @@ class _Signed:
 
 class Attribution:
     """Finds out who calls. `secret` is the one that keys are made with; with `require_key` a URL alone is not enough,
-    and with `allow_unattributed` a call that names nobody is served. `trace_owner` knows the attempts of traces that
-    are not an attempt's own."""
+    and with `allow_unattributed` a call that names nobody is served. `traces` knows whose those are that are not an
+    attempt's own."""
 
     def __init__(
         self,
@@ -138,7 +149,7 @@ class Attribution:
         require_key: bool = False,
         allow_unattributed: bool = False,
     ) -> None:
-        self.trace_owner: TraceOwner | None = None
+        self.traces: Traces | None = None
         self._store = store
         self._secret = secret
         self._require_key = require_key
@@ -171,6 +182,8 @@ class Attribution:
         ignored = [hint for hint in hints if not hint.fits(found)]
         if any(hint.source == "trace" for hint in ignored):  # it is another attempt's
             trace_id = parent_id = None
+        elif trace_id is not None and self.traces is not None and trace_id != trace_id_of(found[1]):
+            self.traces.claim(trace_id, found)
         if parent_id is not None and parent_id == root_span_id_of(found[1]):  # a stand-in: no such span is kept
             parent_id = None
         return Caller(*found, trace_id, parent_id, source, mode, (*passed_over, *map(str, ignored)))
@@ -248,7 +261,7 @@ class Attribution:
     async def _recorded(self, trace_id: str) -> Ids | None:
         """The attempt that a trace of somebody else's making belongs to: one that has sent spans of it, or the one it
         was kept as."""
-        if self.trace_owner is not None and (owner := await self.trace_owner(trace_id)) is not None:
+        if self.traces is not None and (owner := await self.traces.owner_of(trace_id)) is not None:
             return owner
         rollout_id, attempt_id = ids_of_trace(trace_id)
         return None if await self._attempt(attempt_id) is None else (rollout_id, attempt_id)
