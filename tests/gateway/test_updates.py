@@ -236,6 +236,21 @@ async def test_calls_that_come_during_an_update_are_served_in_the_order_they_cam
     assert {span.attributes[names.POLICY_VERSION] for span in await service.spans()} == {4}
 
 
+async def test_however_many_wait_for_an_update_calls_of_other_engines_are_served(serve):
+    service = await serve([])
+    engines = {"scripted": ScriptedEngine(lambda _: "Hello."), "reference": ScriptedEngine(lambda _: "As ever.")}
+    gateway = Gateway(service.store, engines, secret="s", allow_unattributed=True, max_concurrency=3)
+    gate, http = gateway.gates.of(engines["scripted"]), await service.http()
+    async with Server(service.store, gateway, secret="s") as server:
+        url = f"{server.url}/v1/chat/completions"
+        async with gate.update():
+            held = [asyncio.create_task(http.post(url, json=body())) for _ in range(10)]
+            await until(lambda: gate.waiting == 10)
+            replies = await asyncio.gather(*(http.post(url, json=body() | {"model": "reference"}) for _ in range(6)))
+            assert [reply.status_code for reply in replies] == [200] * 6
+        assert [reply.status_code for reply in await asyncio.gather(*held)] == [200] * 10
+
+
 async def test_a_caller_that_hangs_up_while_it_waits_is_recorded_and_holds_nobody_up(serve):
     service = await serve(lambda messages: "Hello.")
     gate = service.gateway.gates.of(service.engine)
@@ -281,7 +296,7 @@ async def test_a_client_that_stops_reading_does_not_hold_an_update_up(serve):
     async with asyncio.timeout(10), service.gateway.gates.of(service.engine).update() as under_way:
         assert not under_way
     assert [span.status_code for span in await service.spans()] == ["OK"]
-    assert service.gateway._slots.locked(), "the caller has read its answer to the end"
+    assert service.gateway._slots.full, "the caller has read its answer to the end"
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     assert b"[DONE]" in await reader.read()

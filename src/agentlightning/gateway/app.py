@@ -6,7 +6,6 @@ Called by agents over HTTP, and by the trainer for `pause`, `drain` and `resume`
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -52,6 +51,7 @@ from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
 from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.slots import Slots
 from agentlightning.gateway.thoughts import thought_markers
 from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
@@ -141,7 +141,7 @@ class Gateway:
             self.table, store, self._contexts, self._context, self._agents, self.counters, translator
         )
         self._max_body_bytes = max_body_bytes
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._slots = Slots(max_concurrency)
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Gateway:
         self.counters.requests += 1
         outlet = Outlet(send)
         try:
-            async with self._slots:
+            async with self._slots.one():
                 await work(scope, receive, outlet)
         except ClientGone:
             self.counters.cancelled += 1

@@ -38,6 +38,11 @@ class Slots:
     def __init__(self, most: int) -> None:
         self._free = asyncio.Semaphore(most)
 
+    @property
+    def full(self) -> bool:
+        """Whether a further call would wait."""
+        return self._free.locked()
+
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[None]:
         slot = Slot(self._free)
