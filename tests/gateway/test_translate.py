@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from agentlightning import span as names
+from agentlightning.assemble import transitions
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.testing.provider import (
     Reply,
@@ -146,6 +147,30 @@ async def test_structured_output_reaches_a_server_of_chat_completions(ask):
     assert sent == {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
     (span,) = await service.spans()
     assert span.attributes[names.CONSTRAINT] == "violated"
+
+
+async def test_tokens_are_counted_by_who_will_be_asked_for_nothing(ask):
+    service, provider = await ask("anthropic", [Reply({"input_tokens": 42})], price={"input": 3})
+    client = await service.anthropic()
+    assert (await client.messages.count_tokens(model="theirs", messages=HI)).input_tokens == 42
+    assert (provider.seen[0].path, provider.seen[0].json["model"]) == ("/v1/messages/count_tokens", "big-1")
+    assert (await service.spans(), service.gateway.figures()["provider_dollars"]) == ([], 0)
+    service, _ = await ask("openai", [])
+    with pytest.raises(anthropic.NotFoundError, match="counts no tokens"):
+        await (await service.anthropic()).messages.count_tokens(model="theirs", messages=HI)
+
+
+async def test_tokens_that_a_server_of_chat_completions_reports_are_recorded(ask):
+    answer = chat_answer("Hi", prompt_token_ids=[1, 2, 3])
+    answer["choices"][0] |= {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}}
+    service, provider = await ask("openai", [Reply(answer)], token_ids=True)
+    client = await service.anthropic()
+    await client.messages.create(model="theirs", max_tokens=50, messages=HI)
+    assert provider.seen[0].json["return_token_ids"] is True
+    (call,) = transitions(await service.spans())
+    assert (call.prompt_token_ids, call.response_token_ids, call.logprobs) == ((1, 2, 3), (7, 8), (-0.5, -0.25))
+    (span,) = await service.spans()
+    assert span.attributes[names.TOKENS] == "provider"
 
 
 # -- the responses API ------------------------------------------------------------------------------------------------

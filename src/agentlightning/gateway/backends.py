@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.budget import Budgets, Reservation
@@ -49,7 +49,7 @@ _BYTES_OF_TOKEN: Final = 2
 class Ask:
     """What is sent, and for whom."""
 
-    path: Path
+    path: Path | Literal["messages/count_tokens"]
     body: bytes
     stream: bool = False
     """Whether the answer is read as it comes. A call that is not streamed is repeated even where its body breaks off,
@@ -262,7 +262,8 @@ class Call:
 
     async def __aenter__(self) -> Self:
         ask, backends = self.ask, self._backends
-        prompt, most = len(ask.body) // _BYTES_OF_TOKEN, ask.max_output_tokens or backends.provider.max_output_tokens
+        prompt, most = len(ask.body) // _BYTES_OF_TOKEN, ask.max_output_tokens
+        most = backends.provider.max_output_tokens if most is None else most
         self._expected = prompt + most
         if backends.budgets.config:
             worst = self.price.dollars(Usage(prompt, most)) if self.price else 0.0

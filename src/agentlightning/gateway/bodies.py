@@ -61,7 +61,7 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json) ->
     """The body of POST /v1/chat/completions."""
     body: Json = {"model": model, "messages": _chat_messages(request.messages, thoughts=provider.token_ids)}
     names = {"max_tokens": _limit_name(provider)}
-    body |= {names.get(name, name): list(value) if name == "stop" else value for name, value in params.items()}
+    body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
     if request.tools:
         body["tools"] = request.tools
         if (choice := _chat_choice(request.constraint)) is not None:
@@ -77,6 +77,12 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json) ->
     if request.stream:
         body["stream"] = True
     return body
+
+
+def _on_the_wire(name: str, value: Any) -> Any:
+    if name == "logit_bias":
+        return {str(token): bias for token, bias in value}
+    return list(value) if name == "stop" else value
 
 
 def _limit_name(provider: Provider) -> str:
@@ -141,15 +147,19 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     return body
 
 
+_ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
+"""Sampling parameters it has a word for."""
+
+
 def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
     shape = shape_of(request.asked)
     asked: list[tuple[str, Any, bool]] = [
         ("n", request.n, request.n == 1),
-        ("seed", params.get("seed"), params.get("seed") is None),
         ("logprobs", request.logprobs, not request.logprobs),
         ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
         ("response_format", shape, shape is None or shape["type"] == "json_schema"),
     ]
+    asked += [(name, value, not value and name != "seed") for name, value in params.items() if name not in _ANTHROPICS]
     for name, value, fine in asked:
         if not fine:
             message = (

@@ -19,10 +19,11 @@ from starlette.types import Receive, Scope
 from agentlightning import span as names
 from agentlightning.gateway.agents import Agents
 from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.backends import Ask
 from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
-from agentlightning.gateway.provider import Path
+from agentlightning.gateway.provider import COUNT_TOKENS, Path, Price, Usage
 from agentlightning.gateway.routing import Route, Routes
 from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, until_gone
@@ -88,6 +89,26 @@ class Forwarder:
         if (usage := forward.heard.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
+        return True
+
+    async def count(self, caller: Caller, headers: Mapping[str, str], body: bytes, outlet: Outlet) -> bool:
+        """Whether it was a question how many tokens a prompt has for a provider that counts them, and is answered.
+        Costs nothing, and is not recorded."""
+        if (asked := _read(body)) is None:
+            return False
+        agent = self._agents.identify(headers, asked, self._table)
+        route = self._table.resolve(agent.model, agent.name)
+        if route.backends is None or not can_forward("messages", route):
+            return False
+        if caller.attempt is not None:
+            await self._find_context(caller)
+        sent = orjson.dumps(asked | {"model": route.send_model})
+        affinity = "/".join(caller.attempt or ())
+        async with route.backends.call(
+            Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price())
+        ) as call:
+            call.settle(Usage())
+        await outlet.whole(200, call.body)
         return True
 
     async def _prepare(

@@ -16,6 +16,8 @@ from agentlightning.errors import ConfigError
 
 Path = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """What a server may serve, as its dialect's SDK calls it."""
+COUNT_TOKENS: Final = "messages/count_tokens"
+"""Served wherever `messages` is."""
 
 _USUAL: Final[dict[str, tuple[Path, ...]]] = {
     "openai": ("chat/completions", "completions", "embeddings"),
