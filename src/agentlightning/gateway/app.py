@@ -267,7 +267,10 @@ class Gateway:
         )
 
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        caller, request = self._read(MESSAGES, *await self._receive(scope, receive))
+        headers, caller, body = await self._receive(scope, receive)
+        if await self._forwarder.count(caller, headers, body, outlet):
+            return
+        caller, request = self._read(MESSAGES, headers, caller, body)
         model, engine = self._resolve(caller)
         if _attempt(caller):
             await self._context(caller)
