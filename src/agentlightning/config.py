@@ -68,6 +68,9 @@ class PolicyConfig(Section):
     """Answers sampled at once; further calls wait."""
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
+    tool_calls: str | None = None
+    """How the model writes tool calls: hermes, qwen_coder, llama3, pythonic, mistral or deepseek. None: as its chat
+    template shows."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     in_flight: bool = False

@@ -56,6 +56,8 @@ class LocalPolicyConfig(BaseModel):
     """Prompt tokens computed before those who are answering get their next token."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and answer together, in tokens; None: all that the model can hold."""
+    tool_calls: str | None = None
+    """The format of its tool calls, a key of `policy.tool_calls.FORMATS`; None: as its chat template shows."""
     seed: int = 0
     """Of the draws that have no seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -67,7 +69,7 @@ class LocalPolicy:
     def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
         self.model = config.name
-        self.chat = HFChatFormat(tokenizer)
+        self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = _context_length(config, model, tokenizer)
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.

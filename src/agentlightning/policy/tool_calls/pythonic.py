@@ -26,6 +26,9 @@ END: Final = "<|python_end|>"
 MOST_NESTED: Final = 100
 """Lists and objects within each other."""
 
+LONG: Final = 1000
+"""Characters."""
+
 _NAME: Final = re.compile(r"[^\W\d]\w*(?:[.\-]\w+)*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
 _CUT_NUMBER: Final = re.compile(r"-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z")
@@ -70,6 +73,8 @@ class Pythonic(MarkedFormat):
 
 def _read_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
     """The calls in the list at `start`, and where it ends; an empty list calls nothing, and is none."""
+    if len(text) - start > LONG and "]" not in text[start:]:
+        raise Unfinished("a long list has no end yet")  # Not to read it from its start with every token.
     reader = _Reader(text, start)
     reader.take("[")
     calls = [reader.call()]
