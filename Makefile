@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers docs clean
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks docs clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ bench: $(STAMP)  ## Run the benchmarks (with the peers that make peers has made)
 
 peers:  ## Make the environments of the peers for the benchmarks (.peers/)
 	benchmarks/peers.sh
+
+frameworks:  ## Make the environments of the agent frameworks for make test-slow (.peers/frameworks/)
+	tests/frameworks/setup.sh
 
 docs: $(STAMP)  ## Run every code block of the documentation
 	$(BIN)/pytest tests/docs

@@ -99,6 +99,17 @@ def test_a_call_without_sampling_parameters_was_sampled_plainly() -> None:
     assert (found.temperature, found.top_p, found.top_k, found.finish_reason) == (1.0, 1.0, 0, "stop")
 
 
+def test_a_call_says_which_weights_drew_which_of_its_tokens() -> None:
+    (found,) = transitions([chat(1, [1], [2, 3, 4], **{names.POLICY_VERSION: 8, names.POLICY_VERSIONS: [7, 2, 8, 1]})])
+    assert (found.policy_version, found.versions) == (8, ((7, 2), (8, 1)))
+
+
+@pytest.mark.parametrize("numbers", [[], [7], [7, 2], [7, 3, 8, 0], [7, 4, 8, -1], ["7", 2, 8, 1]])
+def test_versions_that_do_not_add_up_to_the_tokens_are_not_believed(numbers: list[Any]) -> None:
+    (found,) = transitions([chat(1, [1], [2, 3, 4], **{names.POLICY_VERSION: 8, names.POLICY_VERSIONS: numbers})])
+    assert (found.policy_version, found.versions) == (8, ())
+
+
 def test_superseded_and_failed_calls_are_left_out() -> None:
     spans = [
         chat(1, [1], [2]),
@@ -213,6 +224,22 @@ def test_a_sampled_node_is_split_with_its_logprobs_where_a_later_prompt_leaves_i
     }
 
 
+def test_what_two_versions_of_the_weights_drew_is_two_nodes_of_one_call() -> None:
+    tree = tree_of(
+        call((1,), (7, 8, 9), policy_version=4, versions=((3, 2), (4, 1))),
+        call((1, 7, 8, 9, 5), (6,), 2, policy_version=4),
+        call((1, 7, 2), (6,), 3, policy_version=4),
+    )
+    sampled = [(n.token_ids, n.logprobs, n.policy_version, n.call) for n in tree.nodes if n.sampled]
+    assert sorted(sampled) == [
+        ((6,), (-1.0,), 4, "ro-1-2"),
+        ((6,), (-1.0,), 4, "ro-1-3"),
+        ((7,), (-1.0,), 3, "ro-1-1"),
+        ((8,), (-2.0,), 3, "ro-1-1"),
+        ((9,), (-3.0,), 4, "ro-1-1"),
+    ]
+
+
 def test_the_longest_prefix_is_found_behind_an_equal_sibling() -> None:
     twins = [call((1,), (7,), 1), call((1,), (7,), 2), call((1, 7, 2), (9,), 3), call((1, 7, 2, 9, 3), (4,), 4)]
     assert tree_of(*twins).num_tokens == 7
@@ -244,8 +271,17 @@ def rollouts(draw: st.DrawFn) -> list[Transition]:
         ]
         history = draw(st.sampled_from(histories))
         prompt = history[: draw(st.integers(0, len(history)))] + draw(tokens)
-        made.append(call(prompt, draw(tokens), number, rollout))
+        sampled = draw(tokens)
+        made.append(call(prompt, sampled, number, rollout, versions=draw(versions(len(sampled)))))
     return made
+
+
+@st.composite
+def versions(draw: st.DrawFn, count: int) -> tuple[tuple[int, int], ...]:
+    """Weights that changed at some of the places between so many tokens."""
+    ends = [*sorted(draw(st.sets(st.integers(1, count - 1)))), count] if count > 1 else []
+    starts = [0, *ends]
+    return tuple((version, end - starts[version]) for version, end in enumerate(ends)) if len(ends) > 1 else ()
 
 
 @settings(deadline=None)
@@ -258,6 +294,8 @@ def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
         ]
         assert [t for i in own for t in tree.nodes[i].token_ids] == list(each.response_token_ids)
         assert [x for i in own for x in tree.nodes[i].logprobs] == list(each.logprobs)
+        drawn_by = [tree.nodes[i].policy_version for i in own for _ in tree.nodes[i].token_ids]
+        assert drawn_by == [v for v, n in each.versions for _ in range(n)] or not each.versions
         path = [t for i in tree.path(own[-1]) for t in tree.nodes[i].token_ids]
         assert path == [*each.prompt_token_ids, *each.response_token_ids]
 
@@ -278,3 +316,58 @@ def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Trans
 def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
     shuffled = random.sample(made, len(made))
     assert tree_of(*made).num_tokens == tree_of(*shuffled).num_tokens
+
+
+# -- requests that were sent again -----------------------------------------------------------------------------------
+
+
+def sent(sequence: int, request: str, reply: str, retries: int = 0, **more: Any) -> Span:
+    again = {names.RETRIES: retries} if retries else {}
+    return chat(sequence, [1], [2], **{names.REQUEST: request, names.RESPONSE_ID: reply, **again, **more})
+
+
+def test_an_answer_nobody_heard_is_left_out_with_all_of_its_choices() -> None:
+    spans = [sent(1, "q", "a"), sent(2, "q", "a"), sent(3, "q", "b", 1), sent(4, "q", "b", 1)]
+    assert [each.span_id for each in calls(spans)] == ["s3", "s4"]
+    assert [each.span_id for each in calls([*spans, sent(5, "q", "c", 2)])] == ["s5"]
+
+
+def test_where_nobody_can_say_which_answer_was_lost_all_stay() -> None:
+    spans = [sent(1, "q", "a"), sent(2, "q", "b"), sent(3, "q", "c", 1)]
+    assert len(calls(spans)) == 3
+
+
+def test_another_request_and_another_attempt_are_no_repeat() -> None:
+    spans = [sent(1, "q", "a"), sent(2, "p", "b", 1), sent(3, "q", "c", 1, attempt="at-2")]
+    assert len(calls(spans)) == 3
+
+
+def test_the_answer_to_a_client_that_says_everything_once_is_the_last_one() -> None:
+    spans = [sent(1, names.SENT_ONCE + "q", "a"), sent(2, names.SENT_ONCE + "q", "b"), sent(3, "q", "c")]
+    assert [each.span_id for each in calls(spans)] == ["s2", "s3"]
+
+
+def test_a_reward_belongs_to_the_answer_that_was_heard() -> None:
+    spans = [sent(1, "q", "a"), reward(2, 1.0), sent(3, "q", "b", 1), reward(4, 0.5), reward(5, 0.0)]
+    assert link_rewards(spans).intermediate == {"s3": 0.5}
+
+
+def test_what_another_model_answered_is_left_out_and_its_reward_goes_to_the_call_before():
+    policy = {names.OPERATION_NAME: "chat", names.RESPONSE_MODEL: "policy", **TOKENS_OF_A_CALL}
+    judge = policy | {names.RESPONSE_MODEL: "judge"}
+    provider = {names.OPERATION_NAME: "chat", names.RESPONSE_MODEL: "theirs", names.TOKENS: "none"}
+    reward = Span("r", "a", names.REWARD, 1.0, sequence_id=3, attributes={names.SCORE_VALUE: 0.5})
+    final = Span("r", "a", names.REWARD, 1.0, sequence_id=5, attributes={names.SCORE_VALUE: 1.0})
+    kept = [
+        Span("r", "a", "chat", 1.0, sequence_id=number, span_id=f"s{number}", attributes=attributes)
+        for number, attributes in ((1, policy), (2, judge), (4, provider))
+    ]
+    found = trajectory("r", "a", [*kept, reward, final], model="policy")
+    assert [(call.span_id, call.reward) for call in found.transitions] == [("s1", 0.5)]
+    assert found.metadata == {"other_models": 2}
+    everything = trajectory("r", "a", [*kept, reward, final])
+    assert [call.span_id for call in everything.transitions] == ["s1", "s2"]
+    assert everything.metadata == {"untrainable_calls": 1}
+
+
+TOKENS_OF_A_CALL = {names.PROMPT_TOKEN_IDS: [1, 2], names.RESPONSE_TOKEN_IDS: [3], names.LOGPROBS: [-0.5]}

@@ -1,7 +1,12 @@
 """What the trainer makes of its settings."""
 
-from agentlightning.config import RunnerConfig
+import pytest
+
+from agentlightning import trainer
+from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.errors import ConfigError
 from agentlightning.rollouts import EnqueueRolloutRequest
+from agentlightning.run_dir import RunDir, RunState
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import agents
 from agentlightning.trainer import _runner
@@ -19,3 +24,25 @@ async def test_its_runner_holds_a_lease_so_that_a_killed_run_leaves_nothing_behi
     assert runner.pool.fresh
     await runner.stop()
     await store.close()
+
+
+async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(monkeypatch, tmp_path):
+    class Stubborn:
+        can_update_in_flight = False
+        closed = False
+
+        async def close(self):
+            self.closed = True
+
+    policy = Stubborn()
+
+    async def open_policy(config):
+        return policy
+
+    monkeypatch.setattr(trainer, "open_policy", open_policy)
+    run_dir = RunDir.create(tmp_path / "run")
+    config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
+    with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
+        await trainer._open_policy(config, run_dir, RunState(run_id="r"))
+    assert policy.closed
+    run_dir.close()

@@ -7,7 +7,7 @@ every rollout and hand groups of them to `agentlightning.credit`, which calls `t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ CALL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
 
 UNTRAINABLE_CALLS = "untrainable_calls"
 """Key of `Trajectory.metadata`: how many calls were left out because their tokens or log-probabilities are unknown."""
+OTHER_MODELS = "other_models"
+"""Key of `Trajectory.metadata`: how many calls were left out because another model answered than learns."""
 UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
 
@@ -31,9 +33,11 @@ UNLINKED_REWARDS = "unlinked_rewards"
 
 
 def calls(spans: Iterable[Span]) -> list[Span]:
-    """The model calls that count, by sequence number: superseded and failed ones are left out."""
-    counted = (span for span in spans if _is_call(span) and not _is_void(span))
-    return sorted(counted, key=lambda span: span.sequence_id)
+    """The model calls that count, by sequence number: superseded and failed ones are left out, and those whose answer
+    nobody heard."""
+    counted = sorted((span for span in spans if _is_call(span) and not _is_void(span)), key=lambda s: s.sequence_id)
+    unheard = _unheard(counted)
+    return [span for span in counted if span.span_id not in unheard] if unheard else counted
 
 
 def transitions(spans: Iterable[Span]) -> tuple[Transition, ...]:
@@ -54,9 +58,31 @@ def _is_call(span: Span) -> bool:
     return span.attributes.get(names.OPERATION_NAME) in CALL_OPERATIONS
 
 
+def _served_by(span: Span) -> str | None:
+    return span.attributes.get(names.RESPONSE_MODEL)
+
+
 def _is_void(span: Span) -> bool:
     attributes = span.attributes
     return bool(attributes.get(names.SUPERSEDED)) or span.status_code == "ERROR" or names.ERROR_TYPE in attributes
+
+
+def _unheard(counted: Sequence[Span]) -> set[str]:
+    """span_ids of the answers to a request that was sent again. Where the same request had been answered several times
+    before, nobody can say which of the answers was lost, so that all of them stay."""
+    answered: dict[tuple[str, str], dict[str, list[str]]] = {}
+    unheard: set[str] = set()
+    for span in counted:
+        request = span.attributes.get(names.REQUEST)
+        if not isinstance(request, str):
+            continue
+        replies = answered.setdefault((span.attempt_id, request), {})
+        reply = str(span.attributes.get(names.RESPONSE_ID, span.span_id))
+        again = request.startswith(names.SENT_ONCE) or bool(span.attributes.get(names.RETRIES))
+        if again and len(replies) == 1 and reply not in replies:
+            unheard.update(replies.popitem()[1])
+        replies.setdefault(reply, []).append(span.span_id)
+    return unheard
 
 
 def _has_tokens(span: Span) -> bool:
@@ -78,12 +104,24 @@ def _transition(span: Span) -> Transition:
         response_token_ids=tuple(attributes[names.RESPONSE_TOKEN_IDS]),
         logprobs=tuple(attributes[names.LOGPROBS]),
         policy_version=attributes.get(names.POLICY_VERSION),
+        versions=_versions(attributes),
         agent=attributes.get(names.AGENT_NAME),
         temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
         top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
         top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
+        reshaped=tuple(attributes.get(names.RESHAPED) or ()),
         finish_reason=str(reasons[0]),
     )
+
+
+def _versions(attributes: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Which weights drew how many tokens; nothing where the span's numbers do not add up to its tokens."""
+    numbers = attributes.get(names.POLICY_VERSIONS) or ()
+    if not all(isinstance(number, int) for number in numbers) or len(numbers) % 2:
+        return ()
+    runs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    counts = [count for _, count in runs]
+    return runs if min(counts, default=0) > 0 and sum(counts) == len(attributes[names.RESPONSE_TOKEN_IDS]) else ()
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: float) -> float:
@@ -123,8 +161,9 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
         return RewardLinks(final=None, intermediate={})
     links: dict[str, Reward] = {}
     call, unlinked = None, 0
+    counted = {span.span_id for span in calls(valid)}
     for span in valid:
-        if _is_call(span) and not _is_void(span):
+        if span.span_id in counted:
             call = span.span_id
         elif span.name == names.REWARD and span is not rewards[-1]:
             if call is None:
@@ -194,15 +233,23 @@ def trajectory(
     spans: Iterable[Span],
     group: str = "",
     metadata: Mapping[str, Any] | None = None,
+    model: str | None = None,
 ) -> Trajectory:
-    """The trajectory of one attempt; spans of other attempts are left out.
+    """The trajectory of one attempt; spans of other attempts are left out, and with a `model` the calls that another
+    one answered: what a frozen reference or a provider says is not the policy's to learn from.
 
-    `metadata` gains the counts `untrainable_calls` and `unlinked_rewards` where they are not zero. Raises RewardError
-    as `link_rewards` does.
+    `metadata` gains the counts `untrainable_calls`, `other_models` and `unlinked_rewards` where they are not zero.
+    Raises RewardError as `link_rewards` does.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
+    others = {span.span_id for span in calls(own) if model is not None and _served_by(span) not in (model, None)}
+    own = [span for span in own if span.span_id not in others] if others else own
     links = link_rewards(own)
-    counts = {UNTRAINABLE_CALLS: len(untrainable_calls(own)), UNLINKED_REWARDS: links.unlinked}
+    counts = {
+        UNTRAINABLE_CALLS: len(untrainable_calls(own)),
+        OTHER_MODELS: len(others),
+        UNLINKED_REWARDS: links.unlinked,
+    }
     return Trajectory(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -222,7 +269,7 @@ def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
     Calls are inserted in order of prompt length (ties: by sequence number), each below the longest prefix of its prompt
     that is already there. A prompt runs through prompt nodes of anyone and sampled nodes of its own rollout; where it
     leaves a node in the middle, the node is split, a sampled one with its log-probabilities. Sampled tokens always
-    make a new node: two equal answers stay two samples.
+    make a new node: two equal answers stay two samples. So do those on the other side of an update of the weights.
     """
     everything = [call for each in trajectories for call in each.transitions]
     everything.sort(key=lambda call: (len(call.prompt_token_ids), call.sequence_id))
@@ -262,22 +309,27 @@ def _insert(root: _Draft, call: Transition) -> None:
     rest = call.prompt_token_ids[matched:]
     if rest:
         place = place.add(_Draft(Node(parent=-1, token_ids=rest)))
-    if call.response_token_ids:
-        place.add(_Draft(_sampled_node(call)))
+    for node in _sampled_nodes(call):
+        place = place.add(_Draft(node))
 
 
-def _sampled_node(call: Transition) -> Node:
-    return Node(
-        parent=-1,
-        token_ids=call.response_token_ids,
-        sampled=True,
-        logprobs=call.logprobs,
-        rollout_id=call.rollout_id,
-        call=call.span_id,
-        agent=call.agent,
-        policy_version=call.policy_version,
-        temperature=call.temperature,
-    )
+def _sampled_nodes(call: Transition) -> Iterator[Node]:
+    """What each version of the weights drew."""
+    start = 0
+    whole = ((call.policy_version, len(call.response_token_ids)),) if call.response_token_ids else ()
+    for version, count in call.versions or whole:
+        yield Node(
+            parent=-1,
+            token_ids=call.response_token_ids[start : start + count],
+            sampled=True,
+            logprobs=call.logprobs[start : start + count],
+            rollout_id=call.rollout_id,
+            call=call.span_id,
+            agent=call.agent,
+            policy_version=version,
+            temperature=call.temperature,
+        )
+        start += count
 
 
 def _longest_match(root: _Draft, call: Transition) -> tuple[_Draft, int, int]:

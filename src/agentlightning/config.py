@@ -10,7 +10,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.servers import ServersConfig
 
 
 class Section(BaseModel):
@@ -66,8 +68,19 @@ class PolicyConfig(Section):
     """Answers sampled at once; further calls wait."""
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
+    tool_calls: str | None = None
+    """How the model writes tool calls: hermes, qwen_coder, llama3, pythonic, mistral or deepseek. None: as its chat
+    template shows."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
+    in_flight: bool = False
+    """Answers under way go on across an update, each token with the version that drew it; false: they finish first."""
+    drain_seconds: float | None = Field(default=None, ge=0)
+    """How long an update waits for answers under way, before those left go on across it; None: until they finish."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: local, the process that trains; vllm or sglang, servers that get its weights after each update."""
+    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """These servers: joined, or started here."""
 
 
 class RunnerConfig(Section):
@@ -140,3 +153,5 @@ class TrainConfig(Section):
     """How agents are run."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """How the result is measured."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """Where model calls go that are not the policy's, and what they may cost."""

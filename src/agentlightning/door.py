@@ -56,15 +56,19 @@ class Door:
                 visit.send_away()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.visit(self._app, scope, receive, send)
+
+    async def visit(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have an application serve a scope: this one's own, or one of its routes where it is known which."""
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await app(scope, receive, send)
         visit = _Visit(scope["path"], send)
         self._under_way.add(visit)
         waited.set(visit.waited)
         if self._metrics is not None:
             self._metrics.request_began()
         try:
-            await visit.run(self._app, scope, receive)
+            await visit.run(app, scope, receive)
         finally:
             self._under_way.discard(visit)
             self._note(scope, visit)

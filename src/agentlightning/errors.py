@@ -19,6 +19,7 @@
     │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
     ├── ServerError            a server that cannot start (a port in use, say)
     ├── TrainingStopped        training that ended itself for the user's sake (too many failures)
+    │   └── UnknownTokensError calls without tokens, for an algorithm that learns from tokens
     └── ResumeError            a run directory that cannot be continued
 
 Each message names the value and the way out.
@@ -107,6 +108,10 @@ class ServerError(AgentLightningError):
 
 class TrainingStopped(AgentLightningError):
     """Training ended itself."""
+
+
+class UnknownTokensError(TrainingStopped):
+    """Calls whose tokens nobody knows, for an algorithm that learns from tokens."""
 
 
 class ResumeError(AgentLightningError):

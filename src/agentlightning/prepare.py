@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,8 +17,9 @@ import uvloop
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Engine, Policy
 from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.servers import ServedModel
 from agentlightning.progress import Progress
 from agentlightning.run_dir import RunDir, write_atomically
 from agentlightning.task import load_dataset, split
@@ -58,8 +60,10 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     changes: dict[str, Any] = {
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())})
     }
+    policy: dict[str, Any] = {"servers": config.policy.servers.with_absolute_paths()}
     if Path(model).exists():
-        changes["policy"] = config.policy.model_copy(update={"model": str(Path(model).resolve())})
+        policy["model"] = str(Path(model).resolve())
+    changes["policy"] = config.policy.model_copy(update=policy)
     if demonstrations is not None:
         path = str(Path(demonstrations).resolve())
         changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})
@@ -193,6 +197,7 @@ def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, st
         threads=settings.threads,
         max_batch_size=settings.max_batch_size,
         max_context=settings.max_context,
+        tool_calls=settings.tool_calls,
         seed=config.run.seed,
         optimizer=optimizer.model_copy(update={"total_steps": steps}),
     )
@@ -208,3 +213,42 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
 
     sys.setswitchinterval(SWITCH_SECONDS)
     return await asyncio.to_thread(LocalPolicy.open, config)
+
+
+async def with_servers(policy: Policy, config: TrainConfig, run_dir: RunDir, progress: Progress) -> Policy:
+    """The policy that is sampled from as the configuration says; owns `policy`. Raises as `ServedPolicy.open`."""
+    settings = config.policy
+    if settings.engine == "local":
+        return policy
+    from agentlightning.policy.served import ServedPolicy
+
+    progress.phase("starting model servers", 1)
+    folder = run_dir.path.absolute() / "servers"
+    try:
+        return await ServedPolicy.open(policy, settings.servers, folder, kind=settings.engine, dtype=settings.dtype)
+    except BaseException:
+        await policy.close()
+        raise
+
+
+async def open_frozen(name: str, path: str) -> Policy:
+    """A model to serve and not to train. Raises ConfigError where there is none."""
+    if not await asyncio.to_thread(Path(path).is_dir):
+        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    config = policy_config(TrainConfig(), path, OptimizerConfig(), 1)
+    return await open_policy(config.model_copy(update={"name": name}))
+
+
+async def open_models(
+    models: Mapping[str, str | ServedModel], stack: AsyncExitStack, logs: Path = Path()
+) -> dict[str, Engine]:
+    """Models to serve and not to train, by name; the stack closes them. Servers write to files in `logs`."""
+    opened: dict[str, Engine] = {}
+    for name, given in models.items():
+        if isinstance(given, str):
+            policy = await open_frozen(name, given)
+            stack.push_async_callback(policy.close)
+            opened[name] = policy
+        else:
+            opened |= await given.open(name, stack, logs / f"servers-{name}")
+    return opened

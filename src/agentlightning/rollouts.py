@@ -6,12 +6,14 @@ status; this module states the rules it follows.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -134,6 +136,13 @@ _attempt_digits = re.compile(r"[0-9a-f]{24}")
 
 # -- the addresses of an attempt -------------------------------------------------------------------------------------
 
+ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
+"""Holds the key of the attempt a call is made in, whatever client makes it."""
+ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"
+ATTEMPT_BAGGAGE: Final = "agentlightning.attempt_id"
+AGENT_BAGGAGE: Final = "agentlightning.agent"
+"""Entries of the W3C `baggage` header."""
+
 
 def attempt_path(rollout_id: str, attempt_id: str) -> str:
     """The URL path under which everything of one attempt is served."""
@@ -183,6 +192,55 @@ def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
     rollout_id, attempt_id, _ = parts
     expected = attempt_key(secret, rollout_id, attempt_id)
     return (rollout_id, attempt_id) if hmac.compare_digest(expected, key) else None
+
+
+def worker_path(worker_id: str) -> str:
+    """The URL path for model calls of whatever attempt a worker is running."""
+    return f"/worker/{quote(worker_id, safe='')}"
+
+
+def worker_key(secret: str, worker_id: str) -> str:
+    """An API key that names one worker and is signed with `secret`; it speaks for the attempts of that worker."""
+    body = f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}"
+    signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
+    return f"agl-{body}.{signature}"
+
+
+def read_worker_key(secret: str, key: str) -> str | None:
+    """The worker_id of a key made by `worker_key` with the same secret, else None."""
+    encoded, dot, _ = key.removeprefix("agl-worker-").partition(".")
+    if not key.startswith("agl-worker-") or not dot:
+        return None
+    try:
+        worker_id = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return worker_id if hmac.compare_digest(worker_key(secret, worker_id), key) else None
+
+
+def worker_environment(server_url: str, secret: str, worker_id: str) -> dict[str, str]:
+    """The environment variables for a client that is made once in a process and used by all its attempts."""
+    return {
+        "AGL_WORKER_BASE_URL": f"{server_url.rstrip('/')}{worker_path(worker_id)}/v1",
+        "AGL_WORKER_KEY": worker_key(secret, worker_id),
+    }
+
+
+def import_environment(
+    server_url: str, secret: str, worker_id: str, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment variables that an agent is imported with, before there is an attempt: a client made then, from
+    the environment alone, leads to the attempt its worker is running. A provider whose key or URL `inherited` (by
+    default this process's own environment) has stays as it is: something else may need it, such as a judge."""
+    known = os.environ if inherited is None else inherited
+    variables = worker_environment(server_url, secret, worker_id)
+    base_url, key = variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"]
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    for own in (openai, anthropic):
+        if not any(known.get(name) for name in own):
+            variables |= own
+    return variables
 
 
 def attempt_environment(

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from agentlightning.door import Door
 from agentlightning.errors import ServerError
+from agentlightning.fastpath import STALLED_SECONDS, ModelCalls, Shortcuts
 from agentlightning.gateway.app import Gateway
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import store_routes
@@ -53,21 +54,27 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         grace_seconds: int = 10,
+        stalled_seconds: float = STALLED_SECONDS,
     ) -> None:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
+        calls = gateway.routes() if gateway else []
         self.app = Starlette(
             routes=[
                 *store_routes(store, secret, token, max_body_bytes=max_body_bytes),
                 *self.traces.routes(),
                 *(metrics_routes(metrics, token) if metrics else []),
-                *(gateway.routes() if gateway else []),
+                *calls,
             ],
             exception_handlers={HTTPException: _refused, Exception: _failed},
         )
+        if gateway is not None:
+            gateway.attribution.traces = self.traces
         self.host = host
         self.port = port
         self._door = Door(self.app, metrics, slow)
+        self._shortcuts = Shortcuts(calls, self._door.visit, stalled_seconds)
         self._grace = grace_seconds
+        self._gateway = gateway
         self._uvicorn: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -88,7 +95,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 self._door,
-                http="httptools",
+                http=type("ServedCalls", (ModelCalls,), {"shortcuts": self._shortcuts}),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -119,6 +126,8 @@ class Server:
         serving, self._serving = self._serving, None
         await serving
         await self.traces.__aexit__()
+        if self._gateway is not None:
+            await self._gateway.close()
 
     async def wait(self) -> None:
         """Wait until it has ended."""

@@ -1,4 +1,4 @@
-"""Settings from a TOML file and from `section.key=value` on the command line, and back to TOML. Knows no schema.
+"""Settings from a file (TOML or JSON) and from `section.key=value` on the command line, and to TOML. Knows no schema.
 
 A schema is a pydantic model of models. Every mistake is one line: the setting's full name, where it came from, and what
 would work. TOML has no null: the text "none" stands for it wherever a setting may be left out.
@@ -26,13 +26,16 @@ M = TypeVar("M", bound=BaseModel)
 Table = dict[str, Any]
 
 NONE = "none"
+_ITEM = "*"
+"""Stands for the number of an item in the names of what a list holds."""
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequence[str] = ()) -> M:
-    """The settings of a file, changed by overrides such as `algorithm.optimizer.lr=1e-4`.
+    """The settings of a file, changed by overrides such as `algorithm.optimizer.lr=1e-4`. A file whose name ends in
+    `.json` is read as JSON.
 
     The value of an override is read as TOML, and as plain text where it is none. Raises ConfigError, with a line for
     each setting that is unknown (and the nearest known one) or has a value that cannot work.
@@ -60,12 +63,17 @@ class _Source:
 
 
 def _read_file(path: Path) -> Table:
+    kind, read = ("JSON", json.loads) if path.suffix.lower() == ".json" else ("TOML", tomllib.loads)
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no settings file {str(path)!r}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        table = read(path.read_text("utf-8-sig"))
+    except OSError as error:
+        found = "there is no" if isinstance(error, FileNotFoundError) else f"{error.strerror}: the"
+        raise ConfigError(f"{found} settings file {str(path)!r}; give the path of a TOML file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not {kind}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a JSON {type(table).__name__}; give an object of settings")
+    return cast(Table, table)
 
 
 def _read_override(text: str) -> Table:
@@ -131,12 +139,18 @@ def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
 
 
 def _known(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting by its dotted name, sections and all members of unions included."""
+    """Every setting by its dotted name, sections, all members of unions and items of lists (as `*`) included."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         for member in _members(field.annotation):
-            if isinstance(member, type) and issubclass(member, BaseModel):
-                yield from _known(member, f"{prefix}{name}.")
+            yield from _known_below(member, f"{prefix}{name}.")
+            if get_origin(member) in (tuple, list):
+                yield from _known_below(get_args(member)[0], f"{prefix}{name}.{_ITEM}.")
+
+
+def _known_below(member: Any, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    if isinstance(member, type) and get_origin(member) is None and issubclass(member, BaseModel):
+        yield from _known(member, prefix)
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -201,11 +215,17 @@ def _leaves(path: list[str], value: Any) -> Iterator[list[str]]:
 
 
 def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[str]) -> str:
-    name = ".".join(path)
-    if name in known:
+    name, numbers = ".".join(path), [part for part in path if part.isdecimal()]
+    shape = ".".join(_ITEM if part.isdecimal() else part for part in path)
+    if shape in known:
         return f"{name} ({_origin(path, sources)}) belongs to another type than the one chosen; leave it out"
     line = f"unknown setting {name} ({_origin(path, sources)})"
-    return f"{line}; the nearest known one is {nearest(name, known)}" if known else line
+    if not known:
+        return line
+    found = nearest(shape, known)
+    for number in numbers:
+        found = found.replace(_ITEM, number, 1)
+    return f"{line}; the nearest known one is {found}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -279,12 +299,27 @@ def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Itera
     for name, field in fields.items():
         if name not in sections:
             yield from _comment(field)
-            yield f"{name} = {_value(NONE if values[name] is None else values[name], prefix + name)}"
+            yield f"{name} = {_value(_plain(getattr(settings, name), values[name]), prefix + name)}"
     for name, section in sections.items():
         yield ""
         yield from _comment(fields[name])
         yield f"[{prefix}{name}]"
         yield from _lines(section, values[name], f"{prefix}{name}.")
+
+
+def _plain(value: Any, dumped: Any) -> Any:
+    """What stands for a value; of models in a list or table, only what is set: TOML has no word for the rest."""
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        models = cast(tuple[BaseModel, ...], value)
+        return [_set_fields(model) for model in models]
+    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in cast(Table, value).values()):
+        table = cast(dict[str, Any], value)
+        return {key: _set_fields(item) if isinstance(item, BaseModel) else item for key, item in table.items()}
+    return NONE if dumped is None else dumped
+
+
+def _set_fields(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(exclude_none=True, exclude_defaults=True)
 
 
 def _comment(field: FieldInfo) -> Iterator[str]:

@@ -57,6 +57,8 @@ class RolloutSource:
     config: RolloutConfig = field(default_factory=RolloutConfig)
     max_failed_share: float = 0.5
     """With a larger share of failed rollouts in one request, training stops with the first traceback."""
+    model: str | None = None
+    """The model that learns: what another one answered is left out of trajectories. None: nothing is."""
 
     async def collect(
         self,
@@ -120,7 +122,9 @@ class RolloutSource:
         found: dict[str, Trajectory] = {}
         async for rollout_id, spans in self.store.iter_spans(list(groups)):
             attempt_id = spans[-1].attempt_id if spans else ""
-            found[rollout_id] = trajectory(rollout_id, attempt_id, spans, group=groups[rollout_id])
+            found[rollout_id] = trajectory(
+                rollout_id, attempt_id, spans, group=groups[rollout_id], model=self.model
+            )
         return tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
 
     async def recover(self, run_id: str, reason: str) -> int:

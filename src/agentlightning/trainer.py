@@ -14,7 +14,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,18 +28,21 @@ from agentlightning.curve import draw_curve
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation import Evaluation, compare, evaluate_tasks
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Policy
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.prepare import (
     keep_tasks,
     load_tasks,
     make_start,
+    open_models,
     open_policy,
     policy_config,
     read_tasks,
     run_sync,
     start_path,
     with_absolute_paths,
+    with_servers,
 )
 from agentlightning.progress import Progress
 from agentlightning.resources import LLM, NamedResources
@@ -161,7 +164,7 @@ class Trainer:
         run.run_dir.forget_metrics_after(run.state.step)
         await make_algorithm(self.config.algorithm).run(run)
         if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
-            await run.policy.load(run.run_dir.path / run.state.best_checkpoint)
+            await run.load(run.run_dir.path / run.state.best_checkpoint)
         self.progress.phase("measuring the trained policy", measurements)
         after = await run.measure("after")
         return await _report(run, before, after)
@@ -181,12 +184,14 @@ class Trainer:
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             await _load_agent(runner, stack)
             await make_start(config, run_dir, tasks, self.progress)
-            policy = await _open_policy(config, run_dir, state)
+            learner = await _open_policy(config, run_dir, state)
+            policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
-            gateway = Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
+            gateway = await _gateway(store, policy, config, run_dir, secret, stack)
             server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)
             await stack.enter_async_context(server)
-            source = RolloutSource(store, _rollout_config(config.runner), config.runner.max_failed_share)
+            limits = _rollout_config(config.runner), config.runner.max_failed_share
+            source = RolloutSource(store, *limits, model=policy.model)
             await source.recover(state.run_id, "the process that ran it ended")
             await runner.start(server.url)
             stack.push_async_callback(runner.stop)
@@ -199,7 +204,7 @@ class Trainer:
                 source=source,
                 tasks=tasks,
                 server_url=server.url,
-                paused=lambda: _quiet(gateway),
+                updating=lambda: _updating(gateway, policy, config.policy),
                 progress=self.progress,
                 total_steps=make_algorithm(config.algorithm).total_steps,
                 resources=self.initial_resources,
@@ -258,6 +263,21 @@ async def _evaluate(
         source = RolloutSource(store, _rollout_config(config), config.max_failed_share)
         work = evaluate_tasks(source, tasks, name="evaluation", resources_id=resources_id, on_progress=progress.update)
         return await _unless_it_ends(runner, work)
+
+
+async def _gateway(
+    store: LightningStoreBase, policy: Policy, config: TrainConfig, run_dir: RunDir, secret: str, stack: AsyncExitStack
+) -> Gateway:
+    """The policy serves whatever no route leads elsewhere."""
+    return Gateway(
+        store,
+        {policy.model: policy} | await open_models(config.gateway.models, stack, run_dir.path),
+        secret=secret,
+        config=config.gateway,
+        budget_file=run_dir.path / "spent",
+        default_model=policy.model,
+        accept_any_model=True,
+    )
 
 
 async def _serve_model(store: LightningStoreBase, model: str, secret: str, stack: AsyncExitStack) -> Gateway:
@@ -337,20 +357,20 @@ async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState) ->
     steps = config.algorithm.steps * config.algorithm.minibatches
     path = start_path(config, run_dir)
     policy = await open_policy(policy_config(config, path, config.algorithm.optimizer, steps))
+    if config.policy.in_flight and not policy.can_update_in_flight:
+        await policy.close()
+        raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
     if state.checkpoint is not None:
         await policy.load(run_dir.path / state.checkpoint)
     return policy
 
 
-@asynccontextmanager
-async def _quiet(gateway: Gateway) -> AsyncGenerator[None]:
-    """No model call is under way; those that come wait."""
-    gateway.pause()
-    try:
-        await gateway.drain()
-        yield
-    finally:
-        gateway.resume()
+def _updating(gateway: Gateway, policy: Policy, settings: PolicyConfig) -> AbstractAsyncContextManager[bool]:
+    return gateway.gates.of(policy).update(
+        in_flight=settings.in_flight,
+        drain_seconds=settings.drain_seconds,
+        can_go_on=policy.can_update_in_flight,
+    )
 
 
 async def _unless_it_ends(runner: Runner, work: Coroutine[Any, Any, T]) -> T:

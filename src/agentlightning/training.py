@@ -16,6 +16,7 @@ from typing import Any
 
 from agentlightning.config import TrainConfig
 from agentlightning.evaluation import Evaluation, evaluate_tasks
+from agentlightning.monitor import staleness
 from agentlightning.policy.base import Policy
 from agentlightning.progress import Progress
 from agentlightning.resources import LLM, NamedResources
@@ -49,8 +50,8 @@ class TrainingRun:
     source: RolloutSource
     tasks: Tasks
     server_url: str
-    paused: Callable[[], AbstractAsyncContextManager[None]]
-    """Holds model calls back, with none under way, while its body runs."""
+    updating: Callable[[], AbstractAsyncContextManager[bool]]
+    """Holds model calls back while its body changes the weights; yields whether some are under way, to go on then."""
     progress: Progress
     total_steps: int
     resources: NamedResources = field(default_factory=dict[str, Any])
@@ -95,8 +96,17 @@ class TrainingRun:
         return resources_id
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        async with self.paused():
-            return await self.policy.train(samples, token_budget=self.config.policy.token_budget, **options)
+        stale = staleness(samples, self.policy.policy_version)
+        async with self.updating() as in_flight:
+            figures = await self.policy.train(
+                samples, in_flight=in_flight, token_budget=self.config.policy.token_budget, **options
+            )
+        return {**figures, **stale}
+
+    async def load(self, directory: Path) -> None:
+        """Go back to the weights of a checkpoint."""
+        async with self.updating() as in_flight:
+            await self.policy.load(directory, in_flight=in_flight)
 
     async def finish_step(self, collected: Collected, figures: Mapping[str, float]) -> None:
         state = self.state

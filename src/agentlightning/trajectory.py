@@ -35,11 +35,16 @@ class Transition:
     logprobs: tuple[float, ...]
     """One for each response token, under the distribution it was drawn from."""
     policy_version: int | None = None
+    """Of the weights that drew the last token."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(policy version, how many tokens it drew), in order; empty where one version drew them all."""
     agent: str | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    reshaped: tuple[str, ...] = ()
+    """What else changed the distribution the tokens were drawn from: penalties, a bias, a grammar."""
     finish_reason: str = "stop"
     reward: float | dict[str, float] | None = None
     """An intermediate reward given after this call and before the next; None where there was none."""
@@ -72,9 +77,11 @@ class Node:
     rollout_id: str | None = None
     """Whose sample it is; None where not sampled."""
     call: str | None = None
-    """span_id of the call that sampled it; None where not sampled."""
+    """span_id of the call that sampled it; None where not sampled. A call that several versions of the weights
+    answered has a node for each, one below the other."""
     agent: str | None = None
     policy_version: int | None = None
+    """Of the weights that drew these tokens."""
     temperature: float = 1.0
 
 

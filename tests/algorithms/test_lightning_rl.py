@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
-from agentlightning.errors import TrainingStopped
+from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -93,3 +93,14 @@ def test_a_group_of_one_is_refused_by_name():
 def test_an_unknown_setting_is_refused():
     with pytest.raises(ValidationError):
         LightningRL(grup_size=2)
+
+
+async def test_calls_without_tokens_are_refused_with_what_to_do():
+    metadata = {"untrainable_calls": 1, "other_models": 2}
+    told = [
+        Trajectory(name, "a", (), reward=float(name == "r1"), group="g", metadata=metadata) for name in ("r1", "r2")
+    ]
+    with pytest.raises(
+        UnknownTokensError, match=r"none of the 6 model calls .* 4 were answered by other models .* routes"
+    ):
+        await LightningRL(steps=1, group_size=2).run(FakeTraining(*told))

@@ -49,7 +49,7 @@ def test_one_of_two_servers_is_killed_again_and_again_and_nothing_is_lost(
         client.kill()
     last = time.monotonic()
     assert [client.end() for client in there] == [0] * CLIENTS, there[0].said()
-    wait_for_leases(kept, start_client, last)
+    wait_for_leases(kept, start_client, heard, last)
     assert kept.process.end() == 0, kept.process.said()
     found = audit(url)
     found.check_nothing_is_lost()
@@ -58,11 +58,11 @@ def test_one_of_two_servers_is_killed_again_and_again_and_nothing_is_lost(
     tell(kills=KILLS + 1, **found.figures(), done_again_elsewhere=again)
 
 
-def wait_for_leases(server, start_client, since: float) -> None:
+def wait_for_leases(server, start_client, heard, since: float) -> None:
     """Have what the killed clients had in hand done by one that comes once their leases have run out."""
     time.sleep(max(0.0, since + 6.0 - time.monotonic()))
     last = start_client("work", server.url, "--attempts", "9")
-    time.sleep(1.0)
+    heard.wait_for_more(1, last)
     assert last.end() == 0, last.said()
 
 

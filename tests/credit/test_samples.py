@@ -108,6 +108,12 @@ def test_samples_of_a_cut_distribution_are_refused_by_name(setting: str, value: 
         training_samples([group])
 
 
+def test_samples_of_a_reshaped_distribution_are_refused_by_what_reshaped_it() -> None:
+    group = [rollout("a", 1.0), rollout("b", 0.0, reshaped=("presence_penalty", "logit_bias"))]
+    with pytest.raises(UnfaithfulSampleError, match="rollout b was sampled with presence_penalty, logit_bias; no loss"):
+        training_samples([group])
+
+
 def test_an_agent_that_is_not_trained_may_sample_as_it_likes() -> None:
     group = [rollout("a", 1.0, agent="w"), rollout("b", 0.0, agent="w"), rollout("c", 0.0, agent="judge", top_p=0.5)]
     assert len(training_samples([group], target_agent="w")[0]) == 1

@@ -441,9 +441,9 @@ async def test_roots_answer_at_once_and_unknown_paths_in_openais_shape(serve):
     client = await service.http()
     for url in (service.server.url, f"{service.server.url}/v1", root, service.base_url):
         assert (await client.head(url)).status_code == 200
-    reply = await client.post(f"{service.base_url}/embeddings", content=b"{}")
+    reply = await client.post(f"{service.base_url}/images/generations", content=b"{}")
     assert reply.status_code == 404
-    assert "/embeddings is not served here" in reply.json()["error"]["message"]
+    assert "/images/generations is not served here" in reply.json()["error"]["message"]
 
 
 async def test_no_key_is_ever_kept(serve, caplog):

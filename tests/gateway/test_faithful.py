@@ -19,36 +19,67 @@ from agentlightning.policy.chat import HFChatFormat
 from agentlightning.rollouts import attempt_environment
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
+from agentlightning.testing.templates import FAMILIES
 from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
-SCHEMA = {"type": "object"}
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x":  "6*7", "y": 1.0}}\n</tool_call>'
-ODD = '<tool_call>\n{"name": "f", "arguments": "6 *"}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "y": {"type": "number"}}}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 WRITTEN = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
 THINKING = CHATML.replace("{{ message.content }}", WRITTEN + "{{ message.content }}")
-PIECES = [
-    THOUGHT,
-    THOUGHT,
-    "</think>",
-    " ",
-    "\n",
-    "é",
-    "🎉",
-    "hello",
-    "<tool_call>",
-    "</tool_call>",
-    CALL,
-    CALL,
-    ODD,
-    "{",
-    '"',
-    "\\",
-    "0",
-    "�",
-]
-AWKWARD = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
-TURN = st.tuples(AWKWARD, AWKWARD, st.integers(0, 12))
+XML = "<tool_call>\n<function=f>\n<parameter=x>\n %s\n</parameter>\n</function>\n</tool_call>"
+SHARP = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+CALLS = {
+    "plain": [
+        '<tool_call>\n{"name": "f", "arguments": {"x":  "6*7", "y": 1.0}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": "6 *"}\n</tool_call>',
+        "<tool_call>",
+        "</tool_call>",
+    ],
+    "qwen_coder": [XML % "6*7", XML % "two\nlines\n", "<tool_call>\n<function=f>", "</parameter>"],
+    "llama3": [
+        '{"name": "f", "parameters": {"x":  "6*7", "y": 1.0}}',
+        '<|python_tag|>f.call(x="6*7")',
+        '{"name": "f", ',
+        ";",
+    ],
+    "pythonic": ["[f(x='6*7', y=1.0), f()]", '<|python_start|>[f(x="\\u00e9")]<|python_end|>', "[f(x=", ")]"],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x":  "6*7"}, "id": "abcdefgh1"}]',
+        "[TOOL_CALLS]",
+        "[{",
+        "}]",
+    ],
+    "mistral_named": [
+        '[TOOL_CALLS]f[ARGS]{"x":  "6*7"}[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{}',
+        *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ],
+    "deepseek": [SHARP % 'f<｜tool▁sep｜>{"x":  "6*7"}', SHARP % "f<｜tool▁sep｜>{", "<｜tool▁sep｜>"],
+    "deepseek_fenced": [SHARP % 'function<｜tool▁sep｜>f\n```json\n{"x":  "6*7"}\n```', "```", "<｜tool▁call▁begin｜>"],
+}
+PIECES = [" ", "\n", "é", "🎉", "hello", "{", '"', "\\", "0", "�", "<", "["]
+SPELLED = ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "</s>", "[/INST]", "<tool_call>", "<｜end▁of▁sentence｜>"]
+"""What looks like a special token, and is not: drawn character by character."""
+MOVES_ITS_TOOLS = {"mistral"}
+"""Families whose template writes an earlier turn otherwise once another one follows."""
+
+
+def awkward(name):
+    """Answers cut in many ways: (text, whether it is drawn character by character)."""
+    calls = CALLS.get(name, CALLS["plain"])
+    thoughts = [THOUGHT, THOUGHT, "</think>"] if name in ("plain", "thinking") else []
+    whole = st.lists(st.sampled_from([*PIECES, *calls, calls[0], *thoughts]), max_size=6).map("".join)
+    spelled = st.lists(st.sampled_from([*PIECES, *SPELLED]), max_size=4).map("".join)
+    return (
+        st.sampled_from(calls).map(lambda text: (text, False))
+        | st.tuples(whole, st.just(False))
+        | st.tuples(spelled, st.just(True))
+    )
+
+
+def turns(name):
+    """What the model says, what the user or the tool says to that, and where the answer is cut off (0: nowhere)."""
+    asked = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
+    return st.lists(st.tuples(awkward(name), asked, st.integers(0, 12) | st.just(0)), min_size=1, max_size=3)
 
 
 class TokenEngine(ScriptedEngine):
@@ -71,6 +102,7 @@ class House:
         self.store = InMemoryLightningStore()
         self.engine = TokenEngine([], chat=chat, model="m")
         self.gateway = Gateway(self.store, {"m": self.engine}, secret="secret")
+        self.end = self.engine._end_of_turn()
         transport = httpx2.ASGITransport(Starlette(routes=self.gateway.routes()))
         self.http = httpx2.AsyncClient(transport=transport, base_url="http://gateway")
 
@@ -84,20 +116,35 @@ class House:
         attempted = await self.store.start_rollout({})
         ids = attempted.rollout_id, attempted.attempt.attempt_id
         agent = agent_type(attempt_environment("http://gateway", "secret", *ids), self.http, streams)
-        for said, asked, cut in [*turns, ("end", "", 0)]:
-            tokens = self.engine.chat.encode(said) + self.engine.chat.encode("<|im_end|>")
+        for (said, spelled), asked, cut in [*turns, (("end", False), "", 0)]:
+            pieces = list(said) if spelled else [said]
+            tokens = [token for piece in pieces for token in self.engine.chat.encode(piece)] + self.end
             self.engine.says = tuple(tokens[:cut] if cut else tokens)
-            await agent.turn(asked, ended=self.engine.says == tuple(tokens))
+            await agent.turn(asked, ended=self.engine.chat.decode(self.end) * (self.engine.says == tuple(tokens)))
         spans = [span.attributes for span in await self.store.query_spans(*ids)]
         self.gateway.forget(*ids)
         return spans
 
 
-@pytest.fixture(scope="module", params=["plain", "thinking"])
-def house(request, bpe_chat):
-    house = House(bpe_chat if request.param == "plain" else HFChatFormat(tiny_tokenizer(THINKING)))
+def chat_of(name):
+    if name in ("plain", "thinking"):
+        return HFChatFormat(tiny_tokenizer(CHATML if name == "plain" else THINKING))
+    family = FAMILIES[name]
+    return HFChatFormat(tiny_tokenizer(family.template, special=family.special, eos=family.eos))
+
+
+@pytest.fixture(scope="module")
+def houses():
+    houses = {}
+
+    def house(name):
+        if name not in houses:
+            houses[name] = House(chat_of(name))
+        return houses[name]
+
     yield house
-    house.close()
+    for built in houses.values():
+        built.close()
 
 
 def as_json(value):
@@ -198,21 +245,36 @@ class CompletionsAgent:
             text = "".join([choice.text async for chunk in reply for choice in chunk.choices])
         else:
             text = reply.choices[0].text
-        self.prompt += text + ("<|im_end|>" if ended else "") + asked
+        self.prompt += text + ended + asked
 
 
 AGENTS = [ChatAgent, MessagesAgent, ResponsesAgent, NamingAgent, CompletionsAgent]
 
 
-@pytest.mark.parametrize("agent", AGENTS)
-def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before_it(house, agent):
-    @settings(max_examples=8, deadline=None)
-    @given(st.lists(TURN, min_size=1, max_size=3), st.booleans())
+MANY = pytest.mark.slow
+
+
+def each(few, many):
+    """(family, agent, how many examples): every family in every dialect, few of each by default."""
+    families = [*CALLS, "thinking"]
+    pairs = [(family, agent) for family in families for agent in AGENTS]
+    few_of_each = [pytest.param(family, agent, few) for family, agent in pairs]
+    return few_of_each + [pytest.param(family, agent, many, marks=MANY) for family, agent in pairs]
+
+
+@pytest.mark.parametrize(("family", "agent", "examples"), each(2, 150))
+def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before_it(houses, family, agent, examples):
+    house, moves = houses(family), family in MOVES_ITS_TOOLS and agent is not CompletionsAgent
+
+    @settings(max_examples=examples, deadline=None)
+    @given(turns(family), st.booleans())
     def check(turns, streams):
         spans = house.runner.run(house.converse(agent, turns, streams))
         assert len(spans) == len(turns) + 1
         for before, after in pairwise(spans):
             known = [*before[names.PROMPT_TOKEN_IDS], *before[names.RESPONSE_TOKEN_IDS]]
+            if moves and names.DRIFT in after:
+                continue
             assert after[names.PROMPT_TOKEN_IDS][: len(known)] == known
             assert names.CONTINUES in after
             assert names.DRIFT not in after
@@ -220,12 +282,13 @@ def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before
     check()
 
 
-def test_a_raw_prompt_without_the_end_of_the_turn_keeps_every_other_token(house):
+def test_a_raw_prompt_without_the_end_of_the_turn_keeps_every_other_token(houses):
     class Agent(CompletionsAgent):
         async def turn(self, asked, ended):
-            await super().turn(asked, False)
+            await super().turn(asked, "")
 
-    one, two = house.runner.run(house.converse(Agent, [("hello 🎉", " more", 0)], False))
+    house = houses("plain")
+    one, two = house.runner.run(house.converse(Agent, [(("hello 🎉", False), " more", 0)], False))
     known = [*one[names.PROMPT_TOKEN_IDS], *one[names.RESPONSE_TOKEN_IDS]]
     assert two[names.PROMPT_TOKEN_IDS] == known[:-1] + house.engine.chat.encode(" more")
     assert names.CONTINUES not in two

@@ -59,6 +59,15 @@ def scored(model: torch.nn.Module, prompt: Sequence[int], sample: Sample) -> tor
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
+async def test_the_format_of_tool_calls_is_found_or_chosen(checkpoint: Path) -> None:
+    for chosen, found in ((None, "hermes"), ("mistral", "mistral")):
+        policy = open_policy(checkpoint, tool_calls=chosen)
+        assert policy.chat.tool_calls.name == found
+        await policy.close()
+    with pytest.raises(ConfigError, match="'hermse' is not a format of tool calls"):
+        open_policy(checkpoint, tool_calls="hermse")
+
+
 async def test_answers_drawn_together_are_faithful_and_streamed_in_order(policy: LocalPolicy) -> None:
     streams: list[list[int]] = [[] for _ in range(6)]
 

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.base import Algorithm, Training
-from agentlightning.assemble import scalar_reward
+from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import CreditReport, credit_rule, group_trajectories, training_samples
-from agentlightning.errors import TrainingStopped
+from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.policy.losses import Loss, PPOLoss
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.source import Collected
@@ -122,7 +122,22 @@ def _check_rewards(report: CreditReport, collected: Collected) -> None:
             " agl.emit_reward, post a reward event to AGL_EVENT_URL, or give a reward function (--reward)"
         )
     if count and not any(trajectory.transitions for trajectory in collected.trajectories):
+        _check_calls(collected)
         raise TrainingStopped(
             f"none of the {count} rollouts of this step called the policy. The agent must send its model calls to"
             " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
         )
+
+
+def _check_calls(collected: Collected) -> None:
+    """Raises UnknownTokensError where the agents' calls were answered, and none by the policy."""
+    kept = [trajectory.metadata for trajectory in collected.trajectories]
+    unknown, others = (sum(counts.get(name, 0) for counts in kept) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
+    if not unknown + others:
+        return
+    raise UnknownTokensError(
+        f"none of the {unknown + others} model calls of this step can be learned from: {others} were answered by other"
+        f" models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the tokens of"
+        " the policy: have the agent ask for the policy's name, or change the route that leads its model elsewhere"
+        " ([gateway] routes); text alone serves SFT"
+    )

@@ -32,7 +32,7 @@ EXTRAS = {"torch": "train", "transformers": "train", "tokenizers": "train", "mat
 
 def build() -> typer.Typer:
     """The program with all its verbs."""
-    from agentlightning.cli import demo, evaluate, runner, serve, store, train
+    from agentlightning.cli import demo, evaluate, run, runner, serve, store, train
 
     app = typer.Typer(
         name="agl",
@@ -43,7 +43,7 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_program)
-    for verb in (demo, train, evaluate, serve, runner, store):
+    for verb in (demo, train, evaluate, run, serve, runner, store):
         verb.register(app)
     return app
 

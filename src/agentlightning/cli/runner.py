@@ -172,9 +172,9 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
 
 async def _start(options: _Options, runner: Runner) -> None:
     """Import the agent, and meanwhile see whether there is a server that lets us in."""
-    runner.start_hosts()
+    runner.start_hosts(await has_model(options.server) if options.redirect is None else options.redirect)
     await _find_server(options, runner.store)
-    redirect = await _has_model(options.server) if options.redirect is None else options.redirect
+    redirect = await has_model(options.server) if options.redirect is None else options.redirect
     await runner.start(redirect=redirect)
 
 
@@ -199,7 +199,7 @@ POLL_SECONDS = 10.0
 """How long one claim waits: a thousand idle runners then ask a hundred times a second."""
 
 
-async def _has_model(server: str) -> bool:
+async def has_model(server: str) -> bool:
     """Whether the server answers model calls."""
     import httpx
 

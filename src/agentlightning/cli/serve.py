@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from agentlightning.gateway.app import Gateway
-    from agentlightning.policy.base import Policy
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.policy.base import Engine, Policy
     from agentlightning.server import Server
     from agentlightning.store.base import LightningStoreBase, Retention
     from agentlightning.store.logs import SlowLog
@@ -62,6 +63,10 @@ def serve(
     model: Annotated[
         list[str] | None, typer.Option(help="[NAME=]DIR: a model for agents to call; may be given again.")
     ] = None,
+    routes: Annotated[
+        Path | None,
+        typer.Option(help="TOML or JSON: which calls go to which model or provider, and budgets.", show_default=False),
+    ] = None,
     otlp_export: Annotated[str | None, typer.Option(help="Send every span on to this OTLP/HTTP endpoint.")] = None,
     adopt_traces: Annotated[
         bool, typer.Option("--adopt-traces", help="Keep traces of unknown programs as rollouts of their own.")
@@ -89,6 +94,7 @@ def serve(
             token=token or None,
             no_token=no_token,
             models=tuple(model or ()),
+            routing=read_routing(routes),
             otlp_export=otlp_export,
             adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
@@ -108,6 +114,7 @@ class Options:
     token: str | None
     no_token: bool
     models: tuple[str, ...]
+    routing: GatewayConfig
     otlp_export: str | None
     adopt_traces: bool
     retention: Retention | None
@@ -146,13 +153,14 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
     from agentlightning.store.logs import ChangeLog, SlowLog
+    from agentlightning.store.journal import journaled
     from agentlightning.store.metrics import Metrics, counters
     from agentlightning.store.observe import Observer, observed
     from agentlightning.tracing.export import OtlpExporter
 
     _refuse_strangers(options)
     secret = attempt_secret(options.token)
-    bare = _open_store(options.db)
+    bare = open_store(options.db)
     stack.push_async_callback(bare.close)
     metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
@@ -163,6 +171,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
         observers.append(exporter)
     store = observed(bare, observers)
+    if bare.path is not None:
+        store = await stack.enter_async_context(journaled(store, bare.path))
     gateway = await _gateway(options, store, secret, stack)
     metrics.add_source(lambda: _figures(gateway))
     server = Server(
@@ -192,8 +202,7 @@ def _took(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: 
 def _figures(gateway: Gateway) -> Iterable[Metric]:
     from agentlightning.store.metrics import counters
 
-    values = {field.name: getattr(gateway.counters, field.name) for field in fields(gateway.counters)}
-    return counters("gateway", "Model calls", {name: n for name, n in values.items() if isinstance(n, int)})
+    return counters("gateway", "Model calls", gateway.figures())
 
 
 def _refuse_strangers(options: Options) -> None:
@@ -218,7 +227,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _open_store(db: str | None) -> SqlStore:
+def open_store(db: str | None) -> SqlStore:
     """Raises ConfigError: a store that cannot be opened is a mistake in what was given."""
     from agentlightning.errors import ConfigError, StoreError
     from agentlightning.store.sql.store import SqlStore
@@ -232,37 +241,55 @@ def _open_store(db: str | None) -> SqlStore:
 async def _gateway(options: Options, store: LightningStoreBase, secret: str, stack: AsyncExitStack) -> Gateway:
     from agentlightning.gateway.app import Gateway
 
-    engines = {}
-    for given in options.models:
-        policy = await _open_model(given)
-        stack.push_async_callback(policy.close)
-        engines[policy.model] = policy
+    engines = await open_engines(options.models, options.routing, stack)
     first = next(iter(engines), None)
     return Gateway(
         store,
         engines,
         secret=secret,
+        config=options.routing,
+        budget_file=beside(options.db, ".spent"),
         default_model=first,
-        accept_any_model=first is not None,
+        accept_any_model=first is not None and not options.routing.routes,
         require_key=options.token is not None,
     )
 
 
-async def _open_model(given: str) -> Policy:
+def read_routing(path: Path | None) -> GatewayConfig:
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.settings import load_settings
+
+    return load_settings(GatewayConfig, toml=path)
+
+
+def beside(db: str | None, suffix: str) -> Path:
+    """A file of the server's own beside its store; where that is no file, in the directory it was started in."""
+    given = db or DEFAULT_DB
+    is_file = "://" not in given and given != ":memory:"
+    path = Path(given if is_file else DEFAULT_DB)
+    return path.with_name(path.name + suffix)
+
+
+async def open_model(given: str) -> Policy:
     """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
-    from agentlightning.errors import ConfigError
+    from agentlightning.prepare import open_frozen
 
     name, equals, path = given.partition("=")
-    if not equals:
-        name, path = Path(given).name, given
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"--model {given}: {path} is no directory; give one that transformers loads, or NAME=DIR")
-    from agentlightning.config import TrainConfig
-    from agentlightning.policy.optimizer import OptimizerConfig
-    from agentlightning.prepare import open_policy, policy_config
+    return await open_frozen(name, path) if equals else await open_frozen(Path(given).name, given)
 
-    config = policy_config(TrainConfig(), path, OptimizerConfig(), 1)
-    return await open_policy(config.model_copy(update={"name": name}))
+
+async def open_engines(given: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+    """The models of `--model`, and those that the routes file names; the stack closes them."""
+    engines: dict[str, Engine] = {}
+    for model in given:
+        policy = await open_model(model)
+        stack.push_async_callback(policy.close)
+        engines[policy.model] = policy
+    if not routing.models:
+        return engines
+    from agentlightning.prepare import open_models
+
+    return engines | await open_models(routing.models, stack)
 
 
 # -- retention -------------------------------------------------------------------------------------------------------
@@ -306,15 +333,16 @@ async def prune_regularly(
 
 def _announce(server: Server, options: Options, output: Output) -> None:
     if output.as_json:
-        store = _without_password(options.db or DEFAULT_DB)
+        store = without_password(options.db or DEFAULT_DB)
         record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
         output.finish(record, lambda console: None)
         sys.stdout.flush()
         return
     console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
-    models = ", ".join(options.models) or "none; give one with --model DIR"
+    served = [*options.models, *(f"{rule.model} ({rule.provider})" for rule in options.routing.routes if rule.provider)]
+    models = ", ".join(served) or "none; give one with --model DIR, or --routes FILE"
     for name, value in (
-        ("serving", f"{_without_password(options.db or DEFAULT_DB)} at {server.url}"),
+        ("serving", f"{without_password(options.db or DEFAULT_DB)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
         ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
         ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),
@@ -324,5 +352,5 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         console.print(f"{name:<8} {value}", markup=False)
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
     return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", url)

@@ -75,7 +75,7 @@ def training_samples(
     for the rule or without spread are skipped. With `target_agent`, tokens of other agents have weight 0.
 
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p,
-    top_k or temperature 0.
+    top_k, temperature 0 or anything else that reshapes the distribution and that no loss corrects for.
     """
     rule = credit_rule(rule)
     counts = dict.fromkeys(CreditReport.__dataclass_fields__, 0)
@@ -133,11 +133,12 @@ def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Traj
 def _refuse_unfaithful(call: Transition) -> None:
     cut = {"temperature": (call.temperature, call.temperature <= 0), "top_p": (call.top_p, call.top_p < 1)}
     cut["top_k"] = (call.top_k, call.top_k > 0)
-    named = ", ".join(f"{name}={value:g}" for name, (value, unfaithful) in cut.items() if unfaithful)
+    named = ", ".join([*(f"{name}={value:g}" for name, (value, wrong) in cut.items() if wrong), *call.reshaped])
     if named:
         raise UnfaithfulSampleError(
             f"call {call.span_id} of rollout {call.rollout_id} was sampled with {named}; no loss can correct for that: "
-            "sample training rollouts with temperature above 0, top_p=1.0 and top_k=0"
+            "sample training rollouts with temperature above 0, top_p=1.0, top_k=0 and nothing else that reshapes the "
+            "distribution"
         )
 
 

@@ -7,13 +7,13 @@ that may begin or end a thought or begin a tool call. What has been shown piece 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning.gateway.thoughts import Markers
 from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
+from agentlightning.policy.tool_calls.base import CallReader, held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,63 +164,6 @@ class ThoughtFilter:
         return taken
 
 
-class CallReader:
-    """Content and tool calls of a text that arrives in pieces."""
-
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-        self._start, self._end = chat.tool_call_markers
-        self._held = ""
-        self._after_call = False
-
-    def feed(self, text: str) -> list[str | ParsedToolCall]:
-        self._held += text
-        pieces: list[str | ParsedToolCall] = []
-        while (segment := self._next_segment()) is not None:
-            pieces += self._read(segment)
-        if self._start not in self._held:
-            certain = self._held[: len(self._held) - held_back(self._held, self._start)].rstrip()
-            pieces += self._content(certain)
-            self._held = self._held[len(certain) :]
-        return pieces
-
-    def finish(self) -> list[str | ParsedToolCall]:
-        rest, self._held = self._held, ""
-        return self._content(rest)
-
-    def _next_segment(self) -> str | None:
-        """Everything up to the end of the first tool call, once it is there."""
-        start = self._held.find(self._start)
-        end = self._held.find(self._end, start) if start >= 0 else -1
-        if end < 0:
-            return None
-        end += len(self._end)
-        segment, self._held = self._held[:end], self._held[end:]
-        return segment
-
-    def _read(self, segment: str) -> list[str | ParsedToolCall]:
-        parsed = self._chat.parse(segment)
-        pieces = self._content(parsed.content or "")
-        if parsed.tool_calls:
-            self._after_call = True
-        return [*pieces, *parsed.tool_calls]
-
-    def _content(self, text: str) -> list[str | ParsedToolCall]:
-        if self._after_call:
-            text = text.lstrip()
-        if text:
-            self._after_call = False
-        return [text] if text else []
-
-
-def held_back(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
-
-
 @dataclass(slots=True)
 class Answer:
     """One choice of a reply while it grows."""
@@ -234,6 +177,10 @@ class Answer:
     """At most one tool call was asked for."""
     call_prefix: str = "call_"
     """What the ids of its tool calls begin with."""
+    tools: Sequence[dict[str, Any]] | None = None
+    """Those the request offered: in some formats they say what type an argument has."""
+    held: bool = False
+    """No token was drawn that the asked-for schema forbids."""
     thinks: Markers | None = None
     """How the model marks a thought; None: nothing is told apart."""
     thought: str = ""
@@ -251,7 +198,7 @@ class Answer:
         self._text = Detokenizer(self.chat)
         self._stop = StopFilter(self.stops)
         self._thoughts = ThoughtFilter(self.thinks)
-        self._calls = CallReader(self.chat)
+        self._calls = CallReader(self.chat.tool_calls, self.tools)
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """What can be shown after some more tokens."""
@@ -283,12 +230,13 @@ class Answer:
     @property
     def engine_stops(self) -> tuple[str, ...]:
         """Strings that end the drawing: those asked for, and what closes the only tool call."""
-        return (*self.stops, self.chat.tool_call_markers[1]) if self.stops_after_call else self.stops
+        closing = self.chat.tool_calls.closing
+        return (*self.stops, closing) if closing and self.stops_after_call else self.stops
 
     @property
     def stops_after_call(self) -> bool:
         """No second tool call can be drawn. A model that thinks may write calls in its thoughts: it is let finish."""
-        return self.one_call and self.thinks is None
+        return self.one_call and self.thinks is None and self.chat.tool_calls.closing is not None
 
     @property
     def message(self) -> Message:
@@ -321,6 +269,9 @@ class Answer:
         return text
 
     def _keep_call(self, call: ParsedToolCall) -> ToolCall:
-        kept = ToolCall(len(self.tool_calls), f"{self.call_prefix}{secrets.token_hex(12)}", call.name, call.arguments)
+        # The model refers to a call by the id it wrote itself, where it wrote one.
+        taken = {known.id for known in self.tool_calls}
+        name = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
+        kept = ToolCall(len(self.tool_calls), name, call.name, call.arguments)
         self.tool_calls.append(kept)
         return kept

@@ -6,91 +6,79 @@ Called by agents over HTTP, and by the trainer for `pause`, `drain` and `resume`
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import fields, replace
 from functools import partial
-from typing import Final
+from os import PathLike
+from typing import Final, cast
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning import span as names
+from agentlightning.errors import StoreClosedError, StoreFullError
+from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.attribution import AttemptContext, Caller, Contexts, attribute
+from agentlightning.gateway.attribution import Attribution, Caller
+from agentlightning.gateway.backends import Backends
+from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.constraint import Holding, hold
+from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.conversation import Conversations, Prompt
+from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import messages, responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.completions import COMPLETIONS
-from agentlightning.gateway.dialects.fields import forced_params
+from agentlightning.gateway.dialects.embeddings import EMBEDDINGS
+from agentlightning.gateway.dialects.fields import forced_params, refuse_unhonoured
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.exchange import Exchange, Show
-from agentlightning.gateway.gate import Gate
+from agentlightning.gateway.forwarder import Forwarder
+from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
+from agentlightning.gateway.models import Models, json_reply, refusal
 from agentlightning.gateway.problems import Problem, problem_of
+from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.relay import relay
+from agentlightning.gateway.repeats import Repeat
+from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.slots import Slots
 from agentlightning.gateway.thoughts import thought_markers
-from agentlightning.gateway.upstream import Upstream
+from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
 from agentlightning.policy.base import Engine, Message, SamplingParams
 from agentlightning.span import CONSTRAINT, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.transport import Transport, open_transport
 
 logger = logging.getLogger(__name__)
 
 ATTEMPT_PATHS: Final = (
     "/rollout/{rollout_id}/attempt/{attempt_id}",
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
+    "/worker/{worker_id}",
 )
 DIALECTS: Final[Mapping[str, Dialect]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
+    "/v1/embeddings": EMBEDDINGS,
 }
-MAX_UNKNOWN_NAMES: Final = 200
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the gateway has done since it was made."""
-
-    requests: int = 0
-    errors: int = 0
-    """Requests answered with an error."""
-    cancelled: int = 0
-    """Requests whose caller hung up."""
-    unattributed: int = 0
-    """Requests served for no attempt, and recorded nowhere."""
-    continued: int = 0
-    """Requests that got the exact tokens of an earlier one."""
-    drift: int = 0
-    """Requests that looked like a continuation which could not be proven."""
-    violated: int = 0
-    """Answers that have not the shape their request asked for."""
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    unknown_fields: int = 0
-    """Request fields that were ignored."""
-    unknown_names: Counter[str] = field(default_factory=Counter[str])
-    """The first names of them, and how often each came."""
-
-    def count_unknown(self, unknown: tuple[str, ...]) -> None:
-        self.unknown_fields += len(unknown)
-        for name in unknown:
-            if name in self.unknown_names or len(self.unknown_names) < MAX_UNKNOWN_NAMES:
-                self.unknown_names[name] += 1
+_PATHS: Final[Mapping[Dialect, ProviderPath]] = {
+    dialect: cast("ProviderPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()
+}
+MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
+"""What 1.0 samples with, whatever the agent asks for."""
 
 
 class Gateway:
@@ -98,8 +86,11 @@ class Gateway:
 
     `engines` maps model names to engines. A call is attributed by the attempt in its URL or by the key made with
     `secret`; one that names none is refused unless `allow_unattributed`. The URL is enough by itself unless
-    `require_key`: for a server that strangers can reach. `default_model` serves requests that name no model and, with
-    `accept_any_model`, those that name an unknown one. More than `max_concurrency` calls at once wait.
+    `require_key`: for a server that strangers can reach. `config` says what goes to providers, and what that may cost;
+    `budget_file` is where the total is kept, unless it names a file. `default_model` serves requests that name no model
+    and, with `accept_any_model`, those that name an unknown one, unless `config` says otherwise. More than
+    `max_concurrency` calls at once wait. `agents` says how agents are recognised that do not name themselves;
+    `mode_temperatures` are those of 1.0's URLs, where the trainer has set none.
     """
 
     def __init__(
@@ -108,51 +99,98 @@ class Gateway:
         engines: Mapping[str, Engine],
         *,
         secret: str,
+        config: GatewayConfig | None = None,
+        budget_file: str | PathLike[str] | None = None,
         default_model: str | None = None,
-        accept_any_model: bool = False,
+        accept_any_model: bool | None = None,
         require_key: bool = False,
         allow_unattributed: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
         recheck_seconds: float = 1.0,
+        agents: Sequence[AgentRule] = (),
+        mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.counters = Counters()
+        self._transport: Transport | None = None
         self.conversations = Conversations()
         self.kept = Kept()
+        self.gates = Gates()
+        """One for each engine: what an update of one policy closes."""
         self._store = store
-        self._upstream = Upstream(engines, default_model, accept_any_model)
+        config = config or GatewayConfig()
+        self.budgets = Budgets(config.budget, store, budget_file)
+        self.providers = {
+            provider.name: Backends(provider, self._open_transport, self.budgets) for provider in config.providers
+        }
+        self.table = Routes(
+            engines,
+            config.routes,
+            self.providers,
+            default_model=config.default_model or default_model,
+            accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
+        )
+        self._models = Models(self.table)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
-        self._attribute = partial(
-            attribute, secret=secret, require_key=require_key, allow_unattributed=allow_unattributed
+        self.attribution = Attribution(store, secret, require_key=require_key, allow_unattributed=allow_unattributed)
+        self._agents = Agents((*config.agents, *agents))
+        self._mode_temperatures = dict(mode_temperatures)
+        self._holding: Holding = config.structured_output
+        translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
+        self._forwarder = Forwarder(
+            self.table, store, self._contexts, self._context, self._agents, self.counters, translator
         )
         self._max_body_bytes = max_body_bytes
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._gate = Gate()
-        self._created = int(time.time())
+        self._slots = Slots(max_concurrency)
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
     @property
     def paused(self) -> bool:
-        return self._gate.closed
+        return self.gates.closed
 
     def pause(self) -> None:
-        """Calls that come from now on wait; those under way go on."""
-        self._gate.close()
+        """Calls of every engine that come from now on wait; those under way go on."""
+        self.gates.close()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Pause, and wait until nothing is sampled or recorded. Raises TimeoutError, still paused."""
-        await self._gate.drain(timeout)
+        await self.gates.drain(timeout)
 
     def resume(self) -> None:
         """Waiting calls go on."""
-        self._gate.open()
+        self.gates.open()
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         """Drop what is remembered of an attempt that has ended."""
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
         self._contexts.forget(rollout_id, attempt_id)
+
+    def figures(self) -> dict[str, int | float]:
+        """What the gateway has done, by name."""
+        kept = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
+        providers = self.providers.values()
+        return {name: value for name, value in kept.items() if isinstance(value, int)} | {
+            "provider_retries": sum(backends.retried for backends in providers),
+            "provider_dollars": sum(backends.dollars for backends in providers),
+            "over_budget": self.budgets.refused,
+        }
+
+    async def close(self) -> None:
+        """Hang up on providers. A call that comes later calls them anew."""
+        for backends in self.providers.values():
+            await backends.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
+        self.budgets.close()
+
+    def _open_transport(self) -> Transport:
+        """One for all providers."""
+        if self._transport is None:
+            self._transport = open_transport()
+        return self._transport
 
     # -- the routes ----------------------------------------------------------------------------------------------
 
@@ -168,43 +206,23 @@ class Gateway:
             ),
             Route(f"{prefix}/v1/messages/count_tokens", _Endpoint(self.serve_count), methods=["POST"]),
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
-            Route(f"{prefix}/v1/models", self._list_models, methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._show_model, methods=["GET"]),
-            Route(f"{prefix}/v1", _alive, methods=["GET"]),
-            Route(prefix or "/", _alive, methods=["GET"]),
+            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", self._models.show, methods=["GET"]),
+            *(Route(f"{prefix}{path}", _alive, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
+            *([Route(prefix, _alive, methods=["GET"])] if prefix else []),
             Route(f"{prefix}/v1/{{rest:path}}", _no_such_path, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
-    async def _list_models(self, request: HttpRequest) -> Response:
-        data = [self._model(request, name) for name in self._upstream.models]
-        if _is_anthropic(request):
-            edges = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-            return _json({"data": data, "has_more": False, "first_id": None, "last_id": None} | edges)
-        return _json({"object": "list", "data": data})
-
-    async def _show_model(self, request: HttpRequest) -> Response:
-        try:
-            name, _ = self._upstream.resolve(request.path_params["model"])
-        except Problem as problem:
-            return _refusal(request, problem)
-        return _json(self._model(request, name))
-
-    def _model(self, request: HttpRequest, name: str) -> dict[str, str | int]:
-        if _is_anthropic(request):
-            created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            return {"type": "model", "id": name, "display_name": name, "created_at": created}
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
-
     async def _stored_response(self, request: HttpRequest) -> Response:
         try:
-            caller = self._attribute(read_headers(request.scope), request.path_params)
+            caller = await self.attribution.caller(read_headers(request.scope), request.path_params)
             attempt, name = _attempt(caller) or ("", ""), request.path_params["response_id"]
             if request.method != "DELETE":
                 return Response(self.kept.body(attempt, name), media_type="application/json")
             self.kept.delete(attempt, name)
         except Problem as problem:
-            return _refusal(request, problem)
-        return _json({"id": name, "object": "response", "deleted": True})
+            return refusal(request, problem)
+        return json_reply({"id": name, "object": "response", "deleted": True})
 
     # -- one call ------------------------------------------------------------------------------------------------
 
@@ -220,7 +238,7 @@ class Gateway:
         self.counters.requests += 1
         outlet = Outlet(send)
         try:
-            async with self._slots:
+            async with self._slots.one():
                 await work(scope, receive, outlet)
         except ClientGone:
             self.counters.cancelled += 1
@@ -228,11 +246,15 @@ class Gateway:
             self.counters.errors += 1
             problem = problem_of(error)
             if problem.status >= 500:
-                logger.error("a call failed: %s", problem.message, exc_info=error)
+                explained = isinstance(error, Problem | StoreFullError | StoreClosedError)
+                logger.error("a call failed: %s", problem.message, exc_info=None if explained else error)
             await _fail(dialect, outlet, problem)
 
     async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        caller, request = await self._read(dialect, scope, receive)
+        headers, caller, body = await self._receive(scope, receive)
+        if await self._forwarder.serve(_PATHS[dialect], caller, headers, body, scope, receive, outlet):
+            return
+        caller, request = self._read(dialect, headers, caller, body)
         exchange, reply = await self._prepare(dialect, caller, request)
         await relay(
             exchange,
@@ -245,27 +267,43 @@ class Gateway:
         )
 
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        caller, request = await self._read(MESSAGES, scope, receive)
-        model, engine = self._upstream.resolve(request.model)
+        headers, caller, body = await self._receive(scope, receive)
+        if await self._forwarder.count(caller, headers, body, outlet):
+            return
+        caller, request = self._read(MESSAGES, headers, caller, body)
+        model, engine = self._resolve(caller)
         if _attempt(caller):
             await self._context(caller)
         (prompt,) = self._prompts(caller, request, model, engine)
         await outlet.whole(200, messages.count_reply(len(prompt.token_ids)))
 
-    async def _read(self, dialect: Dialect, scope: Scope, receive: Receive) -> tuple[Caller, Request]:
+    async def _receive(self, scope: Scope, receive: Receive) -> tuple[dict[str, str], Caller, bytes]:
         headers = read_headers(scope)
-        caller = self._attribute(headers, scope["path_params"])
+        caller = await self.attribution.caller(headers, scope["path_params"])
         body = await read_body(receive, headers, self._max_body_bytes)
+        if caller.attempt_id is not None:
+            caller = replace(caller, repeat=Repeat.of(headers, scope["path"].rpartition("/v1/")[2], body))
+        return headers, caller, body
+
+    def _read(
+        self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes
+    ) -> tuple[Caller, Request]:
         request = dialect.read(body, self.kept.recall(_attempt(caller)))
         self.counters.count_unknown(request.unknown)
-        return caller, request
+        agent = self._agents.identify(headers, request.asked, self.table)
+        return caller.spoken_by(agent, self.table), request
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
-        model, engine = self._upstream.resolve(request.model)
-        params, trace_id = request.params, ""
+        model, engine = self._resolve(caller)
+        params, trace_id, learned = self._in_mode(caller, request.params), "", False
         if _attempt(caller):
             context = await self._context(caller)
             params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
+            learned = context.learned
+        refuse_unhonoured(engine, params)
+        tools = request.tools is not None
+        holding = self._holding
+        params = await hold(engine, params, request.constraint, tools=tools, learned=learned, holding=holding)
         prompts = self._prompts(caller, request, model, engine)
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -279,6 +317,17 @@ class Gateway:
         answers = [_answer(dialect, request, engine, params, index) for index in range(len(records))]
         exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
         return exchange, dialect.reply(request, head)
+
+    def _resolve(self, caller: Caller) -> tuple[str, Engine]:
+        route = self.table.resolve(caller.agent.model, caller.agent.name)
+        if route.engine is None:
+            raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
+        return route.name, route.engine
+
+    def _in_mode(self, caller: Caller, params: SamplingParams) -> SamplingParams:
+        if caller.mode is None or caller.mode not in self._mode_temperatures:
+            return params
+        return replace(params, temperature=self._mode_temperatures[caller.mode])
 
     def _prompts(self, caller: Caller, request: Request, model: str, engine: Engine) -> list[Prompt]:
         attempt, chat = _attempt(caller), engine.chat
@@ -304,8 +353,7 @@ class Gateway:
             raise
 
     async def _run(self, exchange: Exchange, show: Show | None) -> None:
-        async with self._gate:
-            kept = await exchange.run(self._store, show)
+        kept = await exchange.run(self._store, self.gates.of(exchange.engine), show)
         self._learn(exchange)
         self.counters.violated += sum(span.attributes.get(CONSTRAINT) == "violated" for span in kept)
         if any(span.attributes.get(names.SUPERSEDED) for span in kept):
@@ -359,9 +407,7 @@ class _Endpoint:
 
 
 def _attempt(caller: Caller) -> tuple[str, str] | None:
-    if caller.rollout_id is None or caller.attempt_id is None:
-        return None
-    return caller.rollout_id, caller.attempt_id
+    return caller.attempt
 
 
 def _asked(request: Request, engine: Engine) -> list[list[Message]]:
@@ -386,7 +432,7 @@ def _record(
         attempt_id=caller.attempt_id or "",
         trace_id=caller.trace_id or trace_id,
         parent_id=caller.parent_id,
-        agent=caller.agent,
+        whose=caller.attributes(),
         operation=dialect.operation,
         response_id=head.id,
         requested_model=request.model or head.model,
@@ -408,35 +454,27 @@ def _answer(dialect: Dialect, request: Request, engine: Engine, params: Sampling
         reads_calls=request.tools is not None,
         one_call=request.constraint.one_call,
         call_prefix=dialect.call_prefix,
+        tools=request.tools,
+        held=params.json_schema is not None,
         thinks=None if request.prompts else thought_markers(engine.chat),
     )
 
 
 async def _fail(dialect: Dialect, outlet: Outlet, problem: Problem) -> None:
     if not outlet.started:
-        return await outlet.whole(problem.status, dialect.refusal(problem), problem.retry)
+        return await outlet.whole(problem.status, dialect.refusal(problem), problem.retry, problem.retry_after)
     await outlet.write(dialect.error_event(problem))
     await outlet.close()
 
 
 async def _alive(request: HttpRequest) -> Response:
-    return _json({"status": "ok"})
+    return json_reply({"status": "ok"})
 
 
 async def _no_such_path(request: HttpRequest) -> Response:
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        # Codex, told this, asks by HTTP at once; told anything else, it tries again for seconds.
+        return refusal(request, Problem(426, f"{request.url.path} is no websocket; send POST requests"))
     served = ", ".join(f"POST {path}" for path in DIALECTS)
     problem = Problem(404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models")
-    return _refusal(request, problem)
-
-
-def _is_anthropic(request: HttpRequest) -> bool:
-    return "anthropic-version" in request.headers
-
-
-def _refusal(request: HttpRequest, problem: Problem) -> Response:
-    dialect = MESSAGES if _is_anthropic(request) else CHAT
-    return Response(dialect.refusal(problem), problem.status, media_type="application/json")
-
-
-def _json(content: Mapping[str, object]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    return refusal(request, problem)

@@ -1,29 +1,66 @@
-"""Whose call it is: the rollout, the attempt and the agent, from the URL, the API key and the headers.
+"""Whose call it is: the rollout and the attempt, from what its headers and its URL say.
 
-`Contexts` keeps what a call needs to know of its attempt: read once, kept while it is used, and asked again at most
-every `recheck_seconds` whether the attempt still goes on.
+Called for every model call, before its body is read. What names the attempt; where several do, the first wins:
+
+1. the header `x-agentlightning-attempt`, an attempt's key, which code of ours adds to each call made inside an attempt;
+2. the attempt in the URL: `/rollout/{id}/attempt/{id}/v1`, or 1.0's `/proxy/rollout/.../mode/{mode}/openai/v1`;
+3. the attempt that the API key is signed for;
+4. the trace that `traceparent` continues: an attempt's own, or one that was recorded here;
+5. `baggage`: `agentlightning.attempt_id`, or `agentlightning.rollout_id` for the latest attempt of it;
+6. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the one attempt it is running now.
+
+An API key that is signed for anybody but the attempt or worker in the URL, or that of a worker beside another worker's
+trace, is refused (401). Whatever else says something different is recorded, and not followed. Where keys are asked
+for, traces, baggage and worker count only beside the key of the worker.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
-from urllib.parse import unquote
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from agentlightning import span as names
+from agentlightning.gateway.agents import UNKNOWN, Agent, read_baggage
 from agentlightning.gateway.problems import Problem
-from agentlightning.resources import LLM
-from agentlightning.rollouts import Attempt, Rollout, read_attempt_key, root_span_id_of, trace_id_of
-from agentlightning.span import new_trace_id
+from agentlightning.gateway.repeats import Repeat
+from agentlightning.rollouts import (
+    ATTEMPT_BAGGAGE,
+    ATTEMPT_HEADER,
+    ROLLOUT_BAGGAGE,
+    attempt_of_trace,
+    read_attempt_key,
+    read_worker_key,
+    root_span_id_of,
+    trace_id_of,
+)
+from agentlightning.store.adopt import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import presented_key
 
-AGENT_HEADER: Final = "x-agentlightning-agent"
+MODES: Final = ("train", "val")
+"""Of 1.0's URLs."""
+REMEMBERED: Final = 16384
+"""Attempts whose rollout and worker are remembered."""
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-_ENDED: Final = frozenset({"succeeded", "failed", "timeout"})
+
+Ids = tuple[str, str]
+"""(rollout_id, attempt_id)."""
+Source = Literal["header", "url", "key", "trace", "baggage", "worker"]
+
+
+class Traces(Protocol):
+    """Whoever takes traces in, and so knows whose they are."""
+
+    async def owner_of(self, trace_id: str) -> Ids | None:
+        """The attempt that a trace belongs to."""
+        ...
+
+    def claim(self, trace_id: str, ids: Ids) -> None:
+        """Be told that an attempt has made a call within a trace."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,149 +69,267 @@ class Caller:
 
     rollout_id: str | None = None
     attempt_id: str | None = None
-    agent: str | None = None
     trace_id: str | None = None
     parent_id: str | None = None
+    source: Source | None = None
+    """What names the attempt."""
+    mode: str | None = None
+    """The mode of a URL of 1.0."""
+    ignored: tuple[str, ...] = ()
+    """What else was said of the attempt, and not followed."""
+    agent: Agent = UNKNOWN
+    """Known once the body is read."""
+    repeat: Repeat | None = None
+    """Likewise."""
+
+    @property
+    def attempt(self) -> Ids | None:
+        """(rollout_id, attempt_id)."""
+        if self.rollout_id is None or self.attempt_id is None:
+            return None
+        return self.rollout_id, self.attempt_id
+
+    def spoken_by(self, agent: Agent, served: Container[str]) -> Caller:
+        """The same with its agent. A call by 1.0's URL may name any model, as there was only one: a name that is not
+        `served` is none."""
+        if self.mode is not None and agent.model is not None and agent.model not in served:
+            agent = replace(agent, model=None)
+        return replace(self, agent=agent)
+
+    def attributes(self) -> dict[str, Any]:
+        """What the span of the call says of who made it."""
+        agent = self.agent
+        found: dict[str, Any] = {names.ATTRIBUTION: self.source} if self.source else {}
+        if agent.name is not None:
+            found[names.AGENT_NAME] = agent.name
+        if agent.key is not None:
+            found[names.AGENT_KEY] = agent.key
+        if self.ignored or agent.ignored:
+            found[names.ATTRIBUTION_IGNORED] = [*self.ignored, *agent.ignored]
+        if self.mode is not None:
+            found[names.MODE] = self.mode
+        return found | self.repeat.attributes() if self.repeat else found
 
 
-def attribute(
-    headers: Mapping[str, str],
-    path_params: Mapping[str, str],
-    secret: str,
-    *,
-    require_key: bool = False,
-    allow_unattributed: bool = False,
-) -> Caller:
-    """The caller, by the attempt in the URL or else by the one its API key names.
+class _Hint(NamedTuple):
+    """Something that says whose a call is and proves nothing."""
 
-    Raises Problem 401 on a key of ours that is not valid or is another attempt's, on a URL without its key where keys
-    are required, and where nothing names an attempt.
-    """
-    key = presented_key(headers)
-    named = read_attempt_key(secret, key) if key else None
-    if key.startswith("agl-") and named is None:
-        raise Problem(401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key")
-    in_url = (path_params["rollout_id"], path_params["attempt_id"]) if "attempt_id" in path_params else None
-    if in_url and named and in_url != named:
-        raise Problem(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
-    if in_url and not named and require_key:
-        raise Problem(401, "this server asks for the AGL_KEY of the attempt as the API key", code="invalid_api_key")
-    attempt = in_url or named
-    if attempt is None and not allow_unattributed:
-        raise Problem(
-            401,
-            "the call names no attempt, so it could not be recorded; use AGL_OPENAI_BASE_URL as the base URL, or "
-            "AGL_KEY as the API key, from the environment of the attempt",
-            code="invalid_api_key",
-        )
-    rollout_id, attempt_id = attempt or (None, None)
-    trace_id, parent_id = _trace(headers.get("traceparent", ""))
-    if attempt_id is not None and parent_id == root_span_id_of(attempt_id):  # a stand-in: no such span is kept
-        parent_id = None
-    return Caller(rollout_id, attempt_id, _agent(headers), trace_id, parent_id)
+    source: Source
+    rollout_id: str | None
+    attempt_id: str | None
+
+    def fits(self, ids: Ids) -> bool:
+        return self.rollout_id in (None, ids[0]) and self.attempt_id in (None, ids[1])
+
+    def __str__(self) -> str:
+        return f"{self.attempt_id or self.rollout_id} of the {self.source}"
 
 
-def _agent(headers: Mapping[str, str]) -> str | None:
-    if name := headers.get(AGENT_HEADER):
-        return name
-    for entry in headers.get("baggage", "").split(","):
-        key, _, value = entry.partition(";")[0].partition("=")
-        if key.strip() == "agentlightning.agent" and value.strip():
-            return unquote(value.strip())
-    return None
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    """What the API key proves."""
+
+    attempt: Ids | None = None
+    worker_id: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.attempt is not None or self.worker_id is not None
 
 
-def _trace(traceparent: str) -> tuple[str | None, str | None]:
-    match = _TRACEPARENT.match(traceparent)
+class Attribution:
+    """Finds out who calls. `secret` is the one that keys are made with; with `require_key` a URL alone is not enough,
+    and with `allow_unattributed` a call that names nobody is served. `traces` knows whose those are that are not an
+    attempt's own."""
+
+    def __init__(
+        self,
+        store: LightningStoreBase,
+        secret: str,
+        *,
+        require_key: bool = False,
+        allow_unattributed: bool = False,
+    ) -> None:
+        self.traces: Traces | None = None
+        self._store = store
+        self._secret = secret
+        self._require_key = require_key
+        self._allow_unattributed = allow_unattributed
+        self._attempts: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        """attempt_id -> (rollout_id, worker_id)."""
+
+    async def caller(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller:
+        """Who calls; `headers` by lower-case name. Asks the store only where neither header, URL nor key names an
+        attempt, or where the key is that of a worker.
+
+        Raises Problem 401 on a key that is not valid here or is somebody else's, where one is asked for and missing,
+        and where nothing names an attempt; 404 for a mode 1.0 does not have and a worker nobody has heard of; 409
+        where the worker runs no attempt, or several and nothing says which.
+        """
+        mode = path_params.get("mode")
+        if mode is not None and mode not in MODES:
+            raise Problem(404, f"the URL says mode {mode!r}; use one of {', '.join(MODES)}", code="mode_not_found")
+        signed = self._signed(presented_key(headers))
+        found, source = self._said(headers, path_params, signed)
+        trace_id, parent_id = _trace(headers.get("traceparent"))
+        hints = _hints(trace_id, headers.get("baggage"))
+        passed_over = _passed_over(found, source, path_params, signed)
+        if found is None:
+            found, source = await self._look_up(hints, trace_id, signed.worker_id, path_params.get("worker_id"))
+        elif signed.worker_id is not None:
+            await self._check_worker(signed.worker_id, found)
+        if found is None:
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode)
+        ignored = [hint for hint in hints if not hint.fits(found)]
+        if any(hint.source == "trace" for hint in ignored):  # it is another attempt's
+            trace_id = parent_id = None
+        elif trace_id is not None and self.traces is not None and trace_id != trace_id_of(found[1]):
+            self.traces.claim(trace_id, found)
+        if parent_id is not None and parent_id == root_span_id_of(found[1]):  # a stand-in: no such span is kept
+            parent_id = None
+        return Caller(*found, trace_id, parent_id, source, mode, (*passed_over, *map(str, ignored)))
+
+    # -- what the call itself says -----------------------------------------------------------------------------------
+
+    def _signed(self, key: str) -> _Signed:
+        if not key.startswith("agl-"):
+            return _Signed()
+        signed = _Signed(read_attempt_key(self._secret, key), read_worker_key(self._secret, key))
+        if not signed:
+            raise Problem(401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key")
+        return signed
+
+    def _said(
+        self, headers: Mapping[str, str], path_params: Mapping[str, str], signed: _Signed
+    ) -> tuple[Ids | None, Source | None]:
+        """The attempt that header, URL or key names."""
+        proof = headers.get(ATTEMPT_HEADER)
+        if proof is not None:
+            if (named := read_attempt_key(self._secret, proof)) is None:
+                message = f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server"
+                raise Problem(401, message, code="invalid_api_key")
+            return named, "header"
+        if self._require_key and not signed:
+            raise Problem(401, "this server asks for the AGL_KEY of the attempt as the API key", code="invalid_api_key")
+        in_url = _attempt_in(path_params)
+        if in_url is not None and signed.attempt is not None and in_url != signed.attempt:
+            raise Problem(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
+        worker = path_params.get("worker_id")
+        if worker is not None and signed.worker_id is not None and worker != signed.worker_id:
+            raise Problem(401, "the API key belongs to another worker than the URL", code="invalid_api_key")
+        if in_url is not None:
+            return in_url, "url"
+        return (signed.attempt, "key") if signed.attempt is not None else (None, None)
+
+    # -- what the store knows ----------------------------------------------------------------------------------------
+
+    async def _look_up(
+        self, hints: list[_Hint], trace_id: str | None, signed_worker: str | None, worker_in_url: str | None
+    ) -> tuple[Ids | None, Source | None]:
+        for hint in hints:
+            if (found := await self._follow(hint)) is not None:
+                if signed_worker is not None:
+                    await self._check_worker(signed_worker, found)
+                return found, hint.source
+        if trace_id is not None and (found := await self._recorded(trace_id)) is not None:
+            if signed_worker is not None:
+                await self._check_worker(signed_worker, found)
+            return found, "trace"
+        if (worker_id := signed_worker or worker_in_url) is not None:
+            return await self._running(worker_id), "worker"
+        if not self._allow_unattributed:
+            raise Problem(
+                401,
+                "the call names no attempt, so it could not be recorded; use AGL_OPENAI_BASE_URL as the base URL, or "
+                "AGL_KEY as the API key, from the environment of the attempt",
+                code="invalid_api_key",
+            )
+        return None, None
+
+    async def _follow(self, hint: _Hint) -> Ids | None:
+        """The attempt that a hint means; None where there is none."""
+        attempt_id = hint.attempt_id
+        if attempt_id is None and hint.rollout_id is not None:
+            if await self._store.get_rollout_by_id(hint.rollout_id) is None:
+                return None
+            latest = await self._store.get_latest_attempt(hint.rollout_id)
+            return None if latest is None else (latest.rollout_id, latest.attempt_id)
+        if attempt_id is None or (known := await self._attempt(attempt_id)) is None:
+            return None
+        ids = known[0], attempt_id
+        return ids if hint.fits(ids) else None
+
+    async def _recorded(self, trace_id: str) -> Ids | None:
+        """The attempt that a trace of somebody else's making belongs to: one that has sent spans of it, or the one it
+        was kept as."""
+        if self.traces is not None and (owner := await self.traces.owner_of(trace_id)) is not None:
+            return owner
+        rollout_id, attempt_id = ids_of_trace(trace_id)
+        return None if await self._attempt(attempt_id) is None else (rollout_id, attempt_id)
+
+    async def _attempt(self, attempt_id: str) -> tuple[str, str | None] | None:
+        """(rollout_id, worker_id) of an attempt."""
+        known = self._attempts.get(attempt_id)
+        if known is None and (attempt := await self._store.get_attempt(attempt_id)) is not None:
+            known = self._attempts[attempt_id] = attempt.rollout_id, attempt.worker_id
+            while len(self._attempts) > REMEMBERED:
+                self._attempts.popitem(last=False)
+        return known
+
+    async def _check_worker(self, worker_id: str, ids: Ids) -> None:
+        """A worker's key speaks for the attempts of that worker."""
+        known = await self._attempt(ids[1])
+        if known is not None and known[1] != worker_id:
+            del self._attempts[ids[1]]  # it may have been given to the worker since
+            known = await self._attempt(ids[1])
+        if known is not None and known[1] != worker_id:
+            message = f"the API key belongs to the worker {worker_id!r}, which does not run the attempt {ids[1]!r}"
+            raise Problem(401, message, code="invalid_api_key")
+
+    async def _running(self, worker_id: str) -> Ids:
+        """The one attempt a worker is running. Never remembered: the next call may be the next attempt's."""
+        worker = await self._store.get_worker(worker_id)
+        if worker is None:
+            raise Problem(404, f"the store knows no worker {worker_id!r}", code="worker_not_found")
+        if worker.current_rollout_id is None or worker.current_attempt_id is None:
+            message = f"the worker {worker_id!r} is between two attempts; a call to its URL belongs to none"
+            raise Problem(409, message, code="worker_idle", retry=False)
+        if worker.open_attempts > 1:
+            message = (
+                f"the worker {worker_id!r} runs {worker.open_attempts} attempts at once, and nothing says whose call "
+                "this is: use the AGL_OPENAI_BASE_URL of the attempt, send its traceparent, or run one at a time "
+                "(--concurrency 1)"
+            )
+            raise Problem(409, message, code="worker_ambiguous", retry=False)
+        return worker.current_rollout_id, worker.current_attempt_id
+
+
+def _attempt_in(path_params: Mapping[str, str]) -> Ids | None:
+    return (path_params["rollout_id"], path_params["attempt_id"]) if "attempt_id" in path_params else None
+
+
+def _passed_over(
+    found: Ids | None, source: Source | None, path_params: Mapping[str, str], signed: _Signed
+) -> list[str]:
+    """Where the header has the word: what URL and key say instead."""
+    if source != "header":
+        return []
+    others = {"url": _attempt_in(path_params), "key": signed.attempt}
+    return [f"{ids[1]} of the {name}" for name, ids in others.items() if ids is not None and ids != found]
+
+
+def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
+    match = _TRACEPARENT.match(traceparent) if traceparent else None
     return (match.group(1), match.group(2)) if match else (None, None)
 
 
-@dataclass(slots=True)
-class AttemptContext:
-    """What a call needs to know of its attempt."""
-
-    rollout_id: str
-    attempt_id: str
-    llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
-    """model -> (name of the resource, the resource)."""
-    trace_id: str = ""
-    checked: float = 0.0
-    """When the store last said that the attempt goes on (monotonic seconds)."""
-
-    def sampling_parameters(self, model: str) -> tuple[str, dict[str, Any]]:
-        """(name of the resource, its sampling parameters) of the LLM resource of a model; empty where there is none."""
-        name, llm = self.llms.get(model, ("", None))
-        return (name, llm.sampling_parameters) if llm else ("", {})
-
-
-class Contexts:
-    """The attempts whose calls were served lately."""
-
-    def __init__(self, store: LightningStoreBase, limit: int = 16384, recheck_seconds: float = 1.0) -> None:
-        self._store = store
-        self._limit = limit
-        self._recheck = recheck_seconds
-        self._known: OrderedDict[tuple[str, str], AttemptContext] = OrderedDict()
-
-    async def get(self, rollout_id: str, attempt_id: str) -> AttemptContext:
-        """Raises Problem 404 for unknown ids, 409 where the attempt has ended or was superseded."""
-        key, now = (rollout_id, attempt_id), time.monotonic()
-        context = self._known.get(key)
-        if context is not None and now - context.checked < self._recheck:
-            self._known.move_to_end(key)
-            return context
-        rollout = await self._check(rollout_id, attempt_id)
-        context = self._known.get(key) or AttemptContext(
-            rollout_id, attempt_id, await self._llms(rollout), trace_id_of(attempt_id) or new_trace_id()
-        )
-        context.checked = now
-        self._known[key] = context
-        self._known.move_to_end(key)
-        while len(self._known) > self._limit:
-            self._known.popitem(last=False)
-        return context
-
-    def doubt(self, rollout_id: str, attempt_id: str) -> None:
-        """Ask the store again at the next call."""
-        if context := self._known.get((rollout_id, attempt_id)):
-            context.checked = float("-inf")
-
-    def forget(self, rollout_id: str, attempt_id: str) -> None:
-        self._known.pop((rollout_id, attempt_id), None)
-
-    async def _check(self, rollout_id: str, attempt_id: str) -> Rollout:
-        rollout = await self._store.get_rollout_by_id(rollout_id)
-        if rollout is None:
-            raise Problem(404, f"the store knows no rollout {rollout_id!r}", code="rollout_not_found")
-        latest = await self._store.get_latest_attempt(rollout_id)
-        if latest is None or latest.attempt_id != attempt_id:
-            raise await self._not_latest(rollout_id, attempt_id)
-        self._refuse_ended(rollout, latest)
-        return rollout
-
-    def _refuse_ended(self, rollout: Rollout, attempt: Attempt) -> None:
-        if attempt.status in _ENDED or rollout.status == "cancelled":
-            what = f"the rollout {rollout.rollout_id!r} was cancelled"
-            if rollout.status != "cancelled":
-                what = f"the attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} ended as {attempt.status}"
-            raise Problem(409, f"{what}; it takes no more calls", code="attempt_ended", retry=False)
-
-    async def _not_latest(self, rollout_id: str, attempt_id: str) -> Problem:
-        known = {attempt.attempt_id for attempt in await self._store.query_attempts(rollout_id)}
-        if attempt_id not in known:
-            return Problem(404, f"rollout {rollout_id!r} has no attempt {attempt_id!r}", code="attempt_not_found")
-        message = f"a later attempt of rollout {rollout_id!r} has taken the place of {attempt_id!r}; stop calling"
-        return Problem(409, message, code="attempt_superseded", retry=False)
-
-    async def _llms(self, rollout: Rollout) -> dict[str, tuple[str, LLM]]:
-        if rollout.resources_id is None:
-            update = await self._store.get_latest_resources()
-        else:
-            update = await self._store.get_resources_by_id(rollout.resources_id)
-            if update is None:
-                message = (
-                    f"rollout {rollout.rollout_id!r} uses resources {rollout.resources_id!r}, which are not stored"
-                )
-                raise Problem(500, message, code="resources_not_found", retry=False)
-        resources = update.resources if update else {}
-        return {llm.model: (name, llm) for name, llm in resources.items() if isinstance(llm, LLM)}
+def _hints(trace_id: str | None, baggage: str | None) -> list[_Hint]:
+    """What trace and baggage say, in the order in which they are believed."""
+    hints: list[_Hint] = []
+    if trace_id is not None and (attempt_id := attempt_of_trace(trace_id)) is not None:
+        hints.append(_Hint("trace", None, attempt_id))
+    if baggage:
+        entries = read_baggage(baggage)
+        hint = _Hint("baggage", entries.get(ROLLOUT_BAGGAGE), entries.get(ATTEMPT_BAGGAGE))
+        if hint.rollout_id is not None or hint.attempt_id is not None:
+            hints.append(hint)
+    return hints

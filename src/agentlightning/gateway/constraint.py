@@ -1,10 +1,14 @@
 """What a request asks of the shape of an answer, and whether the answer has it.
 
-Nothing here bends what the policy draws: tokens drawn under a grammar have other probabilities than the policy gives
-them, and no loss could tell. So an answer is drawn freely and then checked, and its span says how that went
+Tokens drawn under a grammar have other probabilities than the policy gives them: those it forbids are not drawn, the
+others are all the likelier. What is recorded are the probabilities drawn from, but a trainer computes the policy's
+own, and the two cannot be compared: a token that the grammar forced was drawn with probability 1, however unlikely the
+policy finds it. Worse, a policy that is always held never learns to do it by itself. So an answer that may be learned
+from is drawn freely and then checked; any other is held to its schema where the engine can (`hold`). An answer that was
+held carries `agentlightning.reshaped` on its span, and losses refuse it by that name. The span says how it went
 (`agentlightning.constraint`):
 
-    enforced    the answer could not be otherwise: no second tool call is drawn where one is allowed
+    enforced    the answer could not be otherwise: it was held to its schema, or no second tool call could be drawn
     checked     it was free to be otherwise, and has the shape that was asked for
     violated    it has not; `agentlightning.constraint.violations` names the fields of the request it fails
 
@@ -15,7 +19,7 @@ content: the content is still to come.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -24,12 +28,26 @@ import orjson
 
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.problems import bad
+from agentlightning.gateway.thoughts import thought_markers
+from agentlightning.policy.base import Engine, SamplingParams, holds_to
 
 Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
 """Whether a text is what was asked for."""
+Holding = Literal["auto", "always", "never"]
+"""Which answers are held to their schema: those that nobody learns from (of rollouts in the modes val and test, and of
+no rollout at all), all, or none."""
 
 _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What content must be."""
+
+    schema: str
+    """As JSON."""
+    check: Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +61,7 @@ class Constraint:
     """At most one tool call."""
     arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
     """Of strict tools, by name."""
-    content: Check | None = None
+    content: Shape | None = None
     content_field: str = "response_format"
     """What the request calls the shape of content."""
 
@@ -55,8 +73,9 @@ class Constraint:
         failed = [name for name, holds in self._checks(answer) if not holds]
         if failed:
             return "violated", failed
-        alone = not (self.needs_call or self.names is not None or self.arguments or self.content)
-        return ("enforced" if alone and answer.stops_after_call else "checked"), failed
+        free = self.needs_call or self.names is not None or self.arguments
+        free = free or (self.content is not None and not answer.held) or (self.one_call and not answer.stops_after_call)
+        return ("checked" if free else "enforced"), failed
 
     def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
         calls = answer.tool_calls
@@ -66,21 +85,40 @@ class Constraint:
             ("tool_choice", bool(chosen)),
             ("parallel_tool_calls", not self.one_call or len(calls) <= 1),
             ("tools", strict),
-            (self.content_field, bool(calls) or self.content is None or self.content(answer.content)),
+            (self.content_field, bool(calls) or self.content is None or self.content.check(answer.content)),
         ]
 
 
-def json_object(text: str) -> bool:
-    """The check of `json_object`: any JSON object."""
+async def hold(
+    engine: Engine, params: SamplingParams, constraint: Constraint, *, tools: bool, learned: bool, holding: Holding
+) -> SamplingParams:
+    """`params` with the schema that answers are held to, where they are to be and the engine can.
+
+    Never where tools are offered, since an answer may then call one instead, nor for a model that thinks before it
+    answers. `learned`: whether somebody may learn from the answer."""
+    free = holding == "never" or (holding == "auto" and learned)
+    if free or tools or constraint.content is None or thought_markers(engine.chat) is not None:
+        return params
+    schema = constraint.content.schema
+    return replace(params, json_schema=schema) if await holds_to(engine, schema) else params
+
+
+def _is_object(text: str) -> bool:
     return isinstance(_parsed(text), dict)
 
 
-def json_schema(where: str, schema: Any) -> Check:
-    """The check of a JSON schema. Raises Problem 400, naming `where`, on what is none."""
+JSON_OBJECT: Final = Shape('{"type":"object"}', _is_object)
+"""Any JSON object."""
+
+
+def json_schema(where: str, schema: Any) -> Shape:
+    """What a JSON schema asks for. Raises Problem 400, naming `where`, on what is none."""
     if not isinstance(schema, dict):
         raise bad(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
     try:
         valid = _validator(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
+        # Unsorted: an answer that is held to it has its keys in this order.
+        written = orjson.dumps(schema).decode()
     except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
         reason = str(error).partition("\n")[0]
         raise bad(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None
@@ -89,7 +127,7 @@ def json_schema(where: str, schema: Any) -> Check:
         value = _parsed(text)
         return value is not _NOT_JSON and valid(value)
 
-    return check
+    return Shape(written, check)
 
 
 @lru_cache(maxsize=512)
@@ -112,7 +150,7 @@ def strict_arguments(tools: Sequence[dict[str, Any]] | None) -> dict[str, Check]
     """The checks of the tools that say `strict`, by name. Raises Problem 400 on a schema that cannot be checked."""
     functions = [tool["function"] for tool in tools or ()]
     return {
-        function["name"]: json_schema("tools.parameters", function["parameters"])
+        function["name"]: json_schema("tools.parameters", function["parameters"]).check
         for function in functions
         if function.get("strict") is True and function.get("parameters") is not None
     }

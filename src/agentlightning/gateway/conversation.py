@@ -382,11 +382,13 @@ def _by_reading(
     place, end = min(places)
     written = text[len(before) : place]
     readings = {written, without_thought(markers, written)}
-    return (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1]) for said in readings) else None
+    return (
+        (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
+    )
 
 
-def _reads_as(chat: ChatFormat, written: str, answer: Message) -> bool:
-    parsed = chat.parse(written)
+def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
+    parsed = chat.parse(written, tools)
     calls = [(call.name, _arguments_meaning(call.arguments)) for call in parsed.tool_calls]
     meant = [call["function"] for call in answer.get("tool_calls") or ()]
     if calls != [(function["name"], _arguments_meaning(function["arguments"])) for function in meant]:

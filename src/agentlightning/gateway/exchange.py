@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.gate import Gate, Visitor
 from agentlightning.gateway.record import Record
+from agentlightning.gateway.slots import without_slot
 from agentlightning.policy.base import Engine, SamplingParams
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -35,15 +38,27 @@ class Exchange:
     drawn: bool = field(default=False, init=False)
     """All answers are whole; from here on the exchange is not to be cancelled."""
 
-    async def run(self, store: LightningStoreBase, show: Show | None = None) -> list[Span]:
-        """Draw and record; returns the spans as kept. Raises what the engine or the store raised."""
+    async def run(self, store: LightningStoreBase, gate: Gate, show: Show | None = None) -> list[Span]:
+        """Draw and record behind the engine's gate; returns the spans as kept. Raises what the engine or the store
+        raised."""
+        visitor: Visitor | None = None
         try:
-            await self._draw(show)
-        except BaseException as error:
-            await self._keep(store, self._failures(error))
-            raise
-        self.drawn = True
-        return await self._keep(store, self._spans())
+            try:
+                async with without_slot() if gate.closed else nullcontext():
+                    visitor = await gate.enter(self._name())
+                await self._draw(show)
+            except BaseException as error:
+                await self._keep(store, self._failures(error))
+                raise
+            self.drawn = True
+            return await self._keep(store, self._spans())
+        finally:
+            if visitor is not None:
+                gate.leave(visitor)
+
+    def _name(self) -> str:
+        record = self.records[0]
+        return f"{record.rollout_id} {record.attempt_id}" if self.attributed else "a call of no rollout"
 
     async def _draw(self, show: Show | None) -> None:
         if len(self.answers) == 1:

@@ -1,55 +1,231 @@
-"""The gate that sampling passes: closed around a weight update, so that nothing is drawn while weights change."""
+"""The gate that sampling passes: one for each engine, closed around an update of its weights.
+
+Responsible for holding calls back in the order they came, and for knowing who is under way. The gateway leads every
+call that an engine answers through the gate of that engine, so an update of one policy holds nobody up who asks
+another; the trainer closes it with `update`. It turns nobody away, and never touches weights.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Self
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from agentlightning.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+WARN_SECONDS = 30.0
+"""A drain that takes longer says whom it waits for; again after twice the time."""
+NAMED = 5
+"""How many calls such a message names."""
+CANNOT_GO_ON = (
+    "this policy cannot change its weights while answers are drawn; leave in_flight false, and they finish first"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Visitor:
+    """A call that waits or has passed."""
+
+    name: str
+    since: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({time.monotonic() - self.since:.0f} s)"
 
 
 class Gate:
-    """Use as `async with gate`. While it is closed callers wait, and are let in when it opens; none is turned away."""
+    """Open, or closed: then callers wait, and are let in when it opens, in the order they came."""
 
-    def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
+    def __init__(self, *, closed: bool = False) -> None:
+        self._held = closed
+        """Closed by `close`, until `open`."""
+        self._changing = False
+        """Closed by `update`, until its end."""
+        self._inside: set[Visitor] = set()
+        self._waiting: dict[Visitor, asyncio.Future[None]] = {}
+        self._entering = 0
+        """Let in, and not yet awake."""
+        self._awake = asyncio.Event()
+        """Set while that is 0."""
+        self._awake.set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self.inside = 0
-        """Callers that have passed and not yet left."""
-        self.waiting = 0
+        self._updating = asyncio.Lock()
 
     @property
     def closed(self) -> bool:
-        return not self._open.is_set()
+        return self._held or self._changing
+
+    @property
+    def inside(self) -> int:
+        """Calls that have passed and not yet left."""
+        return len(self._inside)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    # -- for calls -------------------------------------------------------------------------------------------------
+
+    async def enter(self, name: str = "a call") -> Visitor:
+        """Pass, once it is open. Whoever has entered leaves with `leave`; `name` is for those who wait for that."""
+        visitor = Visitor(name)
+        while self._entering and not self.closed:
+            await self._awake.wait()  # Those who have waited go first.
+        if self.closed:
+            await self._wait(visitor)
+        else:
+            self._admit(visitor)
+        return visitor
+
+    def leave(self, visitor: Visitor) -> None:
+        self._inside.remove(visitor)
+        if not self._inside:
+            self._empty.set()
+
+    async def _wait(self, visitor: Visitor) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[visitor] = future
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._waiting.pop(visitor, None)
+            if not future.cancelled():  # It was let in, and hung up before it woke.
+                self._woke()
+                self.leave(visitor)
+            raise
+        self._woke()
+
+    def _woke(self) -> None:
+        self._entering -= 1
+        if self._entering == 0:
+            self._awake.set()
+
+    def _admit(self, visitor: Visitor) -> None:
+        self._inside.add(visitor)
+        self._empty.clear()
+
+    # -- for updates -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._open.clear()
+        """Calls that come from now on wait; those under way go on."""
+        self._held = True
 
     def open(self) -> None:
-        self._open.set()
+        """Let in all who wait, unless an update is under way: then at its end."""
+        self._held = False
+        self._let_in()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Close, and wait until nobody is inside. Raises TimeoutError, with the gate still closed."""
         self.close()
-        try:
-            await asyncio.wait_for(self._empty.wait(), timeout)
-        except TimeoutError:
+        if not await self._finished(timeout):
             raise TimeoutError(
-                f"{self.inside} calls were still under way after {timeout:g} s; drain again, or resume()"
-            ) from None
+                f"{self.inside} calls were still under way after {timeout:g} s: {self._names()}; drain again, or resume"
+            )
 
-    async def __aenter__(self) -> Self:
-        self.waiting += 1
-        try:
-            while not self._open.is_set():
-                await self._open.wait()
-        finally:
-            self.waiting -= 1
-        self.inside += 1
-        self._empty.clear()
-        return self
+    @asynccontextmanager
+    async def update(
+        self, *, in_flight: bool = False, drain_seconds: float | None = None, can_go_on: bool = True
+    ) -> AsyncGenerator[bool]:
+        """Within, weights may change: who comes waits, and is served after it. Yields whether calls are under way.
 
-    async def __aexit__(self, *_: object) -> None:
-        self.inside -= 1
-        if self.inside == 0:
-            self._empty.set()
+        With `in_flight` those under way are not waited for. Else they finish first; after `drain_seconds` those left
+        are not waited for either. Where answers cannot go on across an update (`can_go_on` False), all are waited for
+        as long as it takes. Updates of one engine follow one another; a gate closed by `close` stays so. Raises
+        ConfigError for `in_flight` where answers cannot go on.
+        """
+        if in_flight and not can_go_on:
+            raise ConfigError(CANNOT_GO_ON)
+        async with self._updating:
+            self._changing = True
+            try:
+                if not (in_flight or await self._finished(drain_seconds if can_go_on else None)):
+                    logger.info(
+                        "%d calls go on across the update after %g s: %s", self.inside, drain_seconds, self._names()
+                    )
+                yield bool(self._inside)
+            finally:
+                self._changing = False
+                self._let_in()
+
+    def _let_in(self) -> None:
+        """They count as inside at once, whatever happens to the gate before they wake."""
+        if self.closed:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for visitor, future in waiting.items():
+            if not future.done():
+                self._admit(visitor)
+                self._entering += 1
+                self._awake.clear()
+                future.set_result(None)
+
+    async def _finished(self, timeout: float | None) -> bool:
+        """Wait until nobody is inside, for at most `timeout` seconds; says now and then for whom."""
+        started, warn = time.monotonic(), WARN_SECONDS
+        while self._inside:
+            spent = time.monotonic() - started
+            left = math.inf if timeout is None else timeout - spent
+            if left <= 0:
+                return False
+            if spent >= warn:
+                logger.warning("an update has waited %.0f s for %d calls: %s", spent, self.inside, self._names())
+                warn *= 2
+            await self._until_empty(min(left, warn - spent))
+        return True
+
+    async def _until_empty(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), seconds)
+
+    def _names(self) -> str:
+        oldest = sorted(self._inside, key=lambda visitor: visitor.since)
+        more = len(oldest) - NAMED
+        return ", ".join(map(str, oldest[:NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+class Gates:
+    """The gate of each engine, whatever names it is served under."""
+
+    def __init__(self) -> None:
+        self._gates: dict[int, tuple[object, Gate]] = {}
+        """By identity; the engine is kept, so that no other can have its identity."""
+        self._closed = False
+
+    def of(self, engine: object) -> Gate:
+        known = self._gates.get(id(engine))
+        if known is None:
+            known = self._gates[id(engine)] = (engine, Gate(closed=self._closed))
+        return known[1]
+
+    @property
+    def closed(self) -> bool:
+        """Whether all are."""
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+        for gate in self._all():
+            gate.close()
+
+    def open(self) -> None:
+        self._closed = False
+        for gate in self._all():
+            gate.open()
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Close, and wait until nobody is inside any. Raises TimeoutError, with the gates still closed."""
+        self.close()
+        ends = await asyncio.gather(*(gate.drain(timeout) for gate in self._all()), return_exceptions=True)
+        for error in filter(None, ends):
+            raise error
+
+    def _all(self) -> list[Gate]:
+        return [gate for _, gate in self._gates.values()]

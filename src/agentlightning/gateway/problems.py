@@ -29,6 +29,7 @@ class Problem(AgentLightningError):
         code: str | None = None,
         param: str | None = None,
         retry: bool | None = None,
+        retry_after: float | None = None,
         details: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -38,6 +39,8 @@ class Problem(AgentLightningError):
         self.param = param
         self.retry = retry
         """What `x-should-retry` says; None leaves it to the SDK, which repeats 408, 409, 429 and 5xx."""
+        self.retry_after = retry_after
+        """Seconds, as `Retry-After` says them."""
         self.details = details or {}
         """What Anthropic's error object says besides."""
 
@@ -49,7 +52,14 @@ class Problem(AgentLightningError):
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 
 
 def problem_of(error: BaseException) -> Problem:

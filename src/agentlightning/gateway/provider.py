@@ -1,36 +1,78 @@
 """A provider: someone else's model server that calls are passed on to, as it is written in the configuration.
 
-Responsible for what is known of a provider before the first call. Which calls go to it is `gateway.routing`; how they
-are sent is `gateway.forward`.
+Responsible for what is known of a provider before the first call. Which calls go to it is `gateway.routing`, which of
+its servers is asked and how often `gateway.backends`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from agentlightning.errors import ConfigError
+
+Path = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
+"""What a server may serve, as its dialect's SDK calls it."""
+COUNT_TOKENS: Final = "messages/count_tokens"
+"""Served wherever `messages` is."""
+
+_USUAL: Final[dict[str, tuple[Path, ...]]] = {
+    "openai": ("chat/completions", "completions", "embeddings"),
+    "anthropic": ("messages",),
+}
+"""What every server of a dialect has."""
+_CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one call, as its provider counted them."""
+
+    input_tokens: int = 0
+    """All of the prompt, `cached_tokens` among them."""
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those the provider had in its cache."""
+
+    @property
+    def tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
 
 
 class Price(BaseModel):
     """US dollars for a million tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CONFIG
 
     input: float = Field(default=0.0, ge=0)
+    """Of the prompt."""
     output: float = Field(default=0.0, ge=0)
+    """Of the answer, thoughts included."""
     cached_input: float | None = Field(default=None, ge=0)
     """Of input tokens the provider had in its cache; None: as all input."""
+
+    def dollars(self, usage: Usage) -> float:
+        """What a call cost."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        fresh = usage.input_tokens - usage.cached_tokens
+        return (fresh * self.input + usage.cached_tokens * cached + usage.output_tokens * self.output) / 1e6
 
 
 class Provider(BaseModel):
     """One provider, or several servers of one model that stand in for one another."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CONFIG
 
     name: str = Field(min_length=1)
-    """What spans call it, as OTel's `gen_ai.provider.name`."""
+    """What rules and spans call it (OTel's `gen_ai.provider.name`)."""
     dialect: Literal["openai", "anthropic"] = "openai"
     """What it speaks: OpenAI's paths, or Anthropic's `/v1/messages`."""
+    paths: tuple[Path, ...] | None = None
+    """What it serves of them; None: chat/completions, completions and embeddings of OpenAI's, messages of Anthropic's.
+    A call to a path it does not serve is translated."""
     base_urls: tuple[str, ...] = Field(min_length=1)
     """As its SDK is given them: with `/v1` for OpenAI, without for Anthropic."""
     api_key: SecretStr | None = None
@@ -42,14 +84,62 @@ class Provider(BaseModel):
     model: str | None = None
     """What the provider calls the model; None: the name that was asked for."""
     price: Price | None = None
+    """US dollars for a million tokens; None: its calls cost nothing."""
+    max_output_tokens: int = Field(default=8192, ge=1)
+    """The longest answer to a call that sets no limit itself: what a budget reckons with, and what is asked of
+    Anthropic where the caller's dialect needs no limit."""
     max_concurrency: int = Field(default=256, ge=1)
     """Calls under way at once; more wait."""
     requests_per_minute: int | None = Field(default=None, ge=1)
+    """More wait; None: no limit."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Of prompts and answers; more wait. None: no limit."""
+    max_wait_seconds: float = Field(default=60.0, ge=0)
+    """A call that would have to wait longer for its turn is refused with 429 and `Retry-After`."""
     connect_seconds: float = Field(default=10.0, gt=0)
+    """A server that cannot be reached for so long is asked no more."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Without a byte from it for so long, the call has failed."""
     retries: int = Field(default=1, ge=0)
     """How many times a call that failed before its first byte is sent again, to another server where there is one."""
+    health_seconds: float = Field(default=10.0, gt=0)
+    """How often servers that stand in for one another are asked whether they are well."""
     token_ids: bool = False
     """Whether to ask for token ids and log-probabilities, as vLLM and SGLang give them."""
+
+    @field_validator("base_urls")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no address; give one as its SDK takes it, such as http://host:8000/v1")
+        return tuple(url.rstrip("/") for url in urls)
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and set(key.get_secret_value()) == {"*"}:
+            raise ValueError("a configuration that was written down has no keys; name one by api_key_env")
+        return key
+
+    def serves(self, path: str) -> bool:
+        return path in (_USUAL[self.dialect] if self.paths is None else self.paths)
+
+    def key(self) -> str:
+        """The key its calls carry, "" for none. Raises ConfigError where the environment lacks it."""
+        if self.api_key is not None:
+            return self.api_key.get_secret_value()
+        if self.api_key_env is None:
+            return ""
+        if key := os.environ.get(self.api_key_env):
+            return key
+        raise ConfigError(f"the provider {self.name!r} takes its key from {self.api_key_env}, which is not set; set it")
+
+    def secrets(self) -> list[str]:
+        """What must not be shown: its key, and the values of its headers."""
+        keys = [self.api_key.get_secret_value() if self.api_key else "", os.environ.get(self.api_key_env or "", "")]
+        return [secret for secret in (*keys, *self.headers.values()) if len(secret) >= 8]
+
+    def url(self, base: str, path: str) -> str:
+        """Where a path is served."""
+        return f"{base}/v1/{path}" if self.dialect == "anthropic" else f"{base}/{path}"

@@ -24,7 +24,8 @@ class Record:
     attempt_id: str
     trace_id: str
     parent_id: str | None
-    agent: str | None
+    whose: dict[str, Any]
+    """What says who made the call (`Caller.attributes`)."""
     operation: str
     """OTel's name for what the dialect does."""
     response_id: str
@@ -99,12 +100,14 @@ class Record:
             names.REQUEST_MAX_TOKENS: params.max_tokens,
             names.REQUEST_SEED: params.seed,
             names.REQUEST_STOP: list(params.stop) or None,
+            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
+            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+            names.RESHAPED: list(params.reshaping) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
-            names.AGENT_NAME: self.agent,
             names.CONTINUES: self.prompt.continued_span,
             names.DRIFT: self.prompt.drift or None,
         }
-        return attributes | {name: value for name, value in optional.items() if value is not None}
+        return attributes | self.whose | {name: value for name, value in optional.items() if value is not None}
 
 
 def _output(answer: Answer, reason: str) -> str:

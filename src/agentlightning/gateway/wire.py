@@ -5,6 +5,7 @@ Written against ASGI itself because every model call of every agent passes here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final
 
@@ -65,11 +66,16 @@ class Outlet:
         self._send = send
         self.started = False
 
-    async def whole(self, status: int, body: bytes, retry: bool | None = None) -> None:
-        """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request."""
+    async def whole(
+        self, status: int, body: bytes, retry: bool | None = None, retry_after: float | None = None
+    ) -> None:
+        """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request, `retry_after` in how many
+        seconds at the soonest."""
         headers = [_JSON, (b"content-length", str(len(body)).encode())]
         if retry is not None:
             headers.append((b"x-should-retry", b"true" if retry else b"false"))
+        if retry_after is not None:
+            headers.append((b"retry-after", b"%d" % math.ceil(retry_after)))
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})

@@ -6,18 +6,36 @@ tool calls are the business of `ChatFormat`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
+from agentlightning.policy.tool_calls.base import CallFormat, ParsedMessage, ParsedToolCall
 from agentlightning.trajectory import TrainingSample
+
+__all__ = [
+    "CallFormat",
+    "ChatFormat",
+    "Engine",
+    "FinishReason",
+    "Message",
+    "ParsedMessage",
+    "ParsedToolCall",
+    "Policy",
+    "Sample",
+    "SamplingParams",
+]
 
 FinishReason = Literal["stop", "length"]
 """stop: an end-of-turn token or a stop string; length: max_tokens or the end of the context."""
 
 Message = dict[str, Any]
 """A chat message as the OpenAI chat-completions wire has it: role, content, tool_calls, tool_call_id, name."""
+
+
+RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "json_schema")
+"""Fields of `SamplingParams` that not every engine honours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +54,24 @@ class SamplingParams:
     seed: int | None = None
     top_logprobs: int = 0
     """How many of the likeliest tokens to name at each place, with their log-probabilities."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the likeliest one's probability are not drawn."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token drawn before."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token once for each time it was drawn before."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+
+    json_schema: str | None = None
+    """The JSON schema, as text, that the answer is held to: tokens that would break it are not drawn. Only for an
+    engine that says it can (`holds_to`)."""
+
+    @property
+    def reshaping(self) -> tuple[str, ...]:
+        """Names of what is set beyond temperature, top_p and top_k that changes the distribution. Not every engine
+        honours it (`unhonoured`), and no loss can correct for it."""
+        return tuple(name for name in RESHAPING if getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +81,7 @@ class Sample:
     token_ids: tuple[int, ...]
     """Every token drawn, the end-of-turn token included."""
     logprobs: tuple[float, ...]
-    """One for each token: under the temperature, top_p and top_k it was drawn with."""
+    """One for each token: under the temperature, top_p, top_k and whatever else it was drawn with."""
     finish_reason: FinishReason
     policy_version: int
     """Of the weights that drew the last token."""
@@ -57,21 +93,6 @@ class Sample:
     for."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedMessage:
-    """A model's answer, understood."""
-
-    content: str | None
-    tool_calls: tuple[ParsedToolCall, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    name: str
-    arguments: str
-    """The raw text: JSON where the model wrote JSON."""
-
-
 class ChatFormat(Protocol):
     """A model's way to write conversations: its chat template, its tokenizer, its tool-call format."""
 
@@ -80,8 +101,8 @@ class ChatFormat(Protocol):
         """Tokens that end a turn."""
         ...
 
-    tool_call_markers: tuple[str, str]
-    """What opens and what closes a tool call: while an answer streams, text between them is held back."""
+    tool_calls: CallFormat
+    """How the model writes tool calls."""
 
     def render(
         self,
@@ -98,9 +119,9 @@ class ChatFormat(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
-    def parse(self, text: str) -> ParsedMessage:
-        """Content and tool calls of an answer (without its end-of-turn token). Never fails: what is not a
-        well-formed tool call stays in the content."""
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] | None = None) -> ParsedMessage:
+        """Content and tool calls of an answer (without its end-of-turn token), `tools` being those it was offered.
+        Never fails: what is not a well-formed tool call stays in the content."""
         ...
 
 
@@ -139,19 +160,50 @@ class Engine(Protocol):
         ...
 
 
-class Policy(Engine, Protocol):
-    """An engine that learns. While it trains or loads nothing may be sampled: the caller pauses the gateway."""
+def unhonoured(engine: Engine, params: SamplingParams) -> tuple[str, ...]:
+    """What of `params` an engine would ignore. One that does not say what it honours honours none of `RESHAPING`."""
+    honoured: frozenset[str] = getattr(engine, "reshapes", frozenset())
+    return tuple(name for name in params.reshaping if name not in honoured)
 
-    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...)."""
+
+async def holds_to(engine: Engine, schema: str) -> bool:
+    """Whether an engine can hold answers to a JSON schema; one without a method `holds_to` cannot."""
+    asked: Callable[[str], Awaitable[bool]] | None = getattr(engine, "holds_to", None)
+    return asked is not None and await asked(schema)
+
+
+class Policy(Engine, Protocol):
+    """An engine that learns.
+
+    Answers under way when `train` or `load` changes the weights are dealt with in one of two ways. Without `in_flight`
+    there may be none: the caller holds new ones back and lets those under way finish first (`gateway.gate`). With
+    `in_flight` they go on across the change and none fails: each token drawn after it, and its log-probability, is
+    what the new weights give after all the tokens before it, whoever drew those; `Sample.versions` says which weights
+    drew how many. Either way, an answer that begins after the change is drawn by the new weights alone, and nothing
+    computed with the old ones (stored prefixes too) is used for it.
+    """
+
+    @property
+    def can_update_in_flight(self) -> bool:
+        """Whether `train` and `load` take `in_flight=True`."""
+        ...
+
+    async def train(
+        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+    ) -> Mapping[str, float]:
+        """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...).
+
+        Raises PolicyError where answers are under way without `in_flight`, ConfigError where `in_flight` cannot be. An
+        update that failed leaves the answers under way as they were."""
         ...
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         """Write a checkpoint `transformers` loads; with `training_state`, also all that a resume needs."""
         ...
 
-    async def load(self, directory: Path) -> None:
-        """Continue from a checkpoint saved with `training_state`: weights, optimiser, version, random state."""
+    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+        """Continue from a checkpoint saved with `training_state`: weights, optimiser, version, random state. Raises as
+        `train` does."""
         ...
 
     async def close(self) -> None: ...

@@ -1,8 +1,12 @@
-"""A chat format over a Hugging Face tokenizer: text by its chat template, tool calls as Hermes writes them.
+"""A chat format over a Hugging Face tokenizer: text by its chat template, tool calls as that template writes them.
 
 Responsible for turning messages into text, text into tokens, and an answer back into content and tool calls. It
 never samples and never guesses: a tokenizer without a chat template is refused, and what is not a well-formed tool
 call stays in the content.
+
+Which format of tool calls a model has, its template shows: it is given a conversation with a call, and the format that
+reads this very call back is the one. A tokenizer that declares how its answers are read is believed before that, and
+an option before both. Of a template that writes no call for us we take the format whose marker it mentions, or Hermes.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -17,26 +22,27 @@ from typing import Any, Final
 import jinja2
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Message, ParsedMessage, ParsedToolCall
-
-CALL_START: Final = "<tool_call>"
-CALL_END: Final = "</tool_call>"
+from agentlightning.policy.base import Message, ParsedMessage
+from agentlightning.policy.tool_calls import FORMATS, named
+from agentlightning.policy.tool_calls.base import CallFormat, MarkedFormat, Tools, read_whole
+from agentlightning.policy.tool_calls.declared import declared
+from agentlightning.policy.tool_calls.hermes import HERMES
 
 _PROBE: Final = "agentlightning_probe"
-_TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError)
-_decoder = json.JSONDecoder()
+_TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_SHORT_IDS: Final = ("callprobe", "callother")
+_LONG_IDS: Final = ("call_probe1",)
 
 
 class HFChatFormat:
     """`ChatFormat` over a transformers tokenizer.
 
     `eos_token_ids` are added to what the tokenizer, the `generation_config.json` beside it and its template say.
-    Raises ConfigError where the tokenizer has no chat template or no token that ends a turn.
+    `tool_calls` names the format of tool calls (a key of `tool_calls.FORMATS`); None finds it out.
+    Raises ConfigError where the tokenizer has no chat template or no token that ends a turn, and for an unknown format.
     """
 
-    tool_call_markers: tuple[str, str] = (CALL_START, CALL_END)
-
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tool_calls: str | None = None) -> None:
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -46,7 +52,10 @@ class HFChatFormat:
         # A fast tokenizer must not be used from two threads: ours is not the trainer's.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._backend = _fast(self._tokenizer)
+        self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
+        """How the model writes tool calls; `tool_calls.name` says which format was found."""
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
+        self._find_tool_calls(tool_calls is not None)
 
     def render(
         self,
@@ -55,6 +64,8 @@ class HFChatFormat:
         add_generation_prompt: bool = True,
     ) -> str:
         """The conversation as text. Raises ConfigError, in the template's words, on messages it cannot hold."""
+        if self.tool_calls.short_ids:
+            messages = [_with_ids(message, self.tool_calls) for message in messages]
         if any("tool_calls" in message for message in messages) and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
         try:
@@ -76,9 +87,9 @@ class HFChatFormat:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def parse(self, text: str) -> ParsedMessage:
-        """Content and Hermes tool calls of an answer; see `parse_hermes`."""
-        return parse_hermes(text)
+    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
+        """Content and tool calls of an answer; `tools` say what type an argument has, where its text does not."""
+        return read_whole(self.tool_calls, text, tools)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         return self._tokenizer.apply_chat_template(
@@ -88,14 +99,44 @@ class HFChatFormat:
     @cached_property
     def _wants_objects(self) -> bool:
         """Whether the template writes tool-call arguments given as an object (most) or as JSON text (a few)."""
-        function = {"name": "probe", "arguments": {_PROBE: 1}}
-        call = {"id": "call_probe", "type": "function", "function": function}
-        asked = {"role": "user", "content": "?"}
+        text = self._probed({_PROBE: 1})
+        return _PROBE in text and f"'{_PROBE}'" not in text
+
+    def _probed(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
+        """What the template writes for a turn of one call for each id; "" where it refuses."""
+        function = {"name": "probe", "arguments": arguments}
+        calls = [{"id": name, "type": "function", "function": function} for name in ids]
+        asked: Message = {"role": "user", "content": "?"}
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            text = self._apply([asked, {"role": "assistant", "content": "", "tool_calls": [call]}], None, False)
+            before = self._apply([asked], None, True)
+            return self._apply([asked, turn], None, False).removeprefix(before)
         except _TEMPLATE_ERRORS:
-            return False
-        return f'"{_PROBE}"' in text
+            return ""
+
+    def _find_tool_calls(self, chosen: bool) -> None:
+        """See the module. `chosen`: which format it is, an option says."""
+        arguments = {_PROBE: "probe"} if self._wants_objects else json.dumps({_PROBE: "probe"})
+        text = self._probed(arguments)
+        if not chosen:
+            read = (format for format in FORMATS.values() if self._reads(format, text))
+            self.tool_calls = declared(self._tokenizer) or next(read, None) or self._mentioned()
+        if _PROBE in text:
+            several = self._probed(arguments, _SHORT_IDS) != ""
+            long = self._probed(arguments, _LONG_IDS) != ""
+            self.tool_calls = replace(self.tool_calls, parallel=several, short_ids=not long)
+
+    def _mentioned(self) -> CallFormat:
+        """The format whose marker stands in the template, where no call could be had from it."""
+        template = str(self._tokenizer.chat_template)
+        marked = (format for format in FORMATS.values() if isinstance(format, MarkedFormat))
+        return next((format for format in marked if format.opening in template), HERMES)
+
+    def _reads(self, format: CallFormat, text: str) -> bool:
+        for end in filter(None, (self.decode([token]) for token in self.eos_token_ids)):
+            text = text.partition(end)[0]
+        calls = read_whole(format, text).tool_calls
+        return [(call.name, json.loads(call.arguments)) for call in calls] == [("probe", {_PROBE: "probe"})]
 
     def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
         found = {*given, *self._generation_eos(), *self._template_eos()}
@@ -132,62 +173,14 @@ def _fast(tokenizer: Any) -> Any | None:
     return backend
 
 
-def parse_hermes(text: str) -> ParsedMessage:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; whitespace beside a tool call is dropped.
-
-    A call that is not closed, or whose body is not a JSON object with a name, stays in the content as it was written.
-    """
-    if CALL_START not in text:
-        return ParsedMessage(content=text)
-    content, calls, position = "", list[ParsedToolCall](), 0
-    while (start := text.find(CALL_START, position)) >= 0 and (end := text.find(CALL_END, start)) >= 0:
-        body = start + len(CALL_START)
-        call = _read_call(text[body:end])
-        if call is None:
-            content += text[position:body]
-            position = body
-            continue
-        content = (content + text[position:start]).rstrip()
-        calls.append(call)
-        position = len(text) - len(text[end + len(CALL_END) :].lstrip())
-    content += text[position:]
-    return ParsedMessage(content=content or None if calls else content, tool_calls=tuple(calls))
-
-
-def _read_call(body: str) -> ParsedToolCall | None:
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not _is_text(call.get("name")) or not call["name"]:
-        return None
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        return ParsedToolCall(call["name"], arguments) if _is_text(arguments) else None
-    return ParsedToolCall(call["name"], _raw_value(body, "arguments") or "{}")
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it is a string that UTF-8 can carry: JSON escapes can spell half a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _raw_value(body: str, key: str) -> str | None:
-    """The text of a key's value in a JSON object known to be valid: spaces and number formats as they were written."""
-    found, position = None, body.index("{") + 1
-    while (position := _skip(body, position, " \t\n\r,")) < len(body) and body[position] != "}":
-        name, position = _decoder.raw_decode(body, position)
-        start = _skip(body, position, " \t\n\r:")
-        _, position = _decoder.raw_decode(body, start)
-        if name == key:
-            found = body[start:position]
-    return found
-
-
-def _skip(text: str, position: int, characters: str) -> int:
-    while position < len(text) and text[position] in characters:
-        position += 1
-    return position
+def _with_ids(message: Message, format: CallFormat) -> Message:
+    """With ids that the template takes, the same ones for calls and their results."""
+    if isinstance(name := message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": format.fit_id(name)}
+    if calls := message.get("tool_calls"):
+        calls = [{**call, "id": format.fit_id(call.get("id") or "")} for call in calls]
+        message = {**message, "tool_calls": calls}
+    return message
 
 
 def _with_objects(message: Message) -> Message:

@@ -4,8 +4,10 @@ A step prefills waiting requests (all but the last token of each, up to a budget
 that is ready. Prefill never draws, so there is one place where tokens come from. What several requests begin with is
 computed once: through the prefix store, which holds what finished and prefilled requests left behind.
 
-Not for several threads: whoever owns a `TokenGenerator` calls it from one. After a change of the weights it calls
-`forget`, for every stored key and value belongs to the old ones.
+Not for several threads: whoever owns a `TokenGenerator` calls it from one. Before a change of the weights it calls
+`forget`, for every stored key and value belongs to the old ones. Answers under way may stay: their tokens so far are
+prefilled again by the new weights, as those of any request that lost its slot. Going on with old keys and values would
+save that one prefill, and record log-probabilities that no weights give.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.errors import ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.policy import kv, sampling, shared
 from agentlightning.policy.base import FinishReason, SamplingParams
+from agentlightning.policy.grammar import Grammars, Matcher, allowed
 from agentlightning.policy.kv import SlotCache, read_layout
 from agentlightning.policy.prefix import Match, PrefixStore, common_prefix
 from agentlightning.policy.stop import StopScanner
@@ -53,8 +56,13 @@ class Request:
     """Its own numbers: what it draws depends on nobody beside it."""
     logprobs: list[float] = field(default_factory=list[float])
     """One for each token drawn."""
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
+    """For each token drawn the likeliest ones, where they were asked for."""
     finish_reason: FinishReason | None = None
     policy_version: int = 0
+    """Of the weights that drew the last token."""
+    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(version, how many tokens were drawn by then) where the weights changed under way."""
     cancelled: bool = False
     computed: int = 0
     """How many of the tokens have their keys and values in the request's slot."""
@@ -63,10 +71,26 @@ class Request:
     waited: bool = False
     """It has already waited once for another's prefill."""
     stops: StopScanner | None = None
+    matcher: Matcher | None = None
+    """What its answer is held to."""
 
     @property
     def drawn(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(version, how many tokens it drew), in order; empty where one version drew them all."""
+        runs: list[tuple[int, int]] = []
+        start = 0
+        for version, end in (*self.changes, (self.policy_version, len(self.logprobs))):
+            if runs and runs[-1][0] == version:
+                version, count = runs.pop()
+                start -= count
+            if end > start:
+                runs.append((version, end - start))
+            start = end
+        return tuple(runs) if len(runs) > 1 else ()
 
     @property
     def missing(self) -> int:
@@ -89,16 +113,19 @@ class TokenGenerator:
         prefix_cache_bytes: int = 1 << 30,
         prefill_tokens: int = 2048,
         seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """`kv_cache_bytes` bounds the rows being computed (requests beyond wait), `prefix_cache_bytes` what is kept of
-        earlier ones, `prefill_tokens` how many prompt tokens a step computes before others get their next token."""
+        earlier ones, `prefill_tokens` how many prompt tokens a step computes before others get their next token.
+        Without `grammars` no answer can be held to a schema."""
         self.model = model
         self.context_length = context_length
         self.policy_version = 0
-        """Written on each request; whoever changes the weights raises it."""
+        """Of the weights; whoever changes them says so here."""
         self.prefixes = PrefixStore(prefix_cache_bytes)
         self._eos = eos_token_ids
         self._decode = decode
+        self._grammars = grammars
         self._prefill_tokens = prefill_tokens
         self._vocabulary = kv.vocabulary(model)
         self._random = random.Random(seed)
@@ -128,6 +155,9 @@ class TokenGenerator:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
         sampling.check(params)
+        sampling.check_tokens(params, self._vocabulary)
+        if params.json_schema is not None and not (self._grammars and self._grammars.knows(params.json_schema)):
+            raise ConfigError("answers cannot be held to this json_schema here; leave it out, and check them")
         if not prompt:
             raise PolicyError("the prompt has no tokens; give at least one")
         if len(prompt) >= self.context_length:
@@ -150,9 +180,9 @@ class TokenGenerator:
             prompt_length=len(prompt),
             limit=len(prompt) + min(room, params.max_tokens or room),
             params=params,
-            policy_version=self.policy_version,
             fingerprints=shared.fingerprints(prompt[:-1]) if self._attends else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
+            matcher=self._grammars.matcher(params.json_schema) if self._grammars and params.json_schema else None,
             random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)
@@ -168,17 +198,24 @@ class TokenGenerator:
         while self._prefilling and self._prefilling[-1].cancelled:
             self._prefilling.pop()
 
-    def forget(self) -> None:
-        """Drop every stored key and value. Call it after each change of the weights; raises PolicyError while
-        requests are under way, whose keys and values would be stale too."""
-        if not self.idle:
-            raise PolicyError("requests are under way; wait for them before the weights change")
+    def forget(self, *, in_flight: bool = False) -> None:
+        """Drop every stored key and value. Call it before each change of the weights; with `in_flight`, requests under
+        way lose their slots and go on after it, else there may be none (PolicyError)."""
+        if not self.idle and not in_flight:
+            raise PolicyError(
+                "requests are under way; wait for them before the weights change, or change them with in_flight=True"
+            )
+        under_way = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
+        for request in under_way:
+            request.changes.append((self.policy_version, len(request.logprobs)))
+        self._rows, self._prefilling = [], []
+        self._wait_again(under_way)
         self.prefixes.clear()
         self._plan = self._shared = None
 
     def release(self) -> None:
-        """Give the memory of the slots back; the next request takes it again."""
-        if self.idle:
+        """Give the memory of the slots back, unless somebody is in them; the next request takes it again."""
+        if not (self._rows or self._prefilling):
             self._cache.release()
 
     def abort(self) -> list[Request]:
@@ -335,11 +372,14 @@ class TokenGenerator:
         with shared.attending(self.model, self._shared) if self._attends else nullcontext():
             logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
         uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
-        tokens, logprobs = sampling.draw(logits, self._plan, uniform)
+        before = [row.drawn for row in rows] if self._plan.penalties else ()
+        may = allowed([row.matcher for row in rows], logits.shape[-1], logits.device)
+        draw = sampling.draw(logits, self._plan, uniform, before, may)
         # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
-        drawn = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        drawn = torch.stack([draw.tokens.double(), draw.logprobs.double()]).tolist()
         for request, token, logprob in zip(rows, *drawn, strict=True):
             self._take(request, int(token), logprob)
+        _keep_top(rows, draw)
         self._leave([request for request in rows if request.finish_reason is not None])
         return rows
 
@@ -371,10 +411,13 @@ class TokenGenerator:
         request.computed = len(request.tokens)
         request.tokens.append(token)
         request.logprobs.append(logprob)
+        if request.matcher is not None:
+            request.matcher.push(token)
         if token in self._eos or (request.stops is not None and request.stops.push(token)):
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.limit:
             request.finish_reason = "length"
+        request.policy_version = self.policy_version
 
     def _grow(self) -> None:
         """Room for one more token in each row. Where the limit forbids it, the newest rows wait again."""
@@ -394,7 +437,7 @@ class TokenGenerator:
         """Requests that lost their slots go first in the queue."""
         self._waiting.extendleft(reversed(requests))
         for request in requests:
-            request.computed = 0
+            request.computed, request.waited = 0, False
 
     def _leave(self, leaving: list[Request]) -> None:
         """Free the slots of `leaving`, closing the gaps with the last rows."""
@@ -432,3 +475,13 @@ class TokenGenerator:
             logits_to_keep=1,
         )
         return cast(Tensor, output.logits)[:, -1]
+
+
+def _keep_top(rows: Sequence[Request], draw: sampling.Draw) -> None:
+    """Note the likeliest tokens for the rows that asked; those that could not be drawn are no alternatives."""
+    if draw.top_tokens is None or draw.top_logprobs is None:
+        return
+    for request, tokens, values in zip(rows, draw.top_tokens.tolist(), draw.top_logprobs.tolist(), strict=True):
+        if count := request.params.top_logprobs:
+            likeliest = zip(tokens[:count], values[:count], strict=True)
+            request.top_logprobs.append(tuple((token, value) for token, value in likeliest if value > -math.inf))

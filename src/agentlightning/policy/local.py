@@ -1,12 +1,13 @@
 """A policy on one device of this machine: sampling and training on the same weights, in place.
 
 `LocalPolicy` fulfils `policy.base.Policy`. All torch work happens in one thread (`policy.engine`), so sampling and
-training never meet; callers stay in their event loops. After each change of the weights everything computed with
-the old ones is forgotten.
+training never meet: an update happens between two tokens. Callers stay in their event loops. With each change of the
+weights everything computed with the old ones is forgotten.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,10 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
-from agentlightning.policy.base import Sample, SamplingParams
+from agentlightning.policy.base import RESHAPING, Sample, SamplingParams
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.policy.engine import EngineThread
 from agentlightning.policy.generate import TokenGenerator
+from agentlightning.policy.grammar import Grammars
 from agentlightning.policy.kv import vocabulary
 from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.policy.update import Updater
@@ -54,6 +56,8 @@ class LocalPolicyConfig(BaseModel):
     """Prompt tokens computed before those who are answering get their next token."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and answer together, in tokens; None: all that the model can hold."""
+    tool_calls: str | None = None
+    """The format of its tool calls, a key of `policy.tool_calls.FORMATS`; None: as its chat template shows."""
     seed: int = 0
     """Of the draws that have no seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -65,12 +69,13 @@ class LocalPolicy:
     def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
         self.model = config.name
-        self.chat = HFChatFormat(tokenizer)
+        self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = _context_length(config, model, tokenizer)
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
         self._updater = Updater(model, config.optimizer)
+        self._grammars = Grammars(tokenizer, vocabulary(model), self.chat.eos_token_ids)
         self._generator = TokenGenerator(
             model,
             eos_token_ids=self.chat.eos_token_ids,
@@ -81,6 +86,7 @@ class LocalPolicy:
             prefix_cache_bytes=config.prefix_cache_bytes,
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
+            grammars=self._grammars,
         )
         self._engine = EngineThread(self._generator, threads=config.threads)
 
@@ -101,6 +107,15 @@ class LocalPolicy:
     def policy_version(self) -> int:
         return self._version
 
+    @property
+    def reshapes(self) -> frozenset[str]:
+        """See `policy.base.unhonoured`."""
+        return frozenset(RESHAPING)
+
+    async def holds_to(self, schema: str) -> bool:
+        """See `policy.base.holds_to`."""
+        return await asyncio.to_thread(self._grammars.knows, schema)
+
     async def sample(
         self,
         prompt_token_ids: Sequence[int],
@@ -117,17 +132,25 @@ class LocalPolicy:
             logprobs=tuple(request.logprobs),
             finish_reason=request.finish_reason,
             policy_version=request.policy_version,
+            versions=request.versions,
+            top_logprobs=tuple(request.top_logprobs),
         )
 
-    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """`Updater.step(samples, **options)`. Raises PolicyError while answers are being drawn, and as that does."""
-        return await self._engine.run(lambda: self._train(samples, options))
+    @property
+    def can_update_in_flight(self) -> bool:
+        return True
+
+    async def train(
+        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+    ) -> Mapping[str, float]:
+        """`Updater.step(samples, **options)`; see `Policy.train`. Raises as both do."""
+        return await self._engine.run(lambda: self._train(samples, in_flight, options))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
 
-    async def load(self, directory: Path) -> None:
-        await self._engine.run(lambda: self._load(Path(directory)))
+    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+        await self._engine.run(lambda: self._load(Path(directory), in_flight))
 
     async def close(self) -> None:
         await self._engine.close()
@@ -138,17 +161,22 @@ class LocalPolicy:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
-    def _weights_change(self) -> None:
-        self._generator.forget()
+    def _weights_change(self, in_flight: bool) -> None:
+        self._generator.forget(in_flight=in_flight)
         if self._model.device.type != "cpu":  # Training needs the memory more.
             self._generator.release()
 
-    def _train(self, samples: Sequence[TrainingSample], options: Mapping[str, Any]) -> dict[str, float]:
-        self._weights_change()
+    def _train(
+        self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]
+    ) -> dict[str, float]:
+        self._weights_change(in_flight)
+        steps = self._updater.optimizer.steps
         try:
             metrics = self._updater.step(samples, **options)
         except BaseException:
             self._updater.optimizer.zero_grad()  # What was accumulated must not leak into the next step.
+            if self._updater.optimizer.steps > steps:  # A later minibatch failed: the weights are new ones.
+                self._set_version(self._version + 1)
             raise
         self._set_version(self._version + 1)
         return metrics
@@ -167,8 +195,8 @@ class LocalPolicy:
             }
         checkpoint.save(directory, self._model, self._tokenizer, state)
 
-    def _load(self, directory: Path) -> None:
-        self._weights_change()
+    def _load(self, directory: Path, in_flight: bool) -> None:
+        self._weights_change(in_flight)
         state = checkpoint.load_state(directory)
         checkpoint.load_weights(directory, self._model)
         self._updater.load_state_dict(state["updater"])

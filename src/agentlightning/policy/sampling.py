@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top_k, top_p, greedy; one draw for the whole batch.
+"""From logits to tokens: penalties, bias, temperature, min_p, top_k, top_p, greedy; one draw for the whole batch.
 
 A token is drawn by inverting the cumulative distribution at one uniform number per row (in float64), so a row's
 token depends only on its own logits and its own number: never on the rows beside it. The log-probability returned
@@ -33,7 +33,28 @@ class Plan:
     """[N, 1]"""
     top_p: Tensor | None
     """[N, 1]"""
+    min_p: Tensor | None
+    """[N, 1]"""
+    penalties: tuple[tuple[int, float, float], ...]
+    """(row, presence, frequency) of the rows that have any."""
+    bias: tuple[Tensor, Tensor, Tensor] | None
+    """Rows, tokens and what is added to their logits: vectors of one length."""
+    top: int
+    """The most likely tokens to name."""
     all_greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What was drawn, a token for each row."""
+
+    tokens: Tensor
+    """[N], int64."""
+    logprobs: Tensor
+    """[N], float32: of the distribution drawn from."""
+    top_tokens: Tensor | None = None
+    """[N, top], likeliest first; where fewer can be drawn, the rest have the log-probability -inf."""
+    top_logprobs: Tensor | None = None
 
 
 def check(params: SamplingParams) -> None:
@@ -44,10 +65,18 @@ def check(params: SamplingParams) -> None:
         raise ConfigError(f"top_p={params.top_p} is outside (0, 1]; use 1 for no limit")
     if params.top_k < 0:
         raise ConfigError(f"top_k={params.top_k} is negative; use 0 for no limit")
+    if not 0 <= params.min_p <= 1:
+        raise ConfigError(f"min_p={params.min_p} is outside [0, 1]; use 0 for no limit")
     if params.max_tokens is not None and params.max_tokens < 1:
         raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to draw; use at least 1, or None")
     if any(not stop for stop in params.stop):
         raise ConfigError("stop contains an empty string, which would end every answer at once; remove it")
+
+
+def check_tokens(params: SamplingParams, vocabulary: int) -> None:
+    """Raises ConfigError for a bias of a token that the model does not know."""
+    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
+        raise ConfigError(f"logit_bias names the token {unknown[0]}; the model knows 0 to {vocabulary - 1}")
 
 
 def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
@@ -66,22 +95,69 @@ def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
         greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
         top_k=column(any(row.top_k for row in warm), lambda row: row.top_k or 2**31, 2**31),
         top_p=column(any(row.top_p < 1 for row in warm), lambda row: row.top_p if row.top_p < 1 else 2.0, 2.0),
+        min_p=column(any(row.min_p for row in warm), lambda row: row.min_p, 0.0),
+        penalties=tuple(
+            (place, row.presence_penalty, row.frequency_penalty)
+            for place, row in enumerate(rows)
+            if row.presence_penalty or row.frequency_penalty
+        ),
+        bias=_bias(rows, device),
+        top=max((row.top_logprobs for row in rows), default=0),
         all_greedy=all(greedy),
     )
 
 
-def draw(logits_NV: Tensor, plan: Plan, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N] (int64) and their log-probabilities [N] (float32). `uniform_N`: float64 in [0, 1)."""
-    logits_NV = logits_NV.float()
+def _bias(rows: Sequence[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    entries = [(place, token, value) for place, row in enumerate(rows) for token, value in row.logit_bias]
+    if not entries:
+        return None
+    places, tokens, values = zip(*entries, strict=True)
+    return torch.tensor(places, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+
+
+def draw(
+    logits_NV: Tensor,
+    plan: Plan,
+    uniform_N: Tensor,
+    drawn: Sequence[Sequence[int]] = (),
+    allowed_NV: Tensor | None = None,
+) -> Draw:
+    """A token for each row. `uniform_N`: float64 in [0, 1). `drawn`: the tokens each row drew before, where the plan
+    has penalties. `allowed_NV`: bool, the only tokens that may be drawn; None: all."""
+    logits_NV = _adjusted(logits_NV.float(), plan, drawn)
+    if allowed_NV is not None:
+        logits_NV = logits_NV.masked_fill(~allowed_NV, -math.inf)
     if plan.temperature is not None:
         logits_NV = logits_NV / plan.temperature
+    if plan.min_p is not None:
+        floor_N1 = logits_NV.max(dim=-1, keepdim=True).values + plan.min_p.log()
+        logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)
     if plan.top_k is not None or plan.top_p is not None:
         logits_NV = keep_top(logits_NV, plan.top_k, plan.top_p)
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     tokens_N = logits_NV.argmax(dim=-1) if plan.all_greedy else invert(logprobs_NV, uniform_N)
     if plan.greedy is not None and not plan.all_greedy:
         tokens_N = torch.where(plan.greedy, logits_NV.argmax(dim=-1), tokens_N)
-    return tokens_N, logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+    logprobs_N = logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+    if not plan.top:
+        return Draw(tokens_N, logprobs_N)
+    top = logprobs_NV.topk(min(plan.top, logprobs_NV.shape[-1]), dim=-1)
+    return Draw(tokens_N, logprobs_N, top.indices, top.values)
+
+
+def _adjusted(logits_NV: Tensor, plan: Plan, drawn: Sequence[Sequence[int]]) -> Tensor:
+    """Logits with penalties and bias."""
+    if not plan.penalties and plan.bias is None:
+        return logits_NV
+    logits_NV = logits_NV.clone()
+    for place, presence, frequency in plan.penalties:
+        if drawn[place]:
+            tokens, counts = torch.tensor(drawn[place], device=logits_NV.device).unique(return_counts=True)
+            logits_NV[place, tokens] -= presence + frequency * counts
+    if plan.bias is not None:
+        rows, tokens, values = plan.bias
+        logits_NV.index_put_((rows, tokens), values, accumulate=True)
+    return logits_NV
 
 
 def invert(logprobs_NV: Tensor, uniform_N: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ class Host:
         failure: Failure | None = None
         output: Any = None
         attempt = call.rollout.attempt
-        with scope(attempt.rollout_id, attempt.attempt_id, _Sink(job.job_id, self._send)):
+        where = {"address": job.server_url, "key": job.environment.get("AGL_KEY", "")}
+        with scope(attempt.rollout_id, attempt.attempt_id, _Sink(job.job_id, self._send), **where):
             try:
                 call.resources = bind_resources(job.resources, job.server_url, job.environment)
                 variables = environ.task_variables(call.task, self._setup.environment)

@@ -8,7 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -41,8 +41,9 @@ class ZygoteProcess:
     def spawned(self) -> bool:
         return self._process is not None
 
-    def spawn(self) -> None:
-        """Start the process and tell it what to import. Needs no event loop. Raises AgentError."""
+    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start the process, with `variables` over our own, and tell it what to import. Needs no event loop. Raises
+        AgentError."""
         if not self._cwd.is_dir():
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
@@ -55,6 +56,7 @@ class ZygoteProcess:
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
+                env={**os.environ, **(variables or {})},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

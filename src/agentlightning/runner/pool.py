@@ -81,10 +81,10 @@ class HostPool:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def spawn(self) -> None:
-        """Begin to import the agent, in another process. Safe to call twice."""
+    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+        """Begin to import the agent, in another process, with `variables` over this one's own. Safe to call twice."""
         if not self._zygote.spawned:
-            self._zygote.spawn()
+            self._zygote.spawn(variables)
 
     async def start(self) -> None:
         """Wait until the agent is imported and a host is ready. Raises AgentError."""

@@ -31,7 +31,13 @@ from agentlightning.errors import (
     StoreError,
 )
 from agentlightning.resources import NamedResources
-from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment
+from agentlightning.rollouts import (
+    AttemptedRollout,
+    AttemptStatus,
+    attempt_environment,
+    import_environment,
+    worker_environment,
+)
 from agentlightning.runner.heart import Heart
 from agentlightning.runner.inject import first_llm
 from agentlightning.runner.patience import Patience
@@ -148,14 +154,18 @@ class Runner:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def start_hosts(self) -> None:
-        """Begin to import the agent in another process; returns at once, needs neither a loop nor a server URL."""
-        self.pool.spawn()
+    def start_hosts(self, redirect: bool | None = None) -> None:
+        """Begin to import the agent in another process; returns at once, needs neither a loop nor a server URL. With
+        both a URL and `redirect`, a client that the agent makes while it is imported leads there too."""
+        self._redirect = self._redirect if redirect is None else redirect
+        led = self._redirect and self.server_url is not None
+        self.pool.spawn(import_environment(self.server_url or "", self._secret, self.worker_id) if led else None)
 
     async def load(self) -> None:
         """Wait until the agent is imported and a host is ready; `start` does it too. Raises AgentError."""
         if self._loaded:
             return
+        self.start_hosts()
         try:
             await self.pool.start()
         except BaseException:
@@ -418,6 +428,8 @@ class Runner:
         url = self.server_url or ""
         ids = claimed.rollout_id, claimed.attempt.attempt_id
         environment = attempt_environment(url, self._secret, *ids, redirect=self._redirect)
+        if self._redirect:
+            environment |= worker_environment(url, self._secret, self.worker_id)
         if self._redirect and (llm := first_llm(resources)) is not None:
             environment["AGL_MODEL"] = llm.model
         return await self.pool.run(

@@ -33,6 +33,7 @@ from agentlightning.runner.agent import load_agent, load_object
 from agentlightning.runner.host import Setup, serve
 from agentlightning.runner.reward import RewardFunction
 from agentlightning.runner.wire import Exited, Fork, Frames, Kill, Load, Loaded, LoadFailed, encode
+from agentlightning.tracing import outbound
 from agentlightning.tracing.tracer import install_globally
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def main() -> None:
     load = cast(Load, pickle.load(sys.stdin.buffer))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = load.sys_path
+    outbound.install()
     try:
         setup = prepare(load)
     except AgentError as error:

@@ -90,13 +90,24 @@ class Adopter:
     async def adopt(self, spans: Sequence[Decoded]) -> list[tuple[Ids, Decoded]]:
         """The spans with their owners, which exist from now on."""
         first = {span.trace_id: span for span in reversed(spans) if span.trace_id not in self._open}
-        await asyncio.gather(*(self._begin(trace_id, span) for trace_id, span in first.items()))
+        await asyncio.gather(
+            *(self._begin(trace_id, span.resource.get("service.name")) for trace_id, span in first.items())
+        )
         return [(ids_of_trace(span.trace_id), span) for span in spans]
 
-    async def _begin(self, trace_id: str, span: Decoded) -> None:
+    async def begin(self, trace_id: str) -> Ids:
+        """The owner of a trace of which nothing but its id is known yet, which exists from now on."""
+        if (trace := self._open.get(trace_id)) is not None:
+            trace.heard = time.monotonic()
+            self._open.move_to_end(trace_id)
+        else:
+            await self._begin(trace_id, None)
+        return ids_of_trace(trace_id)
+
+    async def _begin(self, trace_id: str, service: Any) -> None:
         rollout_id, attempt_id = ids_of_trace(trace_id)
         metadata: dict[str, Any] = {"source": SOURCE, "trace_id": trace_id}
-        if isinstance(service := span.resource.get("service.name"), str):
+        if isinstance(service, str):
             metadata["service"] = service
         try:
             started = await self._store.start_rollout(

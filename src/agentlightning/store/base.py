@@ -68,6 +68,7 @@ class Worker:
     last_heartbeat_time: float | None = None
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
+    """The newest of its open attempts."""
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
     status: Literal["idle", "busy", "lost"] = "idle"
     """busy: it has an open attempt; lost: its lease has run out."""
@@ -75,6 +76,8 @@ class Worker:
     """Silent for longer than this, the worker is lost and its open attempts become unresponsive. None: never."""
     last_error: dict[str, Any] | None = None
     """Of the last attempt of this worker that failed: rollout_id, attempt_id, type, message, time."""
+    open_attempts: int = 0
+    """How many attempts it is running."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -57,6 +57,7 @@ REMEMBERED: Final = 16384
 ROLLOUT_IDS: Final = ("agentlightning.rollout_id", "agl.rollout_id")
 ATTEMPT_IDS: Final = ("agentlightning.attempt_id", "agl.attempt_id")
 
+T = TypeVar("T")
 Ids = tuple[str, str]
 """(rollout_id, attempt_id)."""
 Names = tuple[str | None, str | None]
@@ -116,6 +117,18 @@ class OtlpReceiver:
     def routes(self) -> list[Route]:
         """For a Starlette application."""
         return [Route(PATH, self._post, methods=["POST"])]
+
+    # -- what model calls say of traces --------------------------------------------------------------------------------
+
+    async def owner_of(self, trace_id: str) -> Ids | None:
+        """The attempt that a trace belongs to. Where traces of nobody are kept, an unknown one begins now."""
+        known = await self._owners.by_trace(trace_id)
+        return await self._adopter.begin(trace_id) if known is None and self._adopter is not None else known
+
+    def claim(self, trace_id: str, ids: Ids) -> None:
+        """An attempt has made a call within this trace: what else is recorded of it is the attempt's, unless two of
+        them say so."""
+        self._owners.claim(trace_id, ids)
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
@@ -241,6 +254,12 @@ class Owners:
     store: LightningStoreBase
     traces: OrderedDict[str, Ids] = field(default_factory=OrderedDict[str, Ids])
     attempts: OrderedDict[str, Ids] = field(default_factory=OrderedDict[str, Ids])
+    claims: OrderedDict[str, Ids | None] = field(default_factory=OrderedDict[str, "Ids | None"])
+    """Traces that attempts have made calls in; None where several have."""
+
+    def claim(self, trace_id: str, ids: Ids) -> None:
+        known = self.claims.get(trace_id, ids)
+        _remember(self.claims, trace_id, ids if known == ids else None)
 
     async def find(
         self, spans: Sequence[Decoded], caller: Ids | None, refused: Counter[str]
@@ -249,7 +268,7 @@ class Owners:
         named = await self._by_name(spans, caller)
         traces = {span.trace_id: owner for span, owner in named if isinstance(owner, tuple)}
         unnamed = {span.trace_id for span, owner in named if owner is None} - traces.keys()
-        found = traces | {trace_id: await self._by_trace(trace_id) for trace_id in unnamed}
+        found = traces | {trace_id: await self.by_trace(trace_id) for trace_id in unnamed}
         owned: list[tuple[Ids, Decoded]] = []
         lost: list[Decoded] = []
         for span, owner in named:
@@ -303,8 +322,9 @@ class Owners:
             _remember(self.attempts, attempt_id, known)
         return known
 
-    async def _by_trace(self, trace_id: str) -> Ids | None:
-        if (known := self.traces.get(trace_id)) is not None:
+    async def by_trace(self, trace_id: str) -> Ids | None:
+        """The attempt a trace belongs to."""
+        if (known := self.traces.get(trace_id) or self.claims.get(trace_id)) is not None:
             return known
         attempt_id = attempt_of_trace(trace_id)
         return None if attempt_id is None else await self._of_attempt(attempt_id)
@@ -329,7 +349,7 @@ def _as_caller(caller: Ids, owner: Ids | str | None) -> Ids | str:
     return f"the key is that of attempt {caller[1]!r}, which speaks for no other"
 
 
-def _remember(known: OrderedDict[str, Ids], key: str, ids: Ids) -> None:
+def _remember(known: OrderedDict[str, T], key: str, ids: T) -> None:
     known[key] = ids
     known.move_to_end(key)
     if len(known) > REMEMBERED:

@@ -18,7 +18,8 @@ import orjson
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.policy.base import ChatFormat, FinishReason, Message, ParsedMessage, Sample, SamplingParams
-from agentlightning.policy.chat import CALL_END, CALL_START, parse_hermes
+from agentlightning.policy.tool_calls.base import CallFormat, Tools, read_whole
+from agentlightning.policy.tool_calls.hermes import CALL_END, CALL_START, HERMES
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
@@ -28,7 +29,7 @@ class ByteChatFormat:
     """ChatML with Hermes tool calls; tokens 0 to 255 are bytes, 256 to 258 are special."""
 
     eos_token_ids: frozenset[int] = frozenset({256, 258})
-    tool_call_markers: tuple[str, str] = (CALL_START, CALL_END)
+    tool_calls: CallFormat = HERMES
 
     def render(
         self,
@@ -48,8 +49,8 @@ class ByteChatFormat:
         data = b"".join(_token_bytes(token, skip_special_tokens) for token in token_ids)
         return data.decode("utf-8", errors="replace")
 
-    def parse(self, text: str) -> ParsedMessage:
-        return parse_hermes(text)
+    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
+        return read_whole(self.tool_calls, text, tools)
 
 
 class ScriptedEngine:
@@ -113,7 +114,8 @@ class ScriptedEngine:
             if on_tokens is not None:
                 on_tokens(tokens[start : start + self.tokens_per_step])
         logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
-        return Sample(tuple(tokens), logprobs, reason, version)
+        tops = tuple(_likeliest(pair, params.top_logprobs) for pair in zip(tokens, logprobs, strict=True))
+        return Sample(tuple(tokens), logprobs, reason, version, top_logprobs=tops if params.top_logprobs else ())
 
     def _answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if callable(self._script):
@@ -139,6 +141,13 @@ class ScriptedEngine:
             if any(stop in text for stop in params.stop):
                 return tokens[:end], "stop"
         return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
+
+
+def _likeliest(drawn: tuple[int, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The token drawn, and others made up to be less likely."""
+    token, logprob = drawn
+    others = [other for other in range(65, 65 + count) if other != token]
+    return (drawn, *((other, logprob - place) for place, other in enumerate(others[: count - 1], start=1)))
 
 
 def read_chatml(text: str) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from agentlightning.errors import MissingExtraError
@@ -25,8 +26,16 @@ _TEXT: Final = """system user assistant tool You are a helpful calculator. What 
 <tool_call> {"name": "calculator", "arguments": {"expression": "6 * 7"}} </tool_call> hello world, good morning"""
 
 
-def tiny_tokenizer(chat_template: str | None = CHATML, vocab_size: int = 384) -> Any:
-    """A `PreTrainedTokenizerFast` that writes any text, with merges enough for text to be cut in many ways."""
+def tiny_tokenizer(
+    chat_template: str | None = CHATML,
+    vocab_size: int = 384,
+    *,
+    special: Sequence[str] = ("<|im_start|>", "<|im_end|>"),
+    eos: str = "<|endoftext|>",
+) -> Any:
+    """A `PreTrainedTokenizerFast` that writes any text, with merges enough for text to be cut in many ways.
+
+    `special` are tokens that the template writes, beside `eos`; see `agentlightning.testing.templates`."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
@@ -37,12 +46,12 @@ def tiny_tokenizer(chat_template: str | None = CHATML, vocab_size: int = 384) ->
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=[eos, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator([_TEXT] * 4, trainer)
-    special: list[Any] = ["<|im_start|>", "<|im_end|>"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", extra_special_tokens=special)
+    extra: list[Any] = list(special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, extra_special_tokens=extra)
     tokenizer.chat_template = chat_template
     return tokenizer

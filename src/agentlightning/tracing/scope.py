@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 from agentlightning.errors import ConfigError
@@ -38,6 +39,10 @@ class Scope:
     """Who speaks where `track_agent` names nobody."""
     trace_id: str = field(default_factory=new_trace_id, kw_only=True)
     """The trace that spans without a parent belong to: 32 hexadecimal digits."""
+    address: str = field(default="", kw_only=True)
+    """Where this attempt's server is (`http://host:port`); calls that go there say whose they are."""
+    key: str = field(default="", kw_only=True, repr=False)
+    """The attempt's key."""
 
 
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
@@ -59,9 +64,13 @@ def current_agent() -> str | None:
 
 
 @contextmanager
-def scope(rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = None) -> Generator[Scope]:
-    """What is emitted inside belongs to this attempt and goes to `sink`."""
-    inside = Scope(rollout_id, attempt_id, sink, agent, trace_id=trace_id_of(attempt_id) or new_trace_id())
+def scope(
+    rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = None, *, address: str = "", key: str = ""
+) -> Generator[Scope]:
+    """What is emitted inside belongs to this attempt and goes to `sink`. Calls to the server at `address` are known
+    by the attempt's `key` (see `outbound.py`)."""
+    trace_id = trace_id_of(attempt_id) or new_trace_id()
+    inside = Scope(rollout_id, attempt_id, sink, agent, trace_id=trace_id, address=address.rstrip("/"), key=key)
     token = _scope.set(inside)
     try:
         yield inside
@@ -69,11 +78,20 @@ def scope(rollout_id: str, attempt_id: str, sink: SpanSink, agent: str | None = 
         _scope.reset(token)
 
 
+@cache
+def _install_outbound() -> None:
+    from agentlightning.tracing import outbound  # it reads the scope
+
+    outbound.install()
+
+
 @contextmanager
 def track_agent(name: str) -> Generator[None]:
-    """Spans inside carry `gen_ai.agent.name`: who is speaking, and the unit of selective optimisation."""
+    """Spans inside carry `gen_ai.agent.name`: who is speaking, and the unit of selective optimisation. So do the
+    model calls made inside, by whatever client."""
     if not name:
         raise ConfigError("track_agent('') names nobody; give the agent a name")
+    _install_outbound()
     token = _agent.set(name)
     try:
         yield

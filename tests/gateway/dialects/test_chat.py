@@ -18,9 +18,11 @@ def read(**fields):
 
 REFUSED = {
     "response_format": {"type": "grammar"},
-    "logit_bias": {"5": 1},
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
+    "logit_bias": {"a": 1},
+    "frequency_penalty": 2.5,
+    "presence_penalty": -3,
+    "min_p": 2,
+    "repetition_penalty": 1.1,
     "tool_choice": "required",
     "top_logprobs": 3,
     "temperature": -1,
@@ -89,7 +91,7 @@ def test_tools_only_a_hosted_service_has_are_left_out_and_counted():
 def test_forced_parameters_win_and_unknown_ones_are_named():
     asked = SamplingParams(temperature=0.1, top_p=0.5)
     assert forced_params(asked, "llm", {"temperature": 1}) == SamplingParams(temperature=1.0, top_p=0.5)
-    with pytest.raises(Problem, match="the LLM resource 'llm' sets min_p"):
-        forced_params(asked, "llm", {"min_p": 0.1})
+    with pytest.raises(Problem, match="the LLM resource 'llm' sets typical_p"):
+        forced_params(asked, "llm", {"typical_p": 0.1})
     with pytest.raises(Problem, match="the LLM resource 'llm' sets temperature=-1; use a number from 0"):
         forced_params(asked, "llm", {"temperature": -1})

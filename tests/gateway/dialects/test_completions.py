@@ -23,9 +23,9 @@ REFUSED = {
     "echo": True,
     "suffix": "end",
     "best_of": 3,
-    "logprobs": 1,
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.5,
+    "logprobs": 21,
+    "logit_bias": {"5": 101},
+    "presence_penalty": 2.5,
     "temperature": -1,
     "n": 0,
 }

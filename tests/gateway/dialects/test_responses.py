@@ -31,7 +31,7 @@ REFUSED = {
     "conversation": "conv_1",
     "prompt": {"id": "pmpt_1"},
     "truncation": "auto",
-    "top_logprobs": 3,
+    "top_logprobs": 21,
     "temperature": -1,
     "max_output_tokens": 0,
     "tool_choice": {"type": "web_search"},

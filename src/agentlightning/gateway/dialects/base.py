@@ -40,7 +40,7 @@ class Request:
     """The request as it came."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """What is known of a reply before its first token."""
 
@@ -49,7 +49,7 @@ class Head:
     created: int
     """Seconds since the epoch."""
     prompt_tokens: int
-    """Of all prompts, each counted once."""
+    """Of all prompts, each counted once; a provider says it with the last of its answer."""
 
 
 class Reply(Protocol):
@@ -93,4 +93,4 @@ class Dialect:
 
 def drawn_tokens(answers: Sequence[Answer]) -> int:
     """Tokens of all answers."""
-    return sum(len(answer.sample.token_ids) if answer.sample else 0 for answer in answers)
+    return sum(answer.received for answer in answers)

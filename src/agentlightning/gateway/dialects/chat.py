@@ -29,6 +29,7 @@ from agentlightning.gateway.dialects.fields import (
     refuse,
     sampling_params,
     short,
+    top_logprobs,
 )
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
@@ -44,7 +45,6 @@ _ROLES: Final = ("assistant", "system", "tool", "user")
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
-    "top_logprobs": (0,),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "best_of": (1,),
@@ -71,16 +71,20 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         openai.text_format("response_format", data.get("response_format"), nested=True),
         "response_format",
     )
+    logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
+    if top and not logprobs:
+        raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     return Request(
         model=optional(data, "model", str),
         messages=_messages(data.get("messages")),
         tools=tools,
-        params=sampling_params(data, OPENAI_PARAMS, SamplingParams(), "the request"),
+        params=sampling_params(data, OPENAI_PARAMS, SamplingParams(top_logprobs=top), "the request"),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),
-        logprobs=bool(optional(data, "logprobs", bool)),
+        logprobs=logprobs,
         constraint=constraint,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
+        asked=data,
     )
 
 
@@ -189,16 +193,22 @@ class Reply:
 
 
 def token_logprobs(answer: Answer) -> list[dict[str, Any]]:
-    """Every token drawn, with its log-probability, as chat completions and responses show them."""
-    if answer.sample is None:
+    """Every token drawn, with its log-probability and the likeliest ones at its place where they were asked for, as
+    chat completions and responses show them."""
+    sample = answer.sample
+    if sample is None:
         return []
-    drawn = zip(answer.sample.token_ids, answer.sample.logprobs, strict=True)
-    return [_token(answer.chat, token, value) for token, value in drawn]
+    tops = sample.top_logprobs or ((),) * len(sample.token_ids)
+    drawn = zip(sample.token_ids, sample.logprobs, tops, strict=True)
+    return [
+        _token(answer.chat, token, value) | {"top_logprobs": [_token(answer.chat, *other) for other in top]}
+        for token, value, top in drawn
+    ]
 
 
 def _token(chat: ChatFormat, token: int, logprob: float) -> dict[str, Any]:
     text = chat.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _reply(request: Request, head: Head) -> Reply:

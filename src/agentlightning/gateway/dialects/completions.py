@@ -7,7 +7,7 @@ not known here. Without `max_tokens` an answer has at most 16 tokens, as this wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from agentlightning.gateway.dialects.fields import (
     refuse,
     sampling_params,
     short,
+    top_logprobs,
 )
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
@@ -50,17 +51,17 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
     """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
     data = read_json(body)
     refuse(data, _REFUSED)
-    logprobs = data.get("logprobs")
-    if logprobs not in (None, False, 0):
-        raise bad("logprobs", f"logprobs={short(logprobs)} cannot be honoured here; 0 gives those of the drawn tokens")
+    logprobs = None if data.get("logprobs") is False else data.get("logprobs")
+    top = top_logprobs(data, "logprobs") if logprobs is not None else 0
     return Request(
         model=optional(data, "model", str),
         prompts=_prompts(data.get("prompt")),
-        params=sampling_params(data, OPENAI_PARAMS, _DEFAULT, "the request"),
+        params=sampling_params(data, OPENAI_PARAMS, replace(_DEFAULT, top_logprobs=top), "the request"),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),
-        logprobs=logprobs is not None and logprobs is not False,
+        logprobs=logprobs is not None,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
+        asked=data,
     )
 
 
@@ -122,9 +123,17 @@ class Reply:
         return {
             "tokens": tokens,
             "token_logprobs": list(answer.sample.logprobs),
-            "top_logprobs": None,
+            "top_logprobs": _tops(answer),
             "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
         }
+
+
+def _tops(answer: Answer) -> list[dict[str, float]] | None:
+    """At each place the likeliest tokens by their text, the likelier one where two have the same."""
+    if answer.sample is None or not answer.sample.top_logprobs:
+        return None
+    decode = answer.chat.decode
+    return [{decode([token]): value for token, value in reversed(top)} for top in answer.sample.top_logprobs]
 
 
 def _reply(request: Request, head: Head) -> Reply:

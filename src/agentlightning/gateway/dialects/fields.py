@@ -9,10 +9,13 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.problems import Problem, bad
-from agentlightning.policy.base import SamplingParams
+from agentlightning.policy.base import Engine, SamplingParams, unhonoured
 
 Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
 """Name on the wire -> (field of `SamplingParams`, reader that raises ValueError)."""
+
+
+MOST_TOP_LOGPROBS: Final = 20
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -63,6 +66,11 @@ def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     return value
 
 
+def top_logprobs(data: Mapping[str, Any], name: str = "top_logprobs") -> int:
+    """How many of the likeliest tokens to name at each place."""
+    return integer(data, name, 0, MOST_TOP_LOGPROBS) or 0
+
+
 def field_of(where: str) -> str:
     """The name of the request's field that a place like `messages[0].content` is in."""
     return where.partition("[")[0].partition(".")[0]
@@ -108,6 +116,12 @@ def forced_params(params: SamplingParams, resource: str, forced: Mapping[str, An
     return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
 
 
+def refuse_unhonoured(engine: Engine, params: SamplingParams) -> None:
+    """Raises Problem 400, naming the field, on what the engine would ignore."""
+    for name in unhonoured(engine, params):
+        raise bad(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
+
+
 def _whole(low: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if type(value) is not int or value < low:
@@ -137,6 +151,13 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or not all(str(token).isascii() and str(token).isdigit() for token in value):
+        raise ValueError("use an object from token ids to numbers")
+    read = _number(-100, 100)
+    return tuple((int(token), read(bias)) for token, bias in value.items())
+
+
 SHARED_PARAMS: Final[Readers] = {
     "temperature": ("temperature", _number(0, 100)),
     "top_p": ("top_p", _number(0, 1, open_low=True)),
@@ -148,6 +169,10 @@ OPENAI_PARAMS: Final[Readers] = {
     "max_completion_tokens": ("max_tokens", _whole(1)),
     "stop": ("stop", _stop),
     "seed": ("seed", _whole(-(2**63))),
+    "min_p": ("min_p", _number(0, 1)),
+    "presence_penalty": ("presence_penalty", _number(-2, 2)),
+    "frequency_penalty": ("frequency_penalty", _number(-2, 2)),
+    "logit_bias": ("logit_bias", _bias),
 }
 MESSAGES_PARAMS: Final[Readers] = {
     **SHARED_PARAMS,
@@ -157,14 +182,10 @@ MESSAGES_PARAMS: Final[Readers] = {
 RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": ("max_tokens", _whole(1))}
 
 OPENAI_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "typical_p": (1,),
     "min_tokens": (0,),
-    "logit_bias": ({},),
     "stop_token_ids": ([],),
     "bad_words": ([],),
     "ignore_eos": (False,),

@@ -68,6 +68,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         stream=bool(optional(data, "stream", bool)),
         constraint=constraint,
         unknown=(*ignored(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
+        asked=data,
     )
 
 
@@ -335,11 +336,14 @@ def _error(problem: Problem) -> dict[str, Any]:
 
 _TYPES: Final = {
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from agentlightning.gateway.constraint import Check, Constraint, json_object, json_schema, strict_arguments
+from agentlightning.gateway.constraint import JSON_OBJECT, Constraint, Shape, json_schema, strict_arguments
 from agentlightning.gateway.dialects.fields import expect, kind_of, optional, short
 from agentlightning.gateway.problems import Problem, bad
 
@@ -44,7 +44,7 @@ def read_constraint(
     tools: Tools | None,
     choice: tuple[bool, frozenset[str] | None],
     parallel: bool | None,
-    content: Check | None,
+    content: Shape | None,
     content_field: str,
 ) -> Constraint:
     """The shape an answer is asked to have. `choice` says whether a call is needed, and of which tools."""
@@ -89,13 +89,13 @@ def _allowed_name(tool: Any) -> str:
     return expect("tool_choice.tools.name", name, str)
 
 
-def text_format(where: str, value: Any, nested: bool) -> Check | None:
-    """The check of a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
+def text_format(where: str, value: Any, nested: bool) -> Shape | None:
+    """What is asked for by a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
     kind = kind_of(value)
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        return json_object
+        return JSON_OBJECT
     said = value.get("json_schema") if kind == "json_schema" and nested else value
     if kind == "json_schema" and isinstance(said, dict):
         return json_schema(f"{where}.schema", said.get("schema"))

@@ -29,6 +29,7 @@ from agentlightning.gateway.dialects.fields import (
     refuse,
     sampling_params,
     short,
+    top_logprobs,
 )
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import Problem, bad
@@ -37,7 +38,7 @@ from agentlightning.policy.base import Message, SamplingParams
 _KNOWN: Final = frozenset(
     {
         *("model", "input", "instructions", "previous_response_id", "store", "stream", "stream_options", "metadata"),
-        *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user"),
+        *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user", "top_logprobs"),
     }
 )
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -46,7 +47,6 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "conversation": (),
     "prompt": (),
     "truncation": ("disabled",),
-    "top_logprobs": (0,),
     "n": (1,),
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -70,15 +70,15 @@ def read_request(body: bytes, recall: Recall) -> Request:
         openai.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False),
         "text",
     )
-    include = optional(data, "include", list) or []
+    include, top = optional(data, "include", list) or [], top_logprobs(data)
     instructions, messages = _conversation(data, recall)
     return Request(
         model=optional(data, "model", str),
         messages=instructions + messages,
         tools=tools,
-        params=sampling_params(data, RESPONSES_PARAMS, SamplingParams(), "the request"),
+        params=sampling_params(data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top), "the request"),
         stream=bool(optional(data, "stream", bool)),
-        logprobs=_LOGPROBS in include,
+        logprobs=_LOGPROBS in include or top > 0,
         constraint=constraint,
         leading=len(instructions),
         unknown=(*ignored(data, _KNOWN, _REFUSED, RESPONSES_PARAMS), *dropped),

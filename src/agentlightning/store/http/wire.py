@@ -107,6 +107,7 @@ class WorkerBody(Struct, kw_only=True):
     last_heartbeat_time: float | None
     current_rollout_id: str | None
     current_attempt_id: str | None
+    open_attempts: int
     lease_seconds: float | None
     last_error: dict[str, Any] | None
 
@@ -193,6 +194,7 @@ def worker_body(worker: Worker) -> WorkerBody:
         last_heartbeat_time=worker.last_heartbeat_time,
         current_rollout_id=worker.current_rollout_id,
         current_attempt_id=worker.current_attempt_id,
+        open_attempts=worker.open_attempts,
         lease_seconds=worker.lease_seconds,
         last_error=worker.last_error,
     )

@@ -69,6 +69,8 @@ class Insert:
     """Where a row with the same values in these columns exists, it is left alone, except for `replace`."""
     replace: tuple[str, ...] = ()
     """The columns that such a row takes over from the new one."""
+    add: tuple[str, ...] = ()
+    """The columns in which such a row grows by the new one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +83,9 @@ class Update:
 
 class Connection(Protocol):
     """One connection, used by one thread at a time. It raises the driver's own errors."""
+
+    shard: str
+    """Where it counts (counts.py): "", or a name that no other connection which writes at the same time has."""
 
     def begin(self, write: bool) -> None:
         """Start a transaction. On SQLite, one that writes holds the only write lock from here on."""

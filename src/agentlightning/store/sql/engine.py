@@ -228,6 +228,7 @@ class Writer(Lane):
         self._learn(foreign)
         self._claim_parked(answers)
         unit.write_first()
+        unit.write_counts()
         self._look(batch, answers)
         if writes:
             connection.notify(*news)

@@ -8,10 +8,11 @@ from typing import Any
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.rollouts import ROLLOUT_TRANSITIONS, Attempt, Rollout
+from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
 from agentlightning.store.base import Queue
-from agentlightning.store.sql import codec, statements
+from agentlightning.store.sql import codec, counts, statements
 from agentlightning.store.sql.database import Connection
+from agentlightning.store.sql.states import OPEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ def rollouts(
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
+    if filters.rollout_id_in is None and filters.rollout_id_contains is None and filters.mode_in is None:
+        return counts.total(connection, filters.status_in, filters.queue_in)
     return int(connection.all(statements.count_rollouts(filters.given), *filters.values)[0][0])
 
 
@@ -112,20 +115,16 @@ def resources_page(connection: Connection, after: str | None, limit: int, offset
 
 
 def queues(connection: Connection) -> list[Queue]:
-    waiting = dict(connection.all(statements.WAITING_BY_QUEUE))
-    unfinished = dict(connection.all(statements.OPEN_BY_QUEUE))
+    waiting, unfinished = counts.by_queue(connection, WAITING), counts.by_queue(connection, OPEN)
     return [
-        Queue(name, limit, int(waiting.get(name, 0)), int(unfinished.get(name, 0)))
+        Queue(name, limit, waiting.get(name, 0), unfinished.get(name, 0))
         for name, limit in connection.all(statements.ALL_QUEUES)
     ]
 
 
 def statistics(connection: Connection) -> dict[str, int]:
-    counts = {f"rollouts.{status}": 0 for status in ROLLOUT_TRANSITIONS}
-    for statement in (*statements.UNFINISHED_BY_STATUS, statements.FINISHED_BY_STATUS):
-        for status, number in connection.all(statement):
-            counts[f"rollouts.{status}"] = int(number)
-    counts |= {name: int(connection.all(statement)[0][0]) for name, statement in statements.COUNTS.items()}
-    counts["spans"] = int(connection.all(statements.COUNT_SPANS)[0][0])
-    counts["bytes"] = connection.size()
-    return counts
+    counted = counts.by_name(connection)
+    found = {f"rollouts.{status}": counted.get(status, 0) for status in ROLLOUT_TRANSITIONS}
+    found |= {name: counted.get(name, 0) for name in (counts.ATTEMPTS, counts.SPANS)}
+    found |= {name: int(connection.all(statement)[0][0]) for name, statement in statements.ROWS_OF.items()}
+    return {**found, "bytes": connection.size()}

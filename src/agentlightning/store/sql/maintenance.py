@@ -66,6 +66,7 @@ def _remove(unit: Unit, states: Sequence[RolloutState]) -> None:
             _drop_blocks_of(unit, keys)
         run(statements.DELETE_ATTEMPTS, attempts)
     run(statements.DELETE_ROLLOUTS, [state.key for state in states])
+    unit.pending.counts.removed(states, [attempt for state in states for attempt in state.tries.values()])
     for state in states:
         unit.drop(state)
 

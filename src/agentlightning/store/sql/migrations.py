@@ -10,9 +10,10 @@ import sqlite3
 from collections.abc import Callable, Mapping
 
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.schema import CreateTable
 
 from agentlightning.errors import StoreError
-from agentlightning.store.sql.schema import SCHEMA_VERSION, ddl
+from agentlightning.store.sql.schema import FILL_COUNTS, SCHEMA_VERSION, counts, ddl
 
 Step = Callable[[sqlite3.Connection], None]
 
@@ -23,7 +24,14 @@ def _to_2(connection: sqlite3.Connection) -> None:
     migrate(connection)
 
 
-STEPS: Mapping[int, Step] = {2: _to_2}
+def _to_3(connection: sqlite3.Connection) -> None:
+    """What there is, is counted."""
+    connection.execute(str(CreateTable(counts).compile(dialect=sqlite.dialect())))
+    for statement in FILL_COUNTS:
+        connection.execute(statement)
+
+
+STEPS: Mapping[int, Step] = {2: _to_2, 3: _to_3}
 """version -> what makes a database of the version before into one of it. The first is 2."""
 
 

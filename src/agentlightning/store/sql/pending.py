@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.store.sql import statements
+from agentlightning.store.sql.counts import ATTEMPTS, SPANS, Counts
 from agentlightning.store.sql.database import Connection
 from agentlightning.store.sql.states import (
     AttemptState,
@@ -42,6 +43,7 @@ class Pending:
         """Names of new queues."""
         self.digests: set[bytes] = set()
         """Token blocks that are known to be there."""
+        self.counts = Counts()
 
     def __bool__(self) -> bool:
         return bool(
@@ -52,10 +54,12 @@ class Pending:
         for kind in (self.moved, self.described, self.attempts, self.heard, self.packs, self.removed, self.queues):
             kind.clear()
         self.digests.clear()
+        self.counts.clear()
 
     def write(self) -> None:
         if self.removed:
             self._connection.run(statements.DELETE_ATTEMPTS, self.removed)
+            self.counts.add(ATTEMPTS, -len(self.removed))
             self.removed = []
         if self.queues:
             self._connection.insert(statements.NAME_QUEUES, [(name, None) for name in sorted(self.queues)])
@@ -86,6 +90,8 @@ class Pending:
             self._connection.update(statements.CHANGE_ROLLOUTS, rows)
         for state in new:
             state.stored = True
+        self.counts.written(moved)
+        self.counts.written(described)
 
     def _write_attempts(self) -> None:
         if not self.attempts:
@@ -97,6 +103,7 @@ class Pending:
         new = [state for state in attempts if not state.stored]
         if new:
             self._connection.insert(statements.INSERT_ATTEMPTS, [attempt_row(state) for state in new])
+            self.counts.add(ATTEMPTS, len(new))
             for state in new:
                 state.stored = True
 
@@ -105,6 +112,7 @@ class Pending:
             return
         packs, self.packs = self.packs, []
         self._connection.insert(statements.INSERT_PACKS, [pack.row() for pack in packs])
+        self.counts.add(SPANS, sum([pack.pack.count for pack in packs]))
         chained = [pack for pack in packs if pack.pack.chains]
         if not chained:
             return

@@ -29,7 +29,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised by one with each migration; see migrations.py."""
 
 WAITING = text("status IN ('queuing', 'requeuing')")
@@ -184,6 +184,25 @@ queues = Table(
     Column("name", Text, nullable=False, unique=True),
     Column("max_open", Integer),
 )
+
+counts = Table(
+    "counts",
+    metadata,
+    Column("shard", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("queue", Text, primary_key=True),
+    Column("number", _Count, nullable=False),
+    sqlite_with_rowid=False,
+    postgresql_with={"fillfactor": 50},
+)
+"""How many there are: `name` is a status, of the rollouts of `queue`, or what is counted whole. See counts.py."""
+
+FILL_COUNTS = (
+    "INSERT INTO counts SELECT '', status, queue, count(*) FROM rollouts GROUP BY status, queue",
+    "INSERT INTO counts SELECT '', 'attempts', '', count(*) FROM attempts",
+    "INSERT INTO counts SELECT '', 'spans', '', coalesce(sum(spans), 0) FROM attempts",
+)
+"""Count what is there, where nothing was counted yet."""
 
 
 def ddl(dialect: Dialect) -> list[str]:

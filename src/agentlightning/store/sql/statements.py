@@ -26,6 +26,7 @@ from agentlightning.store.sql.schema import (
     WAITING,
     attempts,
     contains_text,
+    counts,
     given,
     is_one_of,
     pack_blocks,
@@ -387,22 +388,15 @@ LIMITED_QUEUES = Statement(
     .order_by(queues.c.name)
     .with_for_update()
 )
-WAITING_BY_QUEUE = Statement(select(rollouts.c.queue, func.count()).where(WAITING).group_by(rollouts.c.queue))
-OPEN_BY_QUEUE = Statement(select(rollouts.c.queue, func.count()).where(OPEN).group_by(rollouts.c.queue))
-
 # -- counts ----------------------------------------------------------------------------------------------------------
 
-UNFINISHED_BY_STATUS = (
-    Statement(select(rollouts.c.status, func.count()).where(WAITING).group_by(rollouts.c.status)),
-    Statement(select(rollouts.c.status, func.count()).where(OPEN).group_by(rollouts.c.status)),
+ADD_COUNTS = Insert(counts, _columns(counts), unique=("shard", "name", "queue"), add=("number",))
+COUNTS_BY_NAME = Statement(select(counts.c.name, func.sum(counts.c.number)).group_by(counts.c.name))
+COUNTS_BY_QUEUE = Statement(
+    select(counts.c.queue, func.sum(counts.c.number)).where(is_one_of(counts.c.name, "names")).group_by(counts.c.queue),
+    ("names",),
 )
-FINISHED_BY_STATUS = Statement(
-    select(rollouts.c.status, func.count()).where(text("end_time IS NOT NULL")).group_by(rollouts.c.status)
-)
-COUNTS = {
-    str(table.name): Statement(select(func.count()).select_from(table)) for table in (attempts, resources, workers)
-}
-COUNT_SPANS = Statement(select(func.coalesce(func.sum(attempts.c.spans), _zero)))
+ROWS_OF = {str(table.name): Statement(select(func.count()).select_from(table)) for table in (resources, workers)}
 
 # -- retention -------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class RolloutState(State, eq=False):
     queue: str
     priority: int
     tries: dict[str, AttemptState] = field(default_factory=dict)
+    counted: str | None = None
+    """The status it is counted with; None for one that is not written yet."""
 
     @property
     def latest(self) -> AttemptState | None:

@@ -222,6 +222,7 @@ class Unit:
                 attempt.rollout.tries[attempt.attempt_id] = attempt
         for state in states:
             state.stored = True
+            state.counted = state.status
             self._keep(state)
         self._absent.update(name for name in missing if name not in self.rollouts)
 
@@ -381,6 +382,7 @@ class Unit:
         self.rollouts.pop(state.rollout_id, None)
         self._weight -= self._weights.pop(state, state.weight)
         self.dropped.append(state.rollout_id)
+        self.written = [pack for pack in self.written if pack.attempt.rollout is not state]
 
     def changed_work(self, state: AttemptState, worker_before: str | None = None) -> None:
         """After a change of who runs an attempt, or whether it is open."""
@@ -421,3 +423,7 @@ class Unit:
         if self._journal:
             raise RuntimeError("a call was about to be written before it was decided")
         self.pending.write()
+
+    def write_counts(self) -> None:
+        """Last of all in a transaction: once for everything it did."""
+        self.pending.counts.write(self.connection)

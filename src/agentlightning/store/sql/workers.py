@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from agentlightning.errors import NotFoundError
@@ -36,7 +37,7 @@ def heartbeat(unit: Unit, worker_id: str, stats: str | None, lease_seconds: floa
 def _of_state(worker: WorkerState) -> Worker:
     latest = next(reversed(worker.work), None)
     in_hand = None if latest is None else (worker.work[latest], latest)
-    return _to_worker(worker_row(worker), in_hand)
+    return _to_worker(worker_row(worker), in_hand, len(worker.work))
 
 
 def find(connection: Connection, worker_id: str) -> Worker | None:
@@ -58,10 +59,11 @@ def page(connection: Connection, after: str | None, limit: int) -> list[Worker]:
 def _with_work(connection: Connection, rows: list[Row]) -> list[Worker]:
     work = connection.all(statements.WORK_IN_HAND, [row[0] for row in rows]) if rows else []
     in_hand = {worker_id: (rollout_id, attempt_id) for worker_id, rollout_id, attempt_id in work}
-    return [_to_worker(row, in_hand.get(row[0])) for row in rows]
+    many = Counter(worker_id for worker_id, _, _ in work)
+    return [_to_worker(row, in_hand.get(row[0]), many[row[0]]) for row in rows]
 
 
-def _to_worker(row: Row, in_hand: tuple[str, str] | None) -> Worker:
+def _to_worker(row: Row, in_hand: tuple[str, str] | None, open_attempts: int) -> Worker:
     worker_id, heartbeat_time, stats, lease_seconds, _, lost, last_error = row
     rollout_id, attempt_id = in_hand or (None, None)
     error: dict[str, Any] | None = None if last_error is None else codec.load(last_error)
@@ -74,4 +76,5 @@ def _to_worker(row: Row, in_hand: tuple[str, str] | None) -> Worker:
         "lost" if lost else "busy" if in_hand else "idle",
         lease_seconds,
         error,
+        open_attempts,
     )

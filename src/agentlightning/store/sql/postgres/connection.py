@@ -14,7 +14,15 @@ from sqlalchemy import Table, text
 
 from agentlightning.store.sql.database import Insert, Row, Statement, Update
 from agentlightning.store.sql.postgres import errors
-from agentlightning.store.sql.postgres.dialect import DIALECT, TABLES, encode, formats, insert_sql, update_sql
+from agentlightning.store.sql.postgres.dialect import (
+    DIALECT,
+    FOLD_COUNTS,
+    TABLES,
+    encode,
+    formats,
+    insert_sql,
+    update_sql,
+)
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import payloads
 
@@ -41,6 +49,7 @@ class PostgresConnection:
 
     def __init__(self, database: PostgresDatabase, read_only: bool) -> None:
         self._database = database
+        self.shard = database.server
         self._read_only = read_only
         self._number = 0
         """Of the last transaction that writes."""
@@ -61,9 +70,12 @@ class PostgresConnection:
         self._backend = row(connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
 
     def _forget_servers(self) -> None:
-        """Of those that were killed, nobody will ask any more."""
+        """Of those that were killed, nobody will ask any more. What servers that are gone counted is kept."""
         old = f"DELETE FROM servers WHERE seen < now() - interval '{FORGET_SECONDS} seconds'"
         self._connection.execute(old.encode())
+        with self._connection.transaction():
+            self._connection.execute(b"SELECT pg_advisory_xact_lock(hashtextextended('agentlightning counts', 0))")
+            self._connection.execute(FOLD_COUNTS.encode())
 
     # -- transactions ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import psycopg
 from sqlalchemy import LargeBinary, Table
 from sqlalchemy.dialects.postgresql import psycopg as dialects
 from sqlalchemy.dialects.postgresql.base import PGDDLCompiler, PGTypeCompiler
+from sqlalchemy.schema import CreateTable
 
 from agentlightning.store.sql import schema
 from agentlightning.store.sql.database import Insert, Update
@@ -49,8 +50,22 @@ class _Dialect(dialects.dialect):
 
 DIALECT: Final = _Dialect(paramstyle="numeric_dollar")
 
-STEPS: Mapping[int, Sequence[str]] = {}
+STEPS: Mapping[int, Sequence[str]] = {
+    3: (
+        "LOCK TABLE rollouts, attempts IN SHARE ROW EXCLUSIVE MODE",
+        str(CreateTable(schema.counts).compile(dialect=DIALECT)),
+        *schema.FILL_COUNTS,
+    )
+}
 """version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
+
+
+FOLD_COUNTS: Final = (
+    "WITH gone AS (DELETE FROM counts WHERE shard <> '' AND shard NOT IN (SELECT server FROM servers) RETURNING *) "
+    "INSERT INTO counts SELECT '', name, queue, sum(number) FROM gone GROUP BY name, queue ORDER BY name, queue "
+    "ON CONFLICT (shard, name, queue) DO UPDATE SET number = counts.number + excluded.number"
+)
+"""Give what servers that are gone have counted to nobody. One that comes back counts on from nothing."""
 
 
 def ddl() -> list[str]:
@@ -67,8 +82,9 @@ def insert_sql(insert: Insert, rows: int) -> bytes:
     text = f"INSERT INTO {insert.table.name} ({names}) VALUES {_values(insert.table, insert.columns, rows)}"
     if insert.unique:
         text += f" ON CONFLICT ({', '.join(map(_quoted, insert.unique))}) DO "
-        changes = ", ".join(f"{_quoted(name)} = excluded.{_quoted(name)}" for name in insert.replace)
-        text += f"UPDATE SET {changes}" if changes else "NOTHING"
+        changes = [f"{_quoted(name)} = excluded.{_quoted(name)}" for name in insert.replace]
+        changes += [f"{_quoted(n)} = {insert.table.name}.{_quoted(n)} + excluded.{_quoted(n)}" for n in insert.add]
+        text += f"UPDATE SET {', '.join(changes)}" if changes else "NOTHING"
     return text.encode()
 
 

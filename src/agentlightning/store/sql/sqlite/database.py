@@ -118,6 +118,8 @@ class SqliteDatabase:
 class SqliteConnection:
     """One connection of the driver."""
 
+    shard = ""
+
     def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
         self.raw = connection
         self._path = path
@@ -271,9 +273,9 @@ def _insert_sql(insert: Insert, rows: int) -> str:
     if not insert.unique:
         return sql
     sql += f" ON CONFLICT ({', '.join(map(_quote, insert.unique))}) DO "
-    if not insert.replace:
-        return sql + "NOTHING"
-    return sql + "UPDATE SET " + ", ".join(f"{_quote(name)} = excluded.{_quote(name)}" for name in insert.replace)
+    changes = [f"{_quote(name)} = excluded.{_quote(name)}" for name in insert.replace]
+    changes += [f"{_quote(name)} = {_quote(name)} + excluded.{_quote(name)}" for name in insert.add]
+    return sql + (f"UPDATE SET {', '.join(changes)}" if changes else "NOTHING")
 
 
 def _update_sql(update: Update, rows: int) -> str:

@@ -27,8 +27,11 @@ class TransportError(AgentLightningError):
 class Answer(Protocol):
     """The answer to one request, its body not read yet. Use as `async with`: leaving early drops the connection."""
 
-    status: int
-    headers: Headers
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Headers: ...
 
     async def read(self) -> bytes:
         """The whole body. Raises TransportError where it is cut short."""

@@ -1,0 +1,325 @@
+"""The short way of a model call from the socket to the gateway and back.
+
+uvicorn's own protocol serves every request; here those that go to the gateway, which are many, skip what they do not
+need: the cycle around an ASGI application, the router, and two writes where one will do. What is unusual (a body that
+is long or of unknown length, `Expect`, pipelining, HTTP/1.0) goes the long way, to the same code. Also closes
+connections on which nothing happens: those between requests, and those whose request does not come to its end, which
+are answered with 408.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Final, cast
+
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from agentlightning.gateway.forwarder import HANG_UP
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES: Final = 1024 * 1024
+"""Of a request that takes the short way."""
+MAX_HEAD_BYTES: Final = 65536
+IDLE_SECONDS: Final = 120.0
+"""Between the requests of a connection."""
+STALLED_SECONDS: Final = 30.0
+"""A request has so long for its head, and then for its body, besides the time it takes at the slowest."""
+SLOWEST: Final = 1024
+"""Bytes a second."""
+_MAX_KNOWN_PATHS: Final = 16384
+_STATUS_LINES: Final = {
+    each.value: b"HTTP/1.1 %d %s\r\n" % (each.value, each.phrase.encode()) for each in http.HTTPStatus
+}
+_LONG: Final = b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error"}}'
+_LATE: Final = b'{"error":{"message":"the request did not come to its end in time","type":"timeout_error"}}'
+
+
+class Shortcuts:
+    """Which paths take the short way: those of `routes` that are bare applications and take a POST."""
+
+    def __init__(self, routes: Sequence[Route], visit: Visit, stalled_seconds: float = STALLED_SECONDS) -> None:
+        self.visit = visit
+        """Has an application serve a scope, and sees it come and go."""
+        self.stalled_seconds = stalled_seconds
+        self._routes = [route for route in routes if not inspect.isroutine(route.endpoint)]
+        self._known: dict[bytes, tuple[Route, dict[str, Any]]] = {}
+        self._watched: asyncio.TimerHandle | None = None
+
+    def find(self, url: bytes) -> tuple[Route, dict[str, Any]] | None:
+        """The route of a POST, where there is one; of a path without query and escapes only."""
+        known = self._known.get(url)
+        if known is not None:
+            return known
+        if b"?" in url or b"%" in url or not url.isascii():
+            return None
+        scope: Scope = {"type": "http", "method": "POST", "path": url.decode()}
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                if len(self._known) >= _MAX_KNOWN_PATHS:
+                    self._known.clear()
+                known = self._known[url] = route, found["path_params"]
+                return known
+        return None
+
+    def watch(self, connections: Collection[Any]) -> None:
+        """Look, as long as there are connections, at how long each has been silent."""
+        if self._watched is None:
+            seconds = min(5.0, self.stalled_seconds / 4)
+            self._watched = asyncio.get_running_loop().call_later(seconds, self._look, connections)
+
+    def _look(self, connections: Collection[Any]) -> None:
+        self._watched = None
+        now = asyncio.get_running_loop().time()
+        for each in list(connections):
+            if isinstance(each, ModelCalls):
+                each.check(now)
+        if connections:
+            self.watch(connections)
+
+
+Visit = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
+
+
+class ModelCalls(HttpToolsProtocol):
+    """One connection."""
+
+    parser: Any
+    cycle: Any
+    """uvicorn's, or a `_Call`; None before the first."""
+    shortcuts: Shortcuts
+    """Of the server; set in a subclass for each."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._reading = False
+        """A request is coming in."""
+        self._in_head = False
+        self._since = self.loop.time()
+        """When the connection came, the request began, its head was whole, or the last answer went."""
+        self._received = 0
+        """Bytes since then."""
+        self._call: _Call | None = None
+
+    # -- the connection ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self.shortcuts.watch(self.connections)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        call, self._call = self._call, None
+        super().connection_lost(exc)
+        if call is not None:
+            call.hang_up()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
+        if self._in_head and self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.refuse(431, _LONG)
+
+    def check(self, now: float) -> None:
+        """Close what has been silent for too long."""
+        silent = now - self._since
+        if self._reading:
+            allowed = self.shortcuts.stalled_seconds + (0 if self._in_head else self._received / SLOWEST)
+            if silent >= allowed and not self.transport.is_closing():
+                self.refuse(408, _LATE)
+        elif silent >= IDLE_SECONDS and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
+    def refuse(self, status: int, body: bytes) -> None:
+        """Answer a request that is not whole, and close."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                return self.transport.close()
+        self.transport.write(
+            b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+            % (_STATUS_LINES[status], len(body), body)
+        )
+        self.transport.close()
+
+    # -- what the parser calls -----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._reading = self._in_head = True
+        self._since, self._received = self.loop.time(), 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._since, self._received = False, self.loop.time(), 0
+        found = self.shortcuts.find(self.url) if self.parser.get_method() == b"POST" else None
+        if found is None or not self._is_usual():
+            return super().on_headers_complete()
+        route, path_params = found
+        scope = cast("Scope", self.scope)
+        scope["method"], scope["path"], scope["query_string"] = "POST", self.url.decode(), b""
+        scope["raw_path"] = self.url
+        scope["path_params"] = path_params
+        self._call = _Call(self, route, scope, self.parser.should_keep_alive())
+        self.cycle = self._call
+
+    def _is_usual(self) -> bool:
+        if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
+            return False
+        if self.parser.get_http_version() != "1.1" or self.parser.should_upgrade():
+            return False
+        for name, value in self.headers:
+            if name == b"content-length":
+                return len(value) < 8 and int(value) <= MAX_BODY_BYTES
+        return False
+
+    def on_body(self, body: bytes) -> None:
+        if self._call is None:
+            return super().on_body(body)
+        if self._call.parts is not None:
+            self._call.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self._reading = False
+        call = self._call
+        if call is None:
+            return super().on_message_complete()
+        call.task = task = self.loop.create_task(call.run())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def on_response_complete(self) -> None:
+        """Without a timer for each connection: they are all watched by one."""
+        self._call = None
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self._since = self.loop.time()
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+
+
+class _Call:
+    """One call that takes the short way; to uvicorn's protocol it is a cycle like its own."""
+
+    __slots__ = (
+        *("_flow", "_gone", "_head", "_on_gone", "_protocol", "_route", "_scope", "_sized", "disconnected"),
+        *("keep_alive", "parts", "response_complete", "response_started", "task"),
+    )
+
+    def __init__(self, protocol: ModelCalls, route: Route, scope: Scope, keep_alive: bool) -> None:
+        self.parts: list[bytes] | None = []
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.response_started = False
+        self.response_complete = False
+        self.task: asyncio.Task[None] | None = None
+        self._protocol = protocol
+        self._flow = protocol.flow
+        self._route = route
+        self._scope = scope
+        self._head: bytes | None = None
+        self._sized = False
+        self._gone: asyncio.Future[None] | None = None
+        self._on_gone: Any = None
+
+    @property
+    def message_event(self) -> _Call:
+        return self
+
+    def set(self) -> None:
+        """uvicorn's protocol says so when something happened; what it was is known from `hang_up`."""
+
+    def hang_up(self) -> None:
+        """The caller is gone."""
+        self.disconnected = True
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def when_gone(self, end: Any) -> None:
+        self._on_gone = end
+        if end is not None and self.disconnected:
+            end()
+
+    async def run(self) -> None:
+        scope = self._scope
+        scope[HANG_UP] = self.when_gone
+        try:
+            await self._protocol.shortcuts.visit(self._route.app, scope, self.receive, self.send)
+        except Exception:
+            logger.exception("a model call failed on its way")
+        finally:
+            if not self.response_complete and not self.disconnected:
+                self._protocol.transport.close()
+
+    async def receive(self) -> Message:
+        if self.parts is not None:
+            parts, self.parts = self.parts, None
+            return {"type": "http.request", "body": parts[0] if len(parts) == 1 else b"".join(parts)}
+        if not self.disconnected:
+            if self._gone is None:
+                self._gone = self._protocol.loop.create_future()
+            await self._gone
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self.disconnected:
+            return
+        if self._flow.write_paused:
+            await self._flow.drain()
+        if message["type"] == "http.response.start":
+            self._head = self._write_head(message)
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._head is not None:
+            self._begin(body, more)
+        else:
+            self._go_on(body, more)
+        if not more:
+            self.response_complete = True
+            if not self.keep_alive:
+                self._protocol.transport.close()
+            self._protocol.on_response_complete()
+
+    def _write_head(self, message: Message) -> bytes:
+        lines = [_STATUS_LINES[message["status"]]]
+        lines += [b"%s: %s\r\n" % header for header in message["headers"]]
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        return b"".join(lines)
+
+    def _begin(self, body: bytes, more: bool) -> None:
+        head, self._head = self._head or b"", None
+        self.response_started = True
+        self._sized = b"content-length: " in head
+        if self._sized:
+            return self._protocol.transport.write(b"%s\r\n%s" % (head, body))
+        self._protocol.transport.write(b"%stransfer-encoding: chunked\r\n\r\n%s" % (head, _chunk(body, more)))
+
+    def _go_on(self, body: bytes, more: bool) -> None:
+        if data := body if self._sized else _chunk(body, more):
+            self._protocol.transport.write(data)
+
+
+def _chunk(body: bytes, more: bool) -> bytes:
+    data = b"%x\r\n%s\r\n" % (len(body), body) if body else b""
+    return data if more else data + b"0\r\n\r\n"

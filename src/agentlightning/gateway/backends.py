@@ -1,0 +1,435 @@
+"""One call to a provider: which of its servers is asked, when, and how often.
+
+Responsible for a provider's limits, budgets, health and retries, for every call that goes to one; this is the only
+place where a call is sent twice. It does not know what the bytes mean: those who call it, `gateway.forward` for calls
+in the provider's own dialect and `gateway.translate` for others, say what to send and read what comes.
+
+    call = backends.call(ask)
+    async with call:                          waits for its turn, sends, repeats; raises Problem
+        call.body                             the whole answer, where nobody watches
+        async for chunk in call.chunks()      or its bytes as they come; raises Problem
+        call.settle(Usage(...))               what it used
+    call.attributes()                         of its span, failed or not
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+from agentlightning import span as names
+from agentlightning.gateway.budget import Budgets, Reservation
+from agentlightning.gateway.failures import Failure, of_answer, of_transport
+from agentlightning.gateway.health import Health
+from agentlightning.gateway.limits import Limits
+from agentlightning.gateway.provider import Path, Price, Provider, Usage
+from agentlightning.transport import Answer, Headers, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+RETRY_SHARE: Final = 0.2
+"""Of the calls that may be sent again: a server that fails every call is not asked twice as often for it."""
+RETRY_FLOOR: Final = 10.0
+"""Retries saved up at most, and there from the start."""
+_BACKOFF_SECONDS: Final = 0.25
+_MAX_CONVERSATIONS: Final = 65536
+_BYTES_OF_TOKEN: Final = 2
+"""At the least, for an estimate that is rather too high: most text has three or four."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """What is sent, and for whom."""
+
+    path: Path | Literal["messages/count_tokens"]
+    body: bytes
+    stream: bool = False
+    """Whether the answer is read as it comes. A call that is not streamed is repeated even where its body breaks off,
+    as nothing of it was shown."""
+    headers: Headers = ()
+    """Besides those the provider is configured with, which win."""
+    affinity: str = ""
+    """Calls that name the same go to the same server while it is well: "rollout/attempt"."""
+    rollout_id: str = ""
+    """Who pays; "" where nobody is known to."""
+    max_output_tokens: int | None = None
+    """The limit the request sets, of all its answers together."""
+    price: Price | None = None
+    """The route's."""
+
+
+class Backend:
+    """One server of a provider."""
+
+    __slots__ = ("headers", "health", "under_way", "url")
+
+    def __init__(self, url: str, headers: Headers, clock: Callable[[], float]) -> None:
+        self.url = url
+        self.headers = headers
+        self.health = Health(clock)
+        self.under_way = 0
+
+
+class Backends:
+    """The servers of one provider. Made before the event loop runs; `open_transport` is called at the first call.
+    Raises ConfigError where the provider's key is not there."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        open_transport: Callable[[], Transport],
+        budgets: Budgets | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.provider = provider
+        self.budgets = budgets or Budgets()
+        self.limits = Limits(
+            provider.name,
+            provider.max_concurrency,
+            provider.requests_per_minute,
+            provider.tokens_per_minute,
+            provider.max_wait_seconds,
+            clock,
+        )
+        self.retried = 0
+        """Calls sent again, all together."""
+        self.dollars = 0.0
+        """What its calls have cost since the start."""
+        headers = _headers(provider)
+        self.all = [Backend(url, headers, clock) for url in provider.base_urls]
+        self._open_transport = open_transport
+        self._transport: Transport | None = None
+        self._saved = RETRY_FLOOR
+        self._order: dict[str, Sequence[Backend]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._alarm = asyncio.Event()
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            self._transport = self._open_transport()
+        return self._transport
+
+    def call(self, ask: Ask) -> Call:
+        return Call(self, ask)
+
+    def choose(self, affinity: str, tried: Sequence[Backend] = ()) -> Backend:
+        """The server to ask: the conversation's own, or the next in its order that is well and was not tried. Where
+        none is well, the one that may be asked soonest: a call is never refused for want of a well server."""
+        order = self._ordered(affinity)
+        for backend in order:
+            if backend.health.well and backend not in tried:
+                return backend
+        untried = [backend for backend in order if backend not in tried]
+        return min(untried or order, key=lambda backend: backend.health.seconds_left)
+
+    def may_repeat(self) -> bool:
+        """Take one from the budget of retries."""
+        if self._saved < 1:
+            return False
+        self._saved -= 1
+        self.retried += 1
+        return True
+
+    def began(self) -> None:
+        """A call is sent for the first time."""
+        self._saved = min(RETRY_FLOOR, self._saved + RETRY_SHARE)
+        if self._watch is None and len(self.all) > 1:
+            self.watch()
+
+    def watch(self) -> None:
+        """Ask those that are not well whether they are again, and where several stand in for one another, all."""
+        self._alarm.set()
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._keep_watch())
+
+    async def close(self) -> None:
+        """Stop watching. The transport is closed by whoever opened it."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+            self._watch = None
+        self._transport = None
+
+    # -- which server ----------------------------------------------------------------------------------------------
+
+    def _ordered(self, affinity: str) -> Sequence[Backend]:
+        """By rendezvous hashing: a server that is lost moves only its own conversations, and gets them back."""
+        if len(self.all) == 1:
+            return self.all
+        if not affinity:
+            return sorted(self.all, key=lambda backend: backend.under_way)
+        if (order := self._order.get(affinity)) is None:
+            if len(self._order) >= _MAX_CONVERSATIONS:
+                self._order.clear()
+            order = sorted(self.all, key=lambda backend: _score(affinity, backend.url), reverse=True)
+            self._order[affinity] = order
+        return order
+
+    # -- whether they are well -------------------------------------------------------------------------------------
+
+    async def _keep_watch(self) -> None:
+        while len(self.all) > 1 or any(backend.health.doubted for backend in self.all):
+            doubted = [backend.health.seconds_left for backend in self.all if backend.health.doubted]
+            self._alarm.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, min(self.provider.health_seconds, *doubted, 3600))):
+                    await self._alarm.wait()
+                    continue
+            due = [backend for backend in self.all if backend.health.well or not backend.health.doubted]
+            await asyncio.gather(*(self._probe(backend) for backend in due))
+
+    async def _probe(self, backend: Backend) -> None:
+        """A server that answers anything but its own failure is well."""
+        was_well = not backend.health.doubted
+        try:
+            well = await self._answers(backend, f"{backend.url.removesuffix('/v1')}/health")
+            if well is None:
+                well = await self._answers(backend, self.provider.url(backend.url, "models"))
+        except TransportError:
+            well = False
+        if well is False:
+            backend.health.failed(unreachable=True)
+        elif backend.health.doubted:
+            backend.health.succeeded()
+        if was_well is backend.health.doubted:
+            said = "is not well" if backend.health.doubted else "is well again"
+            logger.warning("the server %s of the provider %r %s", backend.url, self.provider.name, said)
+
+    async def _answers(self, backend: Backend, url: str) -> bool | None:
+        """None: it does not know the path."""
+        seconds = self.provider.connect_seconds
+        answer = await self.transport.send(
+            "GET", url, backend.headers, connect_seconds=seconds, timeout_seconds=seconds
+        )
+        async with answer:
+            await answer.read()
+        return None if answer.status in (404, 405) else answer.status < 500
+
+
+class Call:
+    """One call, sent as often as it takes. Use once, as `async with`."""
+
+    __slots__ = (
+        *("ask", "body", "cost", "retries", "status", "_answer", "_backend", "_backends", "_chunks", "_events"),
+        *("_expected", "_first", "_reservation", "_settled", "usage"),
+    )
+
+    def __init__(self, backends: Backends, ask: Ask) -> None:
+        self.ask = ask
+        self.body = b""
+        """The whole answer, where it is not streamed."""
+        self.status = 0
+        """Of the last answer; 0: there was none."""
+        self.retries = 0
+        self.usage: Usage | None = None
+        self.cost: float | None = None
+        """US dollars; None where the provider has no price, or nothing was used."""
+        self._backends = backends
+        self._backend: Backend | None = None
+        self._answer: Answer | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._first = b""
+        self._events = 0
+        self._reservation: Reservation | None = None
+        self._expected = 0
+        self._settled = False
+
+    @property
+    def price(self) -> Price | None:
+        return self.ask.price or self._backends.provider.price
+
+    def attributes(self) -> dict[str, Any]:
+        """For the span of the call: who served it, how often it was sent, what it used and cost."""
+        attributes: dict[str, Any] = {
+            names.PROVIDER_NAME: self._backends.provider.name,
+            names.PROVIDER_RETRIES: self.retries,
+        }
+        if self.usage is not None:
+            attributes[names.INPUT_TOKENS] = self.usage.input_tokens
+            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens
+        if self.cost is not None:
+            attributes[names.COST] = self.cost
+        return attributes
+
+    async def __aenter__(self) -> Self:
+        ask, backends = self.ask, self._backends
+        prompt, most = len(ask.body) // _BYTES_OF_TOKEN, ask.max_output_tokens
+        most = backends.provider.max_output_tokens if most is None else most
+        self._expected = prompt + most
+        if backends.budgets.config:
+            worst = self.price.dollars(Usage(prompt, most)) if self.price else 0.0
+            self._reservation = await backends.budgets.reserve(ask.rollout_id, worst, self._expected)
+        try:
+            await backends.limits.enter(self._expected)
+        except BaseException:
+            self._release()
+            raise
+        try:
+            backends.began()
+            await self._send()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._settled and self._answer is not None:
+            # Cut off: what was sent of it was drawn, and will be charged.
+            self.settle(Usage(len(self.ask.body) // (2 * _BYTES_OF_TOKEN), self._events))
+        await self._end()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The bytes of a streamed answer as they come. Raises Problem where they break off."""
+        if self._chunks is None:
+            return
+        chunk: bytes | None = self._first
+        try:
+            while chunk is not None:
+                self._events += chunk.count(b"\n\n")
+                yield chunk
+                chunk = await anext(self._chunks, None)
+        except TransportError as error:
+            failure = of_transport(self._backends.provider, error)
+            self._judge(failure)
+            raise failure.problem from error
+
+    def settle(self, usage: Usage | None) -> None:
+        """What the call used, as its provider says; None: it did not say, and an estimate is kept. Once is enough."""
+        if self._settled:
+            return
+        self._settled = True
+        self.usage = usage or Usage(len(self.ask.body) // (2 * _BYTES_OF_TOKEN), self._events or len(self.body) // 4)
+        if self.price is not None:
+            self.cost = self.price.dollars(self.usage)
+            self._backends.dollars += self.cost
+        if self._reservation is not None:
+            self._reservation.settle(self.cost or 0.0, self.usage.tokens)
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        tried: list[Backend] = []
+        while (failure := await self._try(self._backends.choose(self.ask.affinity, tried))) is not None:
+            tried.append(self._backend or self._backends.all[0])
+            pause = self._pause(failure, tried)
+            if pause is None or not self._backends.may_repeat():
+                raise failure.problem
+            self.retries += 1
+            logger.info("asking the provider %r again: %s", self._backends.provider.name, failure.problem.message)
+            await asyncio.sleep(pause)
+
+    async def _try(self, backend: Backend) -> Failure | None:
+        """Ask one server, up to the first byte that somebody may be shown. Returns what went wrong."""
+        self._backend = backend
+        backend.under_way += 1
+        try:
+            failure = await self._ask(backend)
+        except TransportError as error:
+            failure = of_transport(self._backends.provider, error)
+        except BaseException:
+            await self._hang_up()
+            raise
+        if failure is None:
+            backend.health.succeeded()
+            return None
+        await self._hang_up()
+        self._judge(failure)
+        return failure
+
+    async def _ask(self, backend: Backend) -> Failure | None:
+        provider, ask = self._backends.provider, self.ask
+        answer = self._answer = await self._backends.transport.send(
+            "POST",
+            provider.url(backend.url, ask.path),
+            (*backend.headers, *_others(ask.headers, backend.headers)) if ask.headers else backend.headers,
+            ask.body,
+            connect_seconds=provider.connect_seconds,
+            timeout_seconds=provider.timeout_seconds,
+        )
+        self.status = answer.status
+        await answer.__aenter__()
+        if not 200 <= answer.status < 300:
+            return of_answer(provider, answer.status, answer.headers, await answer.read())
+        if ask.stream:
+            self._chunks = answer.chunks()
+            self._first = await anext(self._chunks, b"")
+        else:
+            self.body = await answer.read()
+        return None
+
+    def _judge(self, failure: Failure) -> None:
+        """What a failure says of the server."""
+        if self._backend is None:
+            return
+        if failure.sick:
+            self._backend.health.failed(failure.unreachable)
+            if self._backend.health.doubted:
+                self._backends.watch()
+        elif failure.rest_seconds is not None:
+            self._backend.health.rest(min(failure.rest_seconds, self._backends.provider.max_wait_seconds))
+
+    def _pause(self, failure: Failure, tried: Sequence[Backend]) -> float | None:
+        """How long to wait before the next try; None: there is none."""
+        provider = self._backends.provider
+        if not failure.repeatable or self.retries >= provider.retries:
+            return None
+        after = self._backends.choose(self.ask.affinity, tried)
+        if after not in tried and after.health.well:
+            return 0.0
+        if failure.rest_seconds is not None:
+            if failure.rest_seconds <= provider.max_wait_seconds:
+                return failure.rest_seconds
+            failure.problem.retry = True  # Nobody has waited: the caller may.
+            return None
+        return _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    async def _hang_up(self) -> None:
+        if self._backend is not None:
+            self._backend.under_way -= 1
+        answer, self._answer, self._chunks = self._answer, None, None
+        if answer is not None:
+            await answer.__aexit__(None, None, None)
+
+    async def _end(self) -> None:
+        if self._answer is not None:
+            await self._hang_up()
+        self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else None)
+        self._release()
+
+    def _release(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
+
+
+def _score(affinity: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{affinity}\n{url}".encode(), digest_size=8).digest()
+
+
+def _headers(provider: Provider) -> Headers:
+    """What every call to a provider carries."""
+    key = provider.key()
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if provider.dialect == "anthropic":
+        headers |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
+    elif key:
+        headers["authorization"] = f"Bearer {key}"
+    headers |= {name.lower(): value for name, value in provider.headers.items()}
+    return tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
+
+
+def _others(given: Headers, own: Headers) -> list[tuple[bytes, bytes]]:
+    named = {name for name, _ in own}
+    return [(name, value) for name, value in given if name not in named]

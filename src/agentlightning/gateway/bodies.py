@@ -1,0 +1,242 @@
+"""A request, read in any dialect, as the body that a provider of another one takes.
+
+Pure. What the provider's dialect has no word for, and would change what is answered, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+
+from agentlightning.gateway.constraint import Constraint
+from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.fields import MESSAGES_PARAMS, RESPONSES_PARAMS, short
+from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
+from agentlightning.gateway.images import as_blocks, as_chat, has_images, without
+from agentlightning.gateway.problems import bad
+from agentlightning.gateway.provider import Provider
+from agentlightning.policy.base import Message, SamplingParams
+
+Json = dict[str, Any]
+
+_READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
+_NEW_NAME: Final = ("api.openai.com", ".openai.azure.com")
+"""Hosts that know `max_tokens` only by its later name; servers of others may know only the first."""
+
+
+def given_params(asked: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
+    """The sampling parameters that somebody set, by the names of `SamplingParams`: no default of ours is sent."""
+    named = {_READERS[name][0] for name in (*asked, *forced) if name in _READERS and _set(asked, forced, name)}
+    return {name: getattr(params, name) for name in sorted(named)}
+
+
+def _set(asked: Mapping[str, Any], forced: Mapping[str, Any], name: str) -> bool:
+    return asked.get(name) is not None or forced.get(name) is not None
+
+
+def shape_of(asked: Mapping[str, Any]) -> Json | None:
+    """The format of the content that a request asks for, as chat completions has it; None for plain text."""
+    flat = _object(asked, "text").get("format") or _object(asked, "output_config").get("format")
+    shape = asked.get("response_format") or flat or asked.get("output_format")
+    if not isinstance(shape, dict) or shape.get("type") in (None, "text"):
+        return None
+    if shape["type"] != "json_schema" or "json_schema" in shape:
+        return dict(shape)
+    named = {key: shape[key] for key in ("name", "schema", "strict", "description") if shape.get(key) is not None}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True} | named}
+
+
+def _object(data: Mapping[str, Any], name: str) -> Json:
+    value = data.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+# -- chat completions ------------------------------------------------------------------------------------------------
+
+
+def chat_body(request: Request, provider: Provider, model: str, params: Json) -> Json:
+    """The body of POST /v1/chat/completions."""
+    body: Json = {"model": model, "messages": _chat_messages(request.messages, thoughts=provider.token_ids)}
+    names = {"max_tokens": _limit_name(provider)}
+    body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
+    if request.tools:
+        body["tools"] = request.tools
+        if (choice := _chat_choice(request.constraint)) is not None:
+            body["tool_choice"] = choice
+        if request.constraint.one_call:
+            body["parallel_tool_calls"] = False
+    if (shape := shape_of(request.asked)) is not None:
+        body["response_format"] = shape
+    if request.n > 1:
+        body["n"] = request.n
+    if request.logprobs:
+        raise bad("include", f"log-probabilities are not passed on from the provider {provider.name!r}; leave them out")
+    if request.stream:
+        body["stream"] = True
+    return body
+
+
+def _on_the_wire(name: str, value: Any) -> Any:
+    if name == "logit_bias":
+        return {str(token): bias for token, bias in value}
+    return list(value) if name == "stop" else value
+
+
+def _limit_name(provider: Provider) -> str:
+    host = urlsplit(provider.base_urls[0]).hostname or ""
+    return "max_completion_tokens" if host.endswith(_NEW_NAME) else "max_tokens"
+
+
+def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
+    """Images in the result of a tool follow it as a message of the user: a tool's message holds text only."""
+    sent: list[Json] = []
+    shown: list[str] = []
+    for message in messages:
+        if message["role"] != "tool" and shown:
+            sent.append({"role": "user", "content": as_chat("".join(shown))})
+            shown = []
+        content = message.get("content") or ""
+        if message["role"] == "tool":
+            content, images = without(content)
+            shown += images
+        kept = {key: value for key, value in message.items() if thoughts or key != "reasoning_content"}
+        sent.append(kept | {"content": _chat_content(message, content)})
+    return [*sent, {"role": "user", "content": as_chat("".join(shown))}] if shown else sent
+
+
+def _chat_content(message: Message, content: str) -> Any:
+    return None if not content and message.get("tool_calls") else as_chat(content)
+
+
+def _chat_choice(constraint: Constraint) -> Any:
+    names = sorted(constraint.names) if constraint.names is not None else []
+    if constraint.needs_call and len(names) == 1:
+        return {"type": "function", "function": {"name": names[0]}}
+    if constraint.names is None:
+        return "required" if constraint.needs_call else None
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    mode = "required" if constraint.needs_call else "auto"
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+# -- Anthropic's messages --------------------------------------------------------------------------------------------
+
+
+def messages_body(request: Request, provider: Provider, model: str, params: Json) -> Json:
+    """The body of POST /v1/messages. Raises Problem 400 naming what Anthropic cannot be asked."""
+    _refuse_foreign(request, provider, params)
+    system, messages = _turns(request.messages)
+    body: Json = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": params.get("max_tokens") or provider.max_output_tokens,
+    }
+    if system:
+        body["system"] = system
+    body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
+    if params.get("stop"):
+        body["stop_sequences"] = list(params["stop"])
+    body |= _tools(request)
+    if (shape := shape_of(request.asked)) is not None:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
+    if request.stream:
+        body["stream"] = True
+    return body
+
+
+_ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
+"""Sampling parameters it has a word for."""
+
+
+def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
+    shape = shape_of(request.asked)
+    asked: list[tuple[str, Any, bool]] = [
+        ("n", request.n, request.n == 1),
+        ("logprobs", request.logprobs, not request.logprobs),
+        ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
+        ("response_format", shape, shape is None or shape["type"] == "json_schema"),
+    ]
+    asked += [(name, value, not value and name != "seed") for name, value in params.items() if name not in _ANTHROPICS]
+    for name, value, fine in asked:
+        if not fine:
+            message = (
+                f"{name}={short(value)} cannot be asked of the provider {provider.name!r}, which speaks Anthropic's"
+            )
+            raise bad(name, f"{message} /v1/messages; leave it out")
+
+
+def _turns(messages: Sequence[Message]) -> tuple[str, list[Json]]:
+    """(the system prompt, turns of user and assistant by turns). Results of tools are the user's; what the system says
+    later on is told by the user."""
+    system: list[str] = []
+    turns: list[Json] = []
+    for message in messages:
+        if message["role"] == "system" and not turns:
+            system.append(message.get("content") or "")
+            continue
+        role, blocks = _turn(message)
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += blocks
+        elif blocks:
+            turns.append({"role": role, "content": blocks})
+    return "\n\n".join(filter(None, system)), turns
+
+
+def _turn(message: Message) -> tuple[str, list[Json]]:
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        result: Any = as_blocks(content) if has_images(content) else content
+        return "user", [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": result}]
+    if message["role"] != "assistant":
+        return "user", as_blocks(content)
+    return "assistant", as_blocks(content) + [_tool_use(call) for call in message.get("tool_calls") or ()]
+
+
+def _tool_use(call: Json) -> Json:
+    function = call["function"]
+    try:
+        given = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        given = None
+    arguments = given if isinstance(given, dict) else {RAW_ARGUMENTS: function["arguments"]}
+    return {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": arguments}
+
+
+def _tools(request: Request) -> Json:
+    if not request.tools:
+        return _tools_of_old(request.messages)
+    constraint = request.constraint
+    tools = [tool["function"] for tool in request.tools]
+    if constraint.names is not None:
+        tools = [tool for tool in tools if tool["name"] in constraint.names]
+    choice: Json = {"type": "any" if constraint.needs_call else "auto"}
+    if constraint.needs_call and len(tools) == 1:
+        choice = {"type": "tool", "name": tools[0]["name"]}
+    if constraint.one_call:
+        choice["disable_parallel_tool_use"] = True
+    asked = {"tool_choice": choice} if choice != {"type": "auto"} else {}
+    return {"tools": [_tool(tool) for tool in tools]} | asked
+
+
+def _tools_of_old(messages: Sequence[Message]) -> Json:
+    """A conversation in which tools were called must name them, even where none may be called now."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = dict.fromkeys(call["function"]["name"] for call in calls)
+    if not names:
+        return {}
+    return {"tools": [_tool({"name": name}) for name in names], "tool_choice": {"type": "none"}}
+
+
+def _tool(function: Mapping[str, Any]) -> Json:
+    tool: Json = {"name": function["name"], "input_schema": function.get("parameters") or {"type": "object"}}
+    return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}
+
+
+BODIES: Final[Mapping[str, Callable[[Request, Provider, str, Json], Json]]] = {
+    "chat/completions": chat_body,
+    "messages": messages_body,
+}
+"""By the path that is asked instead."""

@@ -1,0 +1,108 @@
+"""The configuration of a gateway: where calls go, what they may cost, how agents are recognised.
+
+Given to `agl serve --routes FILE`, as the section `[gateway]` of a training run, or in Python. Only shapes: what they
+mean is the business of `gateway.routing`, `gateway.backends`, `gateway.budget` and `gateway.agents`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentlightning.gateway.agents import AgentRule
+from agentlightning.gateway.provider import Price, Provider
+from agentlightning.policy.servers import ServedModel
+
+_SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Rule(BaseModel):
+    """Which calls go where."""
+
+    model_config = _SECTION
+
+    model: str = "*"
+    """The name that is asked for: as it is, or a pattern with `*`, `?` and `[...]`."""
+    agent: str = "*"
+    """The agent that asks: as it is, or a pattern. A call whose agent is not known fits `*` only."""
+    engine: str | None = None
+    """The engine that serves them, by its name: the policy, an adapter, a frozen reference."""
+    provider: str | None = None
+    """The provider that serves them, by its name."""
+    send_model: str | None = None
+    """What the provider calls the model; None: as the provider is configured."""
+    price: Price | None = None
+    """US dollars for a million tokens of this model; None: as the provider is configured."""
+
+    @model_validator(mode="after")
+    def _leads_somewhere(self) -> Rule:
+        if (self.engine is None) == (self.provider is None):
+            raise ValueError("a rule names an engine or a provider, one of them")
+        if self.engine is not None and (self.send_model is not None or self.price is not None):
+            raise ValueError("send_model and price are for a provider; an engine has neither")
+        return self
+
+    def fits(self, model: str | None, agent: str | None) -> bool:
+        return fnmatchcase(model or "", self.model) and (self.agent == "*" or fnmatchcase(agent or "", self.agent))
+
+
+class BudgetConfig(BaseModel):
+    """What calls to providers may cost. Calls to our own engines are not counted."""
+
+    model_config = _SECTION
+
+    dollars: float | None = Field(default=None, gt=0)
+    """US dollars of all rollouts together; None: no limit."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Tokens of all rollouts together, prompts and answers; None: no limit."""
+    rollout_dollars: float | None = Field(default=None, gt=0)
+    """US dollars of each rollout, over all its attempts; None: no limit."""
+    rollout_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of each rollout, over all its attempts; None: no limit."""
+    file: str | None = None
+    """Where the total is kept from one start of the server to the next; remove it to start at zero. None: beside the
+    store's file, or in memory where there is none."""
+
+    def __bool__(self) -> bool:
+        return any((self.dollars, self.tokens, self.rollout_dollars, self.rollout_tokens))
+
+
+class GatewayConfig(BaseModel):
+    """Where model calls go."""
+
+    model_config = _SECTION
+
+    default_model: str | None = None
+    """Serves requests that name no model; None: the only engine there is, or the first `--model` of `agl serve`."""
+    accept_any_model: bool | None = None
+    """Whether the default model also serves requests that name an unknown one; None: in training, and where there are
+    no routes."""
+    models: dict[str, str | ServedModel] = Field(default_factory=dict[str, str | ServedModel])
+    """Further models to serve, which do not learn (a frozen reference, say): name -> directory that transformers
+    loads, or a table of the servers that sample from it."""
+    routes: tuple[Rule, ...] = ()
+    """Which calls go where: read in order, the first that fits decides. After them come engines by their names."""
+    providers: tuple[Provider, ...] = ()
+    """Other people's model servers, and vLLM or SGLang servers, that routes lead to."""
+    agents: tuple[AgentRule, ...] = ()
+    """How agents are recognised that do not name themselves."""
+    structured_output: Literal["auto", "always", "never"] = "auto"
+    """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
+    from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    """What calls to providers may cost."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> GatewayConfig:
+        twice = [name for name, times in Counter(provider.name for provider in self.providers).items() if times > 1]
+        if twice:
+            raise ValueError(f"two providers are called {twice[0]!r}; give each a name of its own")
+        known = {provider.name for provider in self.providers}
+        for number, rule in enumerate(self.routes):
+            if rule.provider is not None and rule.provider not in known:
+                listed = ", ".join(sorted(known)) or "none"
+                raise ValueError(f"routes.{number} leads to the provider {rule.provider!r}; known: {listed}")
+        return self

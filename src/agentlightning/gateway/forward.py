@@ -1,0 +1,316 @@
+"""A call that its provider can read as it came: passed on nearly unread, answered as it comes, and recorded.
+
+The model's name is replaced, what the record needs is asked for, and what the caller did not ask for is taken out of
+the answer again; all else, images and fields nobody here knows among them, passes as it is. An answer is recorded
+before its last bytes go out, so that nothing an agent has heard is lost. Who is asked, and how often, is
+`gateway.backends`; calls in another dialect than the provider's are `gateway.translate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.backends import Ask, Call
+from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear
+from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.provider import Path
+from agentlightning.gateway.routing import Route
+from agentlightning.gateway.said import OPERATIONS, asked_attributes, said_messages
+from agentlightning.gateway.wire import Outlet
+from agentlightning.span import Span, new_span_id
+
+Json = dict[str, Any]
+Keep = Callable[[list[Span]], Awaitable[None] | None]
+"""What it was given survives the end of this process when it returns None, or else once that was awaited. Raises
+StoreError."""
+
+_PASSED_HEADERS: Final = frozenset({"anthropic-beta", "openai-beta", "openai-organization", "openai-project"})
+_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed", "message_stop", "error"})
+"""Types of the events that end a stream."""
+
+
+def can_forward(path: Path, route: Route) -> bool:
+    """Whether the provider of a route reads calls of this path as they are."""
+    return route.provider is not None and route.provider.serves(path)
+
+
+@dataclass(slots=True)
+class Forward:
+    """One call to a provider in its own dialect. `run` it once."""
+
+    path: Path
+    route: Route
+    caller: Caller
+    data: Json
+    """The request."""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of the request, by lower-case name."""
+    trace_id: str = ""
+    forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the attempt's resources say of the sampling, whatever the agent asks for."""
+    heard: Heard = field(default_factory=Heard, init=False)
+    _started: float = field(default_factory=time.time, init=False)
+    _strip: Strip = field(default_factory=lambda: Strip(), init=False)
+    _kept: bool = field(default=False, init=False)
+
+    @property
+    def stream(self) -> bool:
+        return self.data.get("stream") is True
+
+    async def run(self, keep: Keep, outlet: Outlet) -> None:
+        """Ask, answer, record. Raises Problem where the provider fails, and what `keep` raises; a failure is recorded
+        as well."""
+        backends = self.route.backends
+        assert backends is not None
+        call = backends.call(self._ask())
+        try:
+            async with call:
+                await (self._pass_stream if self.stream else self._pass_whole)(call, keep, outlet)
+        except BaseException as error:
+            if not self._kept and self.caller.attempt:
+                await _to_the_end(keep(self._failed(call, error)))
+            raise
+
+    # -- the request -----------------------------------------------------------------------------------------------
+
+    def _ask(self) -> Ask:
+        data, attempt = self.data, self.caller.attempt
+        limits = [data[name] for name in _LIMITS if isinstance(data.get(name), int)]
+        answers = data.get("n", 1)
+        headers = [(name.encode(), value.encode()) for name, value in self.headers.items() if name in _PASSED_HEADERS]
+        return Ask(
+            self.path,
+            orjson.dumps(self._changed()),
+            self.stream,
+            headers,
+            "/".join(attempt) if attempt else "",
+            attempt[0] if attempt else "",
+            max(limits) * (answers if isinstance(answers, int) else 1) if limits else None,
+            self.route.price,
+        )
+
+    def _changed(self) -> Json:
+        """The request as the provider gets it."""
+        sent = self.data | {"model": self.route.send_model}
+        for name, value in self.forced.items():
+            sent[self._name_of(name)] = value
+        provider = self.route.provider
+        if self.path in ("chat/completions", "completions"):
+            if self.stream:
+                self._ask_usage(sent)
+            if provider is not None and provider.token_ids:
+                self._ask_tokens(sent)
+        return sent
+
+    def _name_of(self, name: str) -> str:
+        """How this request calls a parameter of the sampling."""
+        if name != "max_tokens":
+            return name
+        if self.path == "responses":
+            return "max_output_tokens"
+        return "max_completion_tokens" if "max_completion_tokens" in self.data else name
+
+    def _ask_usage(self, sent: Json) -> None:
+        options = sent.get("stream_options")
+        options = cast("Json", options) if isinstance(options, dict) else {}
+        if not options.get("include_usage"):
+            sent["stream_options"] = options | {"include_usage": True}
+            self._strip.usage = True
+
+    def _ask_tokens(self, sent: Json) -> None:
+        if not sent.get("return_token_ids"):
+            sent["return_token_ids"] = True
+            self._strip.token_ids = True
+        chat = self.path == "chat/completions"
+        if sent.get("logprobs") in (None, False) and (chat or sent.get("logprobs") is None):
+            sent["logprobs"] = True if chat else 0
+            self._strip.logprobs = True
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        body = call.body
+        try:
+            answer = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            raise self._broken("sent an answer that is not JSON") from None
+        hear(READERS[self.path], self.heard, answer)
+        call.settle(self.heard.usage)
+        if self._strip and self._strip.take_out(answer):
+            body = orjson.dumps(answer)
+        await self._keep(keep, call)
+        await outlet.whole(200, body)
+
+    async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        events, last = Events(), list[bytes]()
+        async for chunk in call.chunks():
+            shown = [self._hear(event, last) for event in events.feed(chunk)]
+            if passed := b"".join(shown):
+                await outlet.write(passed)
+        self._check_whole(bool(last))
+        call.settle(self.heard.usage)
+        await self._keep(keep, call)
+        await outlet.write(b"".join(last) + events.rest)
+        await outlet.close()
+
+    def _hear(self, event: bytes, last: list[bytes]) -> bytes:
+        """What to show of an event now; `last` gathers what is shown when all is recorded."""
+        data = event_data(event)
+        hear(READERS[self.path], self.heard, data)
+        if self._strip and isinstance(data, dict):
+            event = self._strip.shown(event, cast("Json", data))
+        if last or (data is None and b"[DONE]" in event) or (data is not None and data.get("type") in _LAST):
+            last.append(event)
+            return b""
+        return event
+
+    def _check_whole(self, ended: bool) -> None:
+        """Raises Problem where a stream ended without its end."""
+        if not ended and not any(choice.reason for choice in self.heard.choices.values()):
+            raise self._broken("ended its stream before the answer was whole")
+
+    def _broken(self, what: str) -> Problem:
+        name = self.route.provider.name if self.route.provider else ""
+        return Problem(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _keep(self, keep: Keep, call: Call) -> None:
+        self._kept = True
+        if self.caller.attempt:
+            await _to_the_end(keep(self._spans(call)))
+
+    def _spans(self, call: Call) -> list[Span]:
+        """One for each answer. What the call cost is said once."""
+        heard, now = self.heard, time.time()
+        choices = [heard.choices[index] for index in sorted(heard.choices)] or [Choice()]
+        shared = self._attributes() | call.attributes()
+        status = ("ERROR", heard.error) if heard.error else ("OK", None)
+        spans: list[Span] = []
+        for choice in choices:
+            attributes = shared | self._choice_attributes(choice)
+            if spans:
+                attributes.pop(names.COST, None)
+                if choice.token_ids is None:
+                    attributes.pop(names.OUTPUT_TOKENS, None)
+            spans.append(self._span(attributes, now, *status))
+        return spans
+
+    def _choice_attributes(self, choice: Choice) -> Json:
+        said = said_messages(self.path, self.data, choice.index // max(1, self.data.get("n") or 1))
+        attributes: Json = {names.INPUT_MESSAGES: said}
+        if self.path == "embeddings":
+            return attributes
+        attributes[names.OUTPUT_MESSAGES] = orjson.dumps([choice.message()]).decode()
+        attributes[names.FINISH_REASONS] = [choice.reason or "error"]
+        prompt = choice.prompt_token_ids or self.heard.prompt_token_ids
+        drawn, logprobs = choice.token_ids, choice.logprobs
+        if not (prompt and drawn and logprobs and len(drawn) == len(logprobs)) or None in cast("list[Any]", logprobs):
+            return attributes | {names.TOKENS: "none"}
+        return attributes | {
+            names.TOKENS: "provider",
+            names.OUTPUT_TOKENS: len(drawn),
+            names.PROMPT_TOKEN_IDS: prompt,
+            names.RESPONSE_TOKEN_IDS: drawn,
+            names.LOGPROBS: logprobs,
+        }
+
+    def _failed(self, call: Call, error: BaseException) -> list[Span]:
+        """What was heard before it failed. It holds no tokens: there is nothing to learn from them."""
+        cancelled = isinstance(error, asyncio.CancelledError)
+        kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
+        message = "the caller hung up before the answer was whole" if cancelled else str(error)
+        choice = self.heard.choices.get(0) or Choice()
+        choice.reason = None
+        attributes = self._attributes() | call.attributes()
+        attributes[names.ERROR_TYPE] = kind
+        attributes[names.INPUT_MESSAGES] = said_messages(self.path, self.data)
+        attributes[names.OUTPUT_MESSAGES] = orjson.dumps([choice.message()]).decode()
+        return [self._span(attributes, time.time(), "ERROR", message)]
+
+    def _attributes(self) -> Json:
+        heard, asked = self.heard, self.data.get("model")
+        attributes: Json = {
+            names.OPERATION_NAME: OPERATIONS[self.path],
+            names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
+            names.RESPONSE_MODEL: heard.model or self.route.send_model,
+            **asked_attributes({**self.data, **self.forced} if self.forced else self.data),
+            **self.caller.attributes(),
+        }
+        if heard.id:
+            attributes[names.RESPONSE_ID] = heard.id
+        return attributes
+
+    def _span(self, attributes: Json, end_time: float, status: str, message: str | None) -> Span:
+        caller = self.caller
+        return Span(
+            rollout_id=caller.rollout_id or "",
+            attempt_id=caller.attempt_id or "",
+            name=f"{OPERATIONS[self.path]} {self.route.name}",
+            start_time=self._started,
+            end_time=end_time,
+            trace_id=caller.trace_id or self.trace_id,
+            span_id=new_span_id(),
+            parent_id=caller.parent_id,
+            status_code=status,
+            status_message=message,
+            attributes=attributes,
+        )
+
+
+@dataclass(slots=True)
+class Strip:
+    """What was asked of the provider for the record, and is no business of the caller's."""
+
+    usage: bool = False
+    token_ids: bool = False
+    logprobs: bool = False
+
+    def __bool__(self) -> bool:
+        return self.usage or self.token_ids or self.logprobs
+
+    def take_out(self, answer: Any) -> bool:
+        """Of an answer or an event, in place; whether there was anything."""
+        if not isinstance(answer, dict) or not (self.token_ids or self.logprobs):
+            return False
+        found = cast("Json", answer)
+        changed = self.token_ids and found.pop("prompt_token_ids", None) is not None
+        choices = found.get("choices")
+        for choice in cast("list[Any]", choices) if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            given = cast("Json", choice)
+            if self.token_ids:
+                changed |= given.pop("token_ids", None) is not None
+                changed |= given.pop("prompt_token_ids", None) is not None
+            if self.logprobs and given.get("logprobs") is not None:
+                given["logprobs"] = None
+                changed = True
+        return changed
+
+    def shown(self, event: bytes, data: Json) -> bytes:
+        """An event as the caller sees it; nothing of the one that only says what was used."""
+        if self.usage and data.get("usage") and not data.get("choices"):
+            return b""
+        return b"data: " + orjson.dumps(data) + b"\n\n" if self.take_out(data) else event
+
+
+async def _to_the_end(work: Awaitable[None] | None) -> None:
+    """Wait for work that is finished even where its caller is cancelled meanwhile."""
+    if work is None:
+        return
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,0 +1,179 @@
+"""The part of the gateway that passes calls on to providers: finds the route, and sees to it that a caller that hangs
+up ends the call.
+
+Called by the gateway for each call, before its body is read as a request to our own engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, cast
+
+import orjson
+from starlette.types import Receive, Scope
+
+from agentlightning import span as names
+from agentlightning.gateway.agents import Agents
+from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.backends import Ask
+from agentlightning.gateway.contexts import AttemptContext, Contexts
+from agentlightning.gateway.counters import Counters
+from agentlightning.gateway.forward import Forward, can_forward
+from agentlightning.gateway.provider import COUNT_TOKENS, Path, Price, Usage
+from agentlightning.gateway.routing import Route, Routes
+from agentlightning.gateway.translate import Translator
+from agentlightning.gateway.wire import ClientGone, Outlet, until_gone
+from agentlightning.span import Span, new_trace_id
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.journal import JournaledStore
+
+logger = logging.getLogger(__name__)
+
+HANG_UP: Final = "agentlightning.hang_up"
+"""In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
+
+
+class Forwarder:
+    """Serves the calls that go to a provider, as they are or translated; leaves all others alone."""
+
+    def __init__(
+        self,
+        table: Routes,
+        store: LightningStoreBase,
+        contexts: Contexts,
+        find_context: Callable[[Caller], Awaitable[AttemptContext]],
+        agents: Agents,
+        counters: Counters,
+        translator: Translator,
+    ) -> None:
+        self._translator = translator
+        self._table = table
+        self._store = store
+        self._contexts = contexts
+        self._find_context = find_context
+        self._agents = agents
+        self._counters = counters
+        self.keep = self._await_store
+        if isinstance(store, JournaledStore):
+            self.keep = store.keep
+            store.on_written = self._look_at
+
+    async def serve(
+        self,
+        path: Path,
+        caller: Caller,
+        headers: Mapping[str, str],
+        body: bytes,
+        scope: Scope,
+        receive: Receive,
+        outlet: Outlet,
+    ) -> bool:
+        """Whether it was a call to pass on, and is answered. Raises Problem, StoreError, and ClientGone where the
+        caller hung up."""
+        if (asked := _read(body)) is None:
+            return False
+        caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
+        model = caller.agent.model
+        if model is None and "model" in asked and not isinstance(asked["model"], str):
+            return False
+        route = self._table.resolve(model, caller.agent.name)
+        if route.backends is None:
+            return False
+        forward = await self._prepare(path, route, caller, headers, asked)
+        with _ended_by_hanging_up(scope, receive):
+            await forward.run(self.keep, outlet)
+        if (usage := forward.heard.usage) is not None:
+            self._counters.prompt_tokens += usage.input_tokens
+            self._counters.response_tokens += usage.output_tokens
+        return True
+
+    async def count(self, caller: Caller, headers: Mapping[str, str], body: bytes, outlet: Outlet) -> bool:
+        """Whether it was a question how many tokens a prompt has for a provider that counts them, and is answered.
+        Costs nothing, and is not recorded."""
+        if (asked := _read(body)) is None:
+            return False
+        agent = self._agents.identify(headers, asked, self._table)
+        route = self._table.resolve(agent.model, agent.name)
+        if route.backends is None or not can_forward("messages", route):
+            return False
+        if caller.attempt is not None:
+            await self._find_context(caller)
+        sent = orjson.dumps(asked | {"model": route.send_model})
+        affinity = "/".join(caller.attempt or ())
+        async with route.backends.call(
+            Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price())
+        ) as call:
+            call.settle(Usage())
+        await outlet.whole(200, call.body)
+        return True
+
+    async def _prepare(
+        self, path: Path, route: Route, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any]
+    ) -> Forward:
+        resource, forced, trace_id = "", dict[str, Any](), new_trace_id()
+        if caller.attempt is None:
+            self._counters.unattributed += 1
+        else:
+            context = await self._find_context(caller)
+            resource, forced = context.sampling_parameters(route.name)
+            trace_id = context.trace_id
+        if can_forward(path, route):
+            return Forward(path, route, caller, asked, headers, trace_id, forced)
+        return self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _await_store(self, spans: Sequence[Span]) -> None:
+        """For a store without a journal: what it returned from is on the disk."""
+        self._look_at(await self._store.add_many_spans(spans))
+
+    def _look_at(self, kept: Sequence[Span]) -> None:
+        """An attempt that was superseded takes no more calls."""
+        for span in kept:
+            if names.SUPERSEDED in span.attributes:
+                self._contexts.doubt(span.rollout_id, span.attempt_id)
+
+
+def _read(body: bytes) -> dict[str, Any] | None:
+    """None for what is no object: whoever reads it as a request says what is wrong with it."""
+    try:
+        asked = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return cast("dict[str, Any]", asked) if isinstance(asked, dict) else None
+
+
+@contextmanager
+def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
+    """Inside, a caller that hangs up ends the work of this task; raises ClientGone where one did."""
+    task, gone = asyncio.current_task(), list[bool]()
+    assert task is not None
+    end = partial(_end, task, gone)
+    tell = scope.get(HANG_UP)
+    watch = None
+    if tell is not None:
+        tell(end)
+    else:
+        watch = asyncio.create_task(until_gone(receive))
+        watch.add_done_callback(lambda watch: None if watch.cancelled() else end())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        if tell is not None:
+            tell(None)
+        elif watch is not None:
+            watch.cancel()
+
+
+def _end(task: asyncio.Task[Any], gone: list[bool]) -> None:
+    gone.append(True)
+    task.cancel()

@@ -1,0 +1,123 @@
+"""Where a call goes: the table from model names and agents to engines and providers.
+
+Rules are read in order and the first that fits decides; after them come the engines by their own names, then the
+default. Called by the gateway once for each call. It sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.backends import Backends
+from agentlightning.gateway.config import Rule
+from agentlightning.gateway.problems import Problem, bad
+from agentlightning.gateway.provider import Price, Provider
+from agentlightning.policy.base import Engine
+
+_MAX_KNOWN: Final = 4096
+"""Names whose routes are remembered: callers make names up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the calls of one model name and agent go: to an engine, or to a provider's servers."""
+
+    name: str
+    """The served model: what replies and spans call it."""
+    engine: Engine | None = None
+    backends: Backends | None = None
+    """The servers of `provider`."""
+    send_model: str = ""
+    """What the provider calls the model."""
+    price: Price | None = None
+
+    @property
+    def provider(self) -> Provider | None:
+        return self.backends.provider if self.backends else None
+
+
+class Routes:
+    """The table. `default_model` names an engine, or a model that a rule fits: it serves requests that name no model
+    and, with `accept_any_model`, those that name an unknown one; a single engine is its own default. Raises ConfigError
+    on a rule or a default that leads nowhere."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        rules: Sequence[Rule] = (),
+        backends: Mapping[str, Backends] | None = None,
+        *,
+        default_model: str | None = None,
+        accept_any_model: bool = False,
+    ) -> None:
+        self._engines, self._rules, self._backends = dict(engines), tuple(rules), dict(backends or {})
+        self._accept_any = accept_any_model
+        self._known: dict[tuple[str | None, str | None], Route] = {}
+        self._check_rules()
+        named = [rule.model for rule in rules if not set(rule.model) & set("*?[")]
+        self.models: tuple[str, ...] = tuple(dict.fromkeys([*engines, *named]))
+        """The names that are served, patterns left out."""
+        if default_model is None and len(engines) == 1:
+            default_model = next(iter(engines))
+        if default_model is not None and self._find(default_model, None) is None:
+            raise ConfigError(f"default_model={default_model!r} is not served; use one of {', '.join(self.models)}")
+        if accept_any_model and default_model is None:
+            raise ConfigError("accept_any_model=True needs a default_model to serve unknown names")
+        self._default = default_model
+
+    def __contains__(self, model: object) -> bool:
+        """Whether a name is served as it is, and not as the default. A name with an `@` fits no pattern: it says who
+        asks."""
+        if model in self.models:
+            return True
+        return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
+
+    def resolve(self, model: str | None, agent: str | None = None) -> Route:
+        """Raises Problem 400 where no model is named, 404 for an unknown one."""
+        if (known := self._known.get((model, agent))) is not None:
+            return known
+        route = self._find(model, agent)
+        if route is None and self._default is not None and (self._accept_any or model is None):
+            route = self._find(self._default, agent)
+        if route is None:
+            raise self._unknown(model)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[model, agent] = route
+        return route
+
+    def _find(self, model: str | None, agent: str | None) -> Route | None:
+        for rule in self._rules:
+            if rule.fits(model, agent) and (route := self._lead(rule, model)) is not None:
+                return route
+        return Route(model, self._engines[model]) if model in self._engines else None
+
+    def _lead(self, rule: Rule, model: str | None) -> Route | None:
+        """None where nothing says which of the provider's models is meant."""
+        if rule.engine is not None:
+            return Route(rule.engine, self._engines[rule.engine])
+        backends = self._backends[rule.provider or ""]
+        sent = rule.send_model or backends.provider.model or model
+        if not sent:
+            return None
+        return Route(model or sent, None, backends, sent, rule.price or backends.provider.price)
+
+    def _unknown(self, model: str | None) -> Problem:
+        known = ", ".join(self.models) or "none, start the server with one: agl serve --model DIR"
+        if model is None:
+            return bad("model", f"the request names no model; this server has: {known}")
+        message = f"the model {model!r} is not served here; known: {known}"
+        return Problem(404, message, code="model_not_found", param="model")
+
+    def _check_rules(self) -> None:
+        for number, rule in enumerate(self._rules, 1):
+            where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"
+            if rule.engine is not None and rule.engine not in self._engines:
+                known = ", ".join(self._engines) or "none"
+                raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
+            if rule.provider is not None and rule.provider not in self._backends:
+                known = ", ".join(self._backends) or "none"
+                raise ConfigError(f"{where} leads to the provider {rule.provider!r}, which is not here; known: {known}")

@@ -1,0 +1,199 @@
+"""What a request that is passed on says, as its span holds it: OpenTelemetry's messages, and what was asked of the
+sampling.
+
+Reads what it knows of each dialect and shows the rest as it came: nothing here refuses a request, the provider does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning import span as names
+
+Json = Mapping[str, Any]
+Part = dict[str, Any]
+
+OPERATIONS: Final = {
+    "chat/completions": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "embeddings": "embeddings",
+}
+"""OTel's name for what a path does."""
+
+_ASKED: Final = (
+    (names.REQUEST_TEMPERATURE, ("temperature",), (int, float)),
+    (names.REQUEST_TOP_P, ("top_p",), (int, float)),
+    (names.REQUEST_TOP_K, ("top_k",), (int,)),
+    (names.REQUEST_MAX_TOKENS, ("max_completion_tokens", "max_tokens", "max_output_tokens"), (int,)),
+    (names.REQUEST_SEED, ("seed",), (int,)),
+)
+
+
+def asked_attributes(data: Json) -> dict[str, Any]:
+    """What a request asks of the sampling, and the tools it offers."""
+    found: dict[str, Any] = {}
+    for name, fields, kinds in _ASKED:
+        for field in fields:
+            value = data.get(field)
+            if isinstance(value, kinds) and not isinstance(value, bool):
+                found[name] = value
+                break
+    stop = data.get("stop", data.get("stop_sequences"))
+    if isinstance(stop, str):
+        found[names.REQUEST_STOP] = [stop]
+    elif isinstance(stop, list) and stop:
+        found[names.REQUEST_STOP] = [text for text in cast("list[Any]", stop) if isinstance(text, str)]
+    if tools := data.get("tools"):
+        found[names.TOOL_DEFINITIONS] = orjson.dumps(tools).decode()
+    return found
+
+
+def said_messages(path: str, data: Json, index: int = 0) -> str:
+    """The messages of a request, as JSON; of several raw prompts the one with this index."""
+    return orjson.dumps(_READERS[path](data, index)).decode()
+
+
+# -- the dialects ----------------------------------------------------------------------------------------------------
+
+
+def _of_chat(data: Json, index: int) -> list[Part]:
+    return [_chat_message(message) for message in _objects(data.get("messages"))]
+
+
+def _chat_message(message: Json) -> Part:
+    role = message.get("role")
+    if role == "tool":
+        answer = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message.get("content")}
+        return {"role": role, "parts": [answer]}
+    parts: list[Part] = []
+    if thought := message.get("reasoning_content"):
+        parts.append({"type": "reasoning", "content": thought})
+    parts += _parts(message.get("content"))
+    for call in _objects(message.get("tool_calls")):
+        function = call.get("function")
+        if isinstance(function, dict):
+            parts.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
+    said = {"role": "system" if role == "developer" else role, "parts": parts}
+    return said | {"name": message["name"]} if "name" in message else said
+
+
+def _of_completions(data: Json, index: int) -> list[Part]:
+    prompt = data.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[index] if index < len(prompt) else prompt[0]
+    return [_user(prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode())]
+
+
+def _of_embeddings(data: Json, index: int) -> list[Part]:
+    given = data.get("input")
+    texts: Sequence[Any] = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    return [_user(text if isinstance(text, str) else orjson.dumps(text).decode()) for text in texts]
+
+
+def _of_messages(data: Json, index: int) -> list[Part]:
+    turns = _objects(data.get("messages"))
+    said = [{"role": turn.get("role"), "parts": _parts(turn.get("content"))} for turn in turns]
+    system = data.get("system")
+    return [{"role": "system", "parts": _parts(system)}, *said] if system else said
+
+
+def _of_responses(data: Json, index: int) -> list[Part]:
+    given, instructions = data.get("input"), data.get("instructions")
+    said = [{"role": "system", "parts": _parts(instructions)}] if instructions else []
+    if isinstance(given, str):
+        return [*said, _user(given)]
+    return said + [_item(item) for item in _objects(given)]
+
+
+def _item(item: Json) -> Part:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        return {"role": "assistant", "parts": [tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))]}
+    if kind == "function_call_output":
+        answer = {"type": "tool_call_response", "id": item.get("call_id"), "response": item.get("output")}
+        return {"role": "tool", "parts": [answer]}
+    if kind == "message":
+        role = item.get("role")
+        return {"role": "system" if role == "developer" else role, "parts": _parts(item.get("content"))}
+    return {"role": "assistant", "parts": [_part(item)]}
+
+
+_READERS: Final[Mapping[str, Callable[[Json, int], list[Part]]]] = {
+    "chat/completions": _of_chat,
+    "completions": _of_completions,
+    "responses": _of_responses,
+    "messages": _of_messages,
+    "embeddings": _of_embeddings,
+}
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
+    """Arguments as an object where they are one."""
+    if isinstance(arguments, str):
+        with suppress(orjson.JSONDecodeError):
+            arguments = orjson.loads(arguments)
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
+
+
+def _user(text: str) -> Part:
+    return {"role": "user", "parts": [{"type": "text", "content": text}]}
+
+
+def _parts(content: Any) -> list[Part]:
+    if isinstance(content, str):
+        return [{"type": "text", "content": content}] if content else []
+    return [_part(part) for part in _objects(content)]
+
+
+def _part(part: Json) -> Part:
+    kind = part.get("type")
+    if isinstance(text := part.get("text", part.get("refusal")), str):
+        return {"type": "text", "content": text}
+    if kind == "thinking":
+        return {"type": "reasoning", "content": part.get("thinking")}
+    if kind == "reasoning":
+        texts = [each.get("text") for each in _objects(part.get("summary")) + _objects(part.get("content"))]
+        return {"type": "reasoning", "content": "\n".join(text for text in texts if isinstance(text, str))}
+    if kind == "tool_use":
+        return tool_call(part.get("id"), part.get("name"), part.get("input"))
+    if kind == "tool_result":
+        return {"type": "tool_call_response", "id": part.get("tool_use_id"), "response": part.get("content")}
+    if kind in ("image_url", "input_image", "image"):
+        return _image(part)
+    return {**part, "type": kind or "generic"}
+
+
+def _image(part: Json) -> Part:
+    """By its address, or its bytes where they came with it."""
+    source = part.get("image_url", part.get("source"))
+    where = source if isinstance(source, str) else None
+    if isinstance(source, dict):
+        where = source.get("url")
+        if source.get("type") == "base64":
+            return _blob(source.get("media_type"), source.get("data"))
+    if isinstance(where, str) and where.startswith("data:"):
+        head, _, content = where[5:].partition(",")
+        return _blob(head.partition(";")[0], content)
+    if where is None:
+        return {"type": "file", "modality": "image", "file_id": part.get("file_id")}
+    return {"type": "uri", "modality": "image", "uri": where}
+
+
+def _blob(mime_type: Any, content: Any) -> Part:
+    return {"type": "blob", "modality": "image", "mime_type": mime_type, "content": content}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list; nothing of what is none."""
+    if not isinstance(value, list):
+        return []
+    return [each for each in cast("list[Any]", value) if isinstance(each, dict)]

@@ -1,0 +1,110 @@
+"""Which tokens may come next in an answer that must fit a JSON schema: llguidance, over a model's own tokenizer.
+
+Responsible for compiling schemas and for following one answer token by token. Called by whoever draws: `allowed` gives
+a mask over the vocabulary, applied before probabilities are taken, so that what is recorded are the probabilities of
+the distribution drawn from. It never draws, and it holds an answer to a schema only as far as it is drawn: one cut at
+max_tokens is cut JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentlightning.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Matcher:
+    """One answer under a schema."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def push(self, token: int) -> None:
+        """Go on with the token that was drawn."""
+        self._matcher.consume_token(token)
+
+    def allowed(self, vocabulary: int) -> Tensor:
+        """[V], bool: the tokens that may come next. Where nothing may follow, those that end the turn."""
+        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        allowed = torch.zeros(vocabulary, dtype=torch.bool)
+        known = bits.flatten()[:vocabulary].bool()
+        allowed[: len(known)] = known
+        return allowed
+
+
+class Grammars:
+    """Compiles schemas for one tokenizer. May be used from several threads."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._eos = sorted(eos_token_ids)
+        self._lock = Lock()
+        self._known: Any = None
+        """The tokenizer as llguidance has it; False: it cannot be had."""
+        self.compile = lru_cache(maxsize=256)(self._compile)
+
+    def knows(self, schema: str) -> bool:
+        """Whether answers can be held to a schema. The first call takes up to a second, for large vocabularies."""
+        return self.compile(schema) is not None
+
+    def matcher(self, schema: str) -> Matcher:
+        """For one answer. Raises ConfigError for a schema that `knows` says no to."""
+        grammar = self.compile(schema)
+        if grammar is None:
+            raise ConfigError("answers cannot be held to this JSON schema; leave json_schema out, and check them")
+        import llguidance
+
+        return Matcher(llguidance.LLMatcher(self._known, grammar, log_level=0))
+
+    def _compile(self, schema: str) -> str | None:
+        """The grammar of a schema; None where llguidance is not there, or cannot hold answers to it."""
+        if not (tokenizer := self._open()):
+            return None
+        import llguidance
+
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        except ValueError:
+            return None
+        wrong, said = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        # A warning tells of a keyword that would not be held to.
+        return None if wrong or said else grammar
+
+    def _open(self) -> Any:
+        with self._lock:
+            if self._known is None:
+                self._known = _guided(self._tokenizer, self._vocabulary, self._eos) or False
+        return self._known
+
+
+def _guided(tokenizer: Any, vocabulary: int, eos_token_ids: list[int]) -> Any:
+    try:
+        import llguidance.hf
+    except ImportError:
+        logger.info("answers are not held to JSON schemas, only checked: pip install 'agentlightning[train]'")
+        return None
+    try:
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=eos_token_ids)
+    except ValueError as error:  # A tokenizer without a fast form, or of a kind it does not read.
+        logger.warning("answers are not held to JSON schemas, only checked: the tokenizer cannot be read: %s", error)
+        return None
+
+
+def allowed(matchers: Sequence[Matcher | None], vocabulary: int, device: torch.device) -> Tensor | None:
+    """[N, V], bool: the tokens that may come next in each row; None where every row is free."""
+    if not any(matchers):
+        return None
+    free = torch.ones(vocabulary, dtype=torch.bool)
+    rows = [free if matcher is None else matcher.allowed(vocabulary) for matcher in matchers]
+    return torch.stack(rows).to(device)

@@ -1,0 +1,172 @@
+"""A policy that learns here and is sampled from elsewhere: a local policy, and servers with the same weights.
+
+`ServedPolicy` fulfils `policy.base.Policy`. The local policy trains, saves and loads; after each change of its
+weights they are written to a directory, the servers read them in place, and one token is drawn by both to see that
+they agree. Only then does the update count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from agentlightning.errors import PolicyError
+from agentlightning.policy.base import ChatFormat, Policy, Sample, SamplingParams
+from agentlightning.policy.replicas import Replicas
+from agentlightning.policy.servers import ServersConfig, open_servers
+from agentlightning.policy.weights import WeightsFolder
+from agentlightning.trajectory import TrainingSample
+
+GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
+PROBE: Final = ({"role": "user", "content": "What is 2 + 3?"},)
+NEAR: Final = {"float32": 0.01}
+"""How far log-probabilities may be apart, by dtype."""
+
+
+class ServedPolicy:
+    """Trains `learner`, samples from `servers`. Make it with `ServedPolicy.open`; it owns both."""
+
+    def __init__(self, learner: Policy, servers: Replicas, weights: WeightsFolder, tolerance: float) -> None:
+        self.learner = learner
+        self.servers = servers
+        self.model = servers.model
+        self.context_length = min(servers.context_length, learner.context_length)
+        self.differences: list[float] = []
+        """For each update, how far the servers' log-probabilities of the probed tokens were from the learner's."""
+        self._weights = weights
+        self._tolerance = tolerance
+        self._probe = tuple(learner.chat.encode(learner.chat.render(list(PROBE))))
+
+    @classmethod
+    async def open(
+        cls,
+        learner: Policy,
+        config: ServersConfig,
+        folder: Path,
+        *,
+        kind: Literal["vllm", "sglang"] = "vllm",
+        dtype: str = "auto",
+    ) -> ServedPolicy:
+        """Start or join the servers of `config`, and give them the learner's weights. `folder` is where their logs
+        go, and the weights unless `config.weights` says otherwise. Raises as `open_servers` and `push` do."""
+        weights = WeightsFolder(Path(config.weights) if config.weights else folder / "weights")
+        first = await weights.write(learner)
+        servers = await open_servers(
+            config,
+            learner.chat,
+            kind=kind,
+            model=first,
+            name=learner.model,
+            dtype=dtype,
+            max_context=learner.context_length,
+            weights_change=True,
+            logs=folder,
+        )
+        policy = cls(learner, servers, weights, config.tolerance or NEAR.get(dtype, 0.1))
+        try:
+            await policy._give(first)
+        except BaseException:
+            await servers.close()
+            raise
+        return policy
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.learner.chat
+
+    @property
+    def reshapes(self) -> frozenset[str]:
+        return self.servers.reshapes
+
+    @property
+    def policy_version(self) -> int:
+        return self.servers.policy_version
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `Engine.sample`; drawn by a server. Raises as `Replicas.sample` does."""
+        return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    @property
+    def can_update_in_flight(self) -> bool:
+        return True
+
+    async def train(
+        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+    ) -> Mapping[str, float]:
+        """See `Policy.train`. Raises as the learner does, and PolicyError where the servers do not take the weights."""
+        self._nobody(in_flight)
+        metrics = await self.learner.train(samples, **options)
+        await self.publish()
+        return {**metrics, "server_difference": self.differences[-1]}
+
+    async def save(self, directory: Path, *, training_state: bool = False) -> None:
+        await self.learner.save(directory, training_state=training_state)
+
+    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+        """See `Policy.load`. Raises as `train` does."""
+        self._nobody(in_flight)
+        await self.learner.load(directory)
+        await self.publish()
+
+    async def publish(self) -> None:
+        """Give the servers the learner's weights, and see that they agree. Raises PolicyError where no server takes
+        them, or one then answers otherwise than the learner."""
+        await self._give(await self._weights.write(self.learner))
+
+    async def _give(self, directory: Path) -> None:
+        await self.servers.push(directory, self.learner.policy_version)
+        await self._verify()
+        await self._weights.prune(directory)
+
+    def _nobody(self, in_flight: bool) -> None:
+        if not in_flight and self.servers.busy:
+            raise PolicyError(
+                f"{self.servers.busy} answers are under way; wait for them before the weights change, or let them go "
+                "on with in_flight=True"
+            )
+
+    async def _verify(self) -> None:
+        own = await self.learner.sample(self._probe, GREEDY)
+        up = [replica for replica in self.servers.replicas if replica.up]
+        found = await asyncio.gather(*(self.servers.sample_from(replica, self._probe, GREEDY) for replica in up))
+        differences = [_difference(own, sample) for sample in found]
+        self.differences.append(max(differences, default=0.0))
+        for replica, difference in zip(up, differences, strict=True):
+            if difference > self._tolerance:
+                raise PolicyError(
+                    f"{replica.backend.url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
+                    f"(tolerance {self._tolerance:g}); give the server the same dtype and no quantization, or set a "
+                    "larger tolerance"
+                )
+
+    async def close(self) -> None:
+        """End the servers we started, and the learner."""
+        try:
+            await self.servers.close()
+        finally:
+            await self.learner.close()
+
+
+def _difference(own: Sample, other: Sample) -> float:
+    """The largest between log-probabilities, up to the first token that differs: of two that are as likely the one
+    may draw this and the other that."""
+    largest = 0.0
+    pairs = zip(own.token_ids, own.logprobs, other.token_ids, other.logprobs, strict=False)
+    for token, logprob, other_token, other_logprob in pairs:
+        largest = max(largest, abs(logprob - other_logprob))
+        if token != other_token:
+            break
+    return largest

@@ -1,0 +1,226 @@
+"""Model servers by configuration: which are joined, how ours are started, and the engine over them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentlightning.errors import ConfigError
+from agentlightning.policy.backend import Backend
+from agentlightning.policy.base import ChatFormat, Engine
+from agentlightning.policy.child import Launch, VllmChild
+from agentlightning.policy.replicas import Patience, Replica, Replicas
+from agentlightning.policy.sglang import SGLangServer
+from agentlightning.policy.vllm import VllmServer
+from agentlightning.transport import Transport, open_transport
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+class ServersConfig(BaseModel):
+    """The servers that sample from the policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    urls: tuple[str, ...] = ()
+    """Servers that are running, to join. None given: vLLM servers are started on this machine."""
+    token_env: str | None = None
+    """Environment variable that holds the token the joined servers want."""
+    count: int = Field(default=1, ge=1)
+    """How many servers to start."""
+    command: str = "vllm"
+    """What starts vLLM: the program, or a command line; `serve` and the options follow."""
+    args: tuple[str, ...] = ()
+    """Further options of `vllm serve`, such as `--tensor-parallel-size=2`."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Environment variables of the servers we start."""
+    devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each server we start, such as `["0,1", "2,3"]`. None given: all see all."""
+    start_seconds: float = Field(default=600.0, gt=0)
+    """How long a server may take until it listens."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """A server that says nothing for so long while it draws has failed."""
+    retries: int = Field(default=2, ge=0)
+    """How often a call whose server failed is drawn again."""
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """How long a call waits where no server is up."""
+    weights: str | None = None
+    """Directory that this machine and the servers see under the same path, for new weights; None: the run's own."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """How far the servers' log-probability of a token may be from the trainer's before an update counts as failed.
+    None: 0.01 for float32, 0.1 for bfloat16, whose rounding makes some hundredths."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ServersConfig:
+        if self.devices and len(self.devices) != self.count:
+            raise ValueError(f"devices names those of {len(self.devices)} servers, count={self.count}; give one each")
+        if self.urls and (self.devices or self.args or self.env):
+            raise ValueError("args, env and devices are for servers that are started here; leave them out with urls")
+        return self
+
+    def with_absolute_paths(self) -> ServersConfig:
+        """The same, from whatever directory it is used."""
+        program, *words = shlex.split(self.command) or [""]
+        if "/" in program:
+            program = str(Path(program).absolute())  # Not resolved: an environment's programs are links.
+        weights = None if self.weights is None else str(Path(self.weights).resolve())
+        return self.model_copy(update={"command": shlex.join([program, *words]), "weights": weights})
+
+    @property
+    def patience(self) -> Patience:
+        return Patience(retries=self.retries, wait_seconds=self.wait_seconds)
+
+
+class ServedModel(BaseModel):
+    """A model that servers sample from and that nobody here trains."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model: str
+    """The model's directory, or its name on the hub: its tokenizer writes the conversations, and servers we start load
+    it."""
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """What its servers are."""
+    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """Its servers: joined, or started here."""
+    dtype: str = "auto"
+    """Of the weights, in servers we start."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Tokens of prompt and answer together; None: what the servers have."""
+    adapters: dict[str, str] = Field(default_factory=dict[str, str])
+    """LoRA adapters on it, each a model of its own: name -> directory."""
+
+    async def open(self, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
+        """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError
+        where a server refuses an adapter."""
+        servers = await open_servers(
+            self.servers,
+            await find_chat(self.model),
+            kind=self.engine,
+            model=Path(self.model),
+            name=name,
+            dtype=self.dtype,
+            max_context=self.max_context,
+            logs=logs,
+        )
+        stack.push_async_callback(servers.close)
+        adapters = {each: await servers.load_adapter(each, Path(path)) for each, path in self.adapters.items()}
+        return {name: servers, **adapters}
+
+
+async def open_servers(
+    config: ServersConfig,
+    chat: ChatFormat,
+    *,
+    kind: Literal["vllm", "sglang"] = "vllm",
+    model: Path | None = None,
+    name: str | None = None,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    weights_change: bool = False,
+    logs: Path = Path(),
+) -> Replicas:
+    """The engine over the servers of `config`.
+
+    With `config.urls` they are joined. Else vLLM servers are started with `model`, as `name`, and write to files in
+    `logs`; they end with the engine. Raises ConfigError, ServerError where one cannot be started, and as
+    `Replicas.open` does."""
+    transport = open_transport()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(transport.close)
+        if config.urls:
+            replicas = [Replica(_backend(kind, transport, config, url)) for url in config.urls]
+        else:
+            launches = _launches(config, kind, model, name, dtype, max_context, logs)
+            replicas = await _start(launches, config, transport, stack)
+        engine = await Replicas.open(
+            replicas,
+            chat,
+            transport,
+            model=name,
+            max_context=max_context,
+            patience=config.patience,
+            weights_change=weights_change,
+        )
+        stack.pop_all()
+    return engine
+
+
+def _backend(kind: str, transport: Transport, config: ServersConfig, url: str) -> Backend:
+    server = VllmServer if kind == "vllm" else SGLangServer
+    token = os.environ.get(config.token_env) if config.token_env else None
+    if config.token_env and not token:
+        raise ConfigError(f"token_env={config.token_env!r}: that environment variable is not set")
+    return server(transport, url, token=token, seconds=config.timeout_seconds)
+
+
+def _launches(
+    config: ServersConfig,
+    kind: str,
+    model: Path | None,
+    name: str | None,
+    dtype: str,
+    max_context: int | None,
+    logs: Path,
+) -> list[Launch]:
+    if kind != "vllm":
+        raise ConfigError(f"{kind} servers are joined, not started: give their addresses in urls")
+    if model is None:
+        raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
+    return [
+        Launch(
+            model=model,
+            name=name or "policy",
+            log=logs / f"vllm-{index}.log",
+            command=shlex.split(config.command),
+            args=config.args,
+            env={**config.env, **({DEVICES: config.devices[index]} if config.devices else {})},
+            dtype=dtype,
+            max_context=max_context,
+            seconds=config.start_seconds,
+        )
+        for index in range(config.count)
+    ]
+
+
+async def _start(
+    launches: Sequence[Launch], config: ServersConfig, transport: Transport, stack: AsyncExitStack
+) -> list[Replica]:
+    starting = [asyncio.create_task(VllmChild.start(launch, transport)) for launch in launches]
+    try:
+        children = await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        for child in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(child, VllmChild):
+                await child.close()
+        raise
+    for child in children:
+        stack.push_async_callback(child.close)
+    servers = [VllmServer(transport, child.url, seconds=config.timeout_seconds) for child in children]
+    return [Replica(server, child) for server, child in zip(servers, children, strict=True)]
+
+
+async def find_chat(model: str | Path) -> ChatFormat:
+    """The chat format of a model's tokenizer. Raises ConfigError where there is none."""
+    return await asyncio.to_thread(_load_chat, str(model))
+
+
+def _load_chat(model: str) -> ChatFormat:
+    from transformers import AutoTokenizer
+
+    from agentlightning.policy.chat import HFChatFormat
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{model} holds no tokenizer that transformers loads: {error}") from error
+    return HFChatFormat(tokenizer)

@@ -1,0 +1,337 @@
+"""A model server without a model: vLLM's and SGLang's paths on loopback, with answers that can be foretold.
+
+    async with ScriptedModelServer() as server:      # vLLM 0.32's; dialect="sglang" for SGLang's
+        server.url, server.calls, server.label, ...
+
+An answer counts on from the last token of its prompt, up to token 199 and then from 3 again, so that what several
+servers drew shows no gap and no repetition; token 2 ends an answer once its count reaches `ends_at`. Log-probabilities
+are made from the token and the label of the weights (`logprob_of`). What is to go wrong is said beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+from aiohttp import web
+
+END, FIRST, LAST = 2, 3, 199
+
+Action = Callable[[Any], dict[str, Any]]
+"""From the body of a call to the JSON it is answered."""
+
+
+def next_token(token: int) -> int:
+    return token + 1 if FIRST <= token < LAST else FIRST
+
+
+def logprob_of(token: int, label: str) -> float:
+    """Made up: by token, and by how many characters the label of the weights sums up to."""
+    return -(token % 7 + 1) / 8 - (sum(label.encode()) % 16) / 256
+
+
+class ScriptedModelServer:
+    """Use as `async with`. `generates` and `labels` false: as vLLM without `--enable-scale-out`, and of before it
+    labelled weights. `admin` false: without VLLM_SERVER_DEV_MODE. `raw` true: log-probabilities of temperature 1."""
+
+    def __init__(
+        self,
+        *,
+        model: str = "tiny",
+        context_length: int = 1024,
+        dialect: Literal["vllm", "sglang"] = "vllm",
+        generates: bool = True,
+        labels: bool = True,
+        admin: bool = True,
+        raw: bool = False,
+        token: str | None = None,
+        port: int = 0,
+    ) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.dialect = dialect
+        self.label = "default"
+        self.weights: str | None = None
+        """The directory they were read from."""
+        self.adapters: dict[str, str] = {}
+        self.calls: list[tuple[str, Any]] = []
+        """Path with query, and body, of each call."""
+        self.running = 0
+        """Answers being drawn."""
+        self.ends_at: int | None = None
+        """After so many tokens an answer ends by itself."""
+        self.break_after: int | None = None
+        """The next answer's connection is cut after so many tokens."""
+        self.failures: dict[str, list[int]] = {}
+        """Path -> statuses to answer instead, one for each of the next calls."""
+        self.delay = 0.0
+        """Seconds before each token."""
+        self.port = port
+        self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
+        self._token = token
+        self._going = asyncio.Event()
+        self._going.set()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def paused(self) -> bool:
+        return not self._going.is_set()
+
+    def paths(self) -> list[str]:
+        """Of the calls that change something, in order."""
+        quiet = ("/v1/models", "/health", "/weight_info", "/is_paused", "/get_model_info")
+        return [path.split("?")[0] for path, _ in self.calls if not path.startswith(quiet)]
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(middlewares=[self._door])
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # -- paths -----------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        body = await _body(request)
+        self.calls.append((request.path_qs, body))
+        if self._token is not None and request.headers.get("authorization") != f"Bearer {self._token}":
+            return _error(401, "Unauthorized")
+        if statuses := self.failures.get(request.path):
+            return _error(statuses.pop(0), "it was told to fail")
+        return await handler(request)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path, body = request.path, await _body(request)
+        common: dict[str, Action] = {"/v1/models": self._models, "/health": lambda body: {}}
+        own = self._vllm() if self.dialect == "vllm" else self._sglang()
+        if path in ("/inference/v1/generate", "/v1/completions", "/generate") and self._draws(path):
+            return await self._draw(request, body)
+        action = {**common, **own}.get(path)
+        return _error(404, "Not Found") if action is None else web.json_response(action(body))
+
+    def _draws(self, path: str) -> bool:
+        known = {"/generate"} if self.dialect == "sglang" else {"/v1/completions"}
+        return path in (known | {"/inference/v1/generate"} if self._generates and self.dialect == "vllm" else known)
+
+    def _vllm(self) -> dict[str, Action]:
+        adapters: dict[str, Action] = {
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/v1/unload_lora_adapter": self._unload_adapter,
+        }
+        labels: dict[str, Action] = {
+            "/weight_info": lambda body: {"weight_version": self.label},
+            "/update_weight_version": self._relabel,
+        }
+        admin: dict[str, Action] = {
+            "/is_paused": lambda body: {"is_paused": self.paused},
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/collective_rpc": self._reload,
+            "/reset_prefix_cache": lambda body: {"success": True},
+            **(labels if self._labels else {}),
+        }
+        return {**adapters, **(admin if self._admin else {})}
+
+    def _sglang(self) -> dict[str, Action]:
+        return {
+            "/get_model_info": lambda body: {"model_path": self.weights, "weight_version": self.label},
+            "/pause_generation": self._pause,
+            "/continue_generation": self._resume,
+            "/update_weights_from_disk": self._update,
+            "/load_lora_adapter": self._load_adapter,
+            "/unload_lora_adapter": self._unload_adapter,
+        }
+
+    def _models(self, _: Any) -> dict[str, Any]:
+        base = {"id": self.model, "object": "model", "parent": None, "max_model_len": self.context_length}
+        return {"data": [base, *({"id": name, "parent": self.model} for name in self.adapters)]}
+
+    def _pause(self, _: Any) -> dict[str, Any]:
+        self._going.clear()
+        return {"status": "paused"}
+
+    def _resume(self, _: Any) -> dict[str, Any]:
+        self._going.set()
+        return {"status": "resumed"}
+
+    def _reload(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.weights = body["kwargs"]["weights_path"]
+        return {"results": [None]}
+
+    def _relabel(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.label = body["new_version"]
+        return {"success": True}
+
+    def _update(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.weights, self.label = body["model_path"], body["weight_version"]
+        return {"success": True, "message": ""}
+
+    def _load_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return {"success": True}
+
+    def _unload_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        del self.adapters[body["lora_name"]]
+        return {"success": True}
+
+    def start_again(self) -> None:
+        """As after a restart: the weights of the start, and nothing of what it was given."""
+        self.label, self.weights = "default", None
+        self.adapters.clear()
+
+    # -- drawing ---------------------------------------------------------------------------------------------------
+
+    async def _draw(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+        prompt = body.get("token_ids") or body.get("prompt") or body.get("input_ids") or []
+        if not prompt:
+            return _error(400, "token_ids must not be empty")
+        if len(prompt) >= self.context_length:
+            return _error(400, f"longer than the maximum model length of {self.context_length}")
+        self.running += 1
+        try:
+            return await _Drawn(self, request, body, prompt).run()
+        finally:
+            self.running -= 1
+
+    async def wait(self) -> None:
+        """Until the next token may be drawn."""
+        await asyncio.sleep(self.delay)
+        await self._going.wait()
+
+    def logprob(self, token: int, sampling: Mapping[str, Any]) -> float:
+        return 0.0 if sampling.get("top_k") == 1 and not self._raw else logprob_of(token, self.label)
+
+
+class _Drawn:
+    """One answer, in the words of the path it was asked by."""
+
+    def __init__(self, server: ScriptedModelServer, request: web.Request, body: Mapping[str, Any], prompt: list[int]):
+        self.server = server
+        self.request = request
+        self.body = body
+        self.sampling: Mapping[str, Any] = body.get("sampling_params") or body
+        self.last = prompt[-1]
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.labels: list[str] = []
+        self.broken = server.break_after
+        server.break_after = None
+
+    async def run(self) -> web.StreamResponse:
+        if not self.body.get("stream"):
+            while self.reason is None:
+                if not await self.step():
+                    return web.Response()
+            return web.json_response(self.event(0))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(self.request)
+        while self.reason is None:
+            if not await self.step():
+                return response
+            await response.write(b"data: " + json.dumps(self.event(len(self.tokens) - 1)).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def step(self) -> bool:
+        """Draw a token; False where the connection was cut instead."""
+        if self.broken is not None and len(self.tokens) >= self.broken:
+            if self.request.transport is not None:
+                self.request.transport.abort()
+            return False
+        await self.server.wait()
+        ends = self.server.ends_at is not None and len(self.tokens) + 1 >= self.server.ends_at
+        self.last = END if ends else next_token(self.last)
+        self.tokens.append(self.last)
+        self.logprobs.append(self.server.logprob(self.last, self.sampling))
+        self.labels.append(self.server.label)
+        return True
+
+    @property
+    def reason(self) -> str | None:
+        if self.tokens and self.tokens[-1] in self.sampling.get("stop_token_ids", ()):
+            return "stop"
+        most = self.sampling.get("max_tokens") or self.sampling.get("max_new_tokens")
+        return "length" if len(self.tokens) == most else None
+
+    def event(self, start: int) -> dict[str, Any]:
+        if self.request.path == "/generate":
+            return self._sglang()
+        wire = self._completion if self.request.path == "/v1/completions" else self._generate
+        return {"choices": [{"index": 0, "finish_reason": self.reason, **wire(start)}]}
+
+    def _generate(self, start: int) -> dict[str, Any]:
+        content = [
+            {"token_id": token, "logprob": value, "top_logprobs": self._tops(token, value)}
+            for token, value in zip(self.tokens[start:], self.logprobs[start:], strict=True)
+        ]
+        spans: list[dict[str, Any]] = []
+        for index, label in enumerate(self.labels if self.reason else ()):
+            if not spans or spans[-1]["version"] != label:
+                spans.append({"version": label, "start": index, "end": index})
+            spans[-1]["end"] = index + 1
+        return {
+            "token_ids": self.tokens[start:],
+            "logprobs": {"content": content},
+            "weight_versions": (spans or None) if self.server._labels else None,  # pyright: ignore[reportPrivateUsage]
+        }
+
+    def _completion(self, start: int) -> dict[str, Any]:
+        pairs = list(zip(self.tokens[start:], self.logprobs[start:], strict=True))
+        return {
+            "text": "",
+            "token_ids": [token for token, _ in pairs],
+            "logprobs": {
+                "tokens": [f"token_id:{token}" for token, _ in pairs],
+                "token_logprobs": [value for _, value in pairs],
+                "top_logprobs": [
+                    {f"token_id:{top['token_id']}": top["logprob"] for top in self._tops(token, value)}
+                    for token, value in pairs
+                ],
+            },
+        }
+
+    def _sglang(self) -> dict[str, Any]:
+        reason = {"type": self.reason} if self.reason else None
+        pairs = list(zip(self.tokens, self.logprobs, strict=True))
+        meta: dict[str, Any] = {
+            "finish_reason": reason,
+            "completion_tokens": len(pairs),
+            "output_token_logprobs": [[value, token, None] for token, value in pairs],
+            "weight_version": self.server.label,
+        }
+        if most := self.body.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [
+                [[top["logprob"], top["token_id"], None] for top in self._tops(token, value, most)]
+                for token, value in pairs
+            ]
+        return {"output_ids": self.tokens, "meta_info": meta}
+
+    def _tops(self, token: int, logprob: float, most: int | None = None) -> list[dict[str, Any]]:
+        """vLLM: the token drawn first, then others, likelier ones; SGLang: by likelihood alone."""
+        count = most if most is not None else int(self.sampling.get("logprobs") or 0)
+        others = [{"token_id": 200 + index, "logprob": logprob + 0.01 * (count - index)} for index in range(1, count)]
+        drawn = {"token_id": token, "logprob": logprob}
+        return [*others, drawn] if most is not None else [drawn, *others]
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "Error", "code": status}}, status=status)
+
+
+async def _body(request: web.Request) -> Any:
+    content = await request.read()
+    return json.loads(content) if content else None

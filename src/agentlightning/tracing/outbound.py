@@ -1,0 +1,223 @@
+"""Calls that an agent makes to its own server say whose they are and who speaks, whatever client makes them.
+
+`install()` has `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib` add headers to requests that go
+to the server of the current attempt, and to no other: the attempt's key, W3C `traceparent` and `baggage`. A client that
+was made once, for another attempt or for none, is then known call by call. Nothing else about a request changes, and a
+header that is there already stays.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from opentelemetry import trace
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from agentlightning.rollouts import (
+    AGENT_BAGGAGE,
+    ATTEMPT_BAGGAGE,
+    ATTEMPT_HEADER,
+    ROLLOUT_BAGGAGE,
+    root_span_id_of,
+)
+from agentlightning.tracing.scope import Scope, current_agent, current_scope
+
+Headers = MutableMapping[str, str]
+"""By name in any case."""
+
+
+def outbound_headers(url: str) -> dict[str, str]:
+    """What a request to `url` made here and now carries; nothing where it goes elsewhere."""
+    scope = current_scope()
+    address = _address_of_process() if scope is None else scope.address
+    if not address or not (url.startswith(address) and url[len(address) : len(address) + 1] in ("", "/", "?")):
+        return {}
+    baggage = {} if scope is None else {ROLLOUT_BAGGAGE: scope.rollout_id, ATTEMPT_BAGGAGE: scope.attempt_id}
+    if (agent := current_agent()) is not None:
+        baggage[AGENT_BAGGAGE] = agent
+    headers = {} if scope is None else {"traceparent": _traceparent(scope)}
+    if scope is not None and scope.key:
+        headers[ATTEMPT_HEADER] = scope.key
+    if baggage:
+        headers["baggage"] = ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())
+    return headers
+
+
+def _address_of_process() -> str:
+    """The server of a program that runs for one attempt, which its environment names."""
+    url = urlsplit(os.environ.get("AGL_EVENT_URL", ""))
+    return f"{url.scheme}://{url.netloc}" if url.netloc else ""
+
+
+def _traceparent(scope: Scope) -> str:
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        return f"00-{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}-01"
+    return f"00-{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}-01"
+
+
+def _add(headers: Headers, more: dict[str, str]) -> None:
+    for name, value in more.items():
+        present = headers.get(name)
+        if present is None:
+            headers[name] = value
+        elif name == "baggage" and "agentlightning." not in present:
+            headers[name] = f"{present},{value}"
+
+
+# -- the clients -------------------------------------------------------------------------------------------------------
+
+
+def _patch_httpx(module: ModuleType) -> None:
+    def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(send)
+        def sent(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            _add(request.headers, outbound_headers(str(request.url)))
+            return send(self, request, *args, **kwargs)
+
+        return sent
+
+    for client in (module.Client, module.AsyncClient):
+        client.send = wrap(client.send)
+
+
+def _patch_aiohttp(module: ModuleType) -> None:
+    from multidict import CIMultiDict
+
+    request = module.ClientSession._request
+
+    @wraps(request)
+    async def requested(self: Any, method: str, str_or_url: Any, **kwargs: Any) -> Any:
+        url = str(str_or_url)
+        if more := outbound_headers(url if "://" in url else str(getattr(self, "_base_url", ""))):
+            headers: Any = CIMultiDict(kwargs.get("headers") or ())
+            for name in self.headers.keys() & more.keys() - headers.keys():
+                headers[name] = self.headers[name]
+            _add(headers, more)
+            kwargs["headers"] = headers
+        return await request(self, method, str_or_url, **kwargs)
+
+    module.ClientSession._request = requested
+
+
+_HEADERS_POSITION: Final = 3
+"""Of `headers` among the parameters of urllib3's `urlopen`, `method` being the first."""
+
+
+def _patch_urllib3(module: ModuleType) -> None:
+    pool = module.HTTPConnectionPool
+    urlopen = pool.urlopen
+
+    @wraps(urlopen)
+    def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
+        port = f":{self.port}" if self.port else ""
+        if (more := outbound_headers(f"{self.scheme}://{self.host}{port}")) and len(args) <= _HEADERS_POSITION:
+            given = kwargs.get("headers")
+            headers = module.HTTPHeaderDict(self.headers if given is None else given)
+            _add(headers, more)
+            kwargs["headers"] = headers
+        return urlopen(self, *args, **kwargs)
+
+    pool.urlopen = opened
+
+
+def _patch_urllib(module: ModuleType) -> None:
+    handler = module.AbstractHTTPHandler
+    do_open = handler.do_open
+
+    @wraps(do_open)
+    def opened(self: Any, http_class: Any, req: Any, **kwargs: Any) -> Any:
+        if more := outbound_headers(req.full_url):
+            headers = {name: req.get_header(name.capitalize()) for name in more if req.has_header(name.capitalize())}
+            _add(headers, more)
+            for name, value in headers.items():
+                req.add_unredirected_header(name, value)  # these go before those of the request
+        return do_open(self, http_class, req, **kwargs)
+
+    handler.do_open = opened
+
+
+_PATCHES: Final[dict[str, Callable[[ModuleType], None]]] = {
+    "httpx": _patch_httpx,
+    "httpx2": _patch_httpx,
+    "aiohttp": _patch_aiohttp,
+    "urllib3": _patch_urllib3,
+    "urllib.request": _patch_urllib,
+}
+
+# -- when they are patched ---------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_patched: set[str] = set()
+
+
+def install() -> None:
+    """From now on, in this process: clients that are imported already, and those that will be. Harmless when
+    repeated."""
+    with _lock:
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    for name in _PATCHES:
+        if (module := sys.modules.get(name)) is not None and _is_whole(module):
+            _patch(name, module)
+
+
+def _is_whole(module: ModuleType) -> bool:
+    """Whether it is not being imported at this moment."""
+    return not getattr(module.__spec__, "_initializing", False)
+
+
+def _patch(name: str, module: ModuleType) -> None:
+    with _lock:
+        if name in _patched:
+            return
+        _patched.add(name)
+    _PATCHES[name](module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself; has a client patched as soon as it is imported."""
+
+    def __init__(self) -> None:
+        self._looking = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _PATCHES or fullname in _patched or getattr(self._looking, "name", None) == fullname:
+            return None
+        self._looking.name = fullname
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking.name = None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader)
+        return spec
+
+
+class _PatchingLoader(Loader):
+    """Loads as the real one does, and steps aside."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _patch(module.__name__, module)

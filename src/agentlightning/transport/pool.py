@@ -1,0 +1,188 @@
+"""Connections that are kept alive between calls, by where they lead.
+
+Responsible for opening, keeping and closing them, and for noticing a server that has fallen silent: one timer watches
+all calls, since one for each call would cost as much as the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from typing import Final
+from urllib.parse import urlsplit
+
+from agentlightning.transport.base import Headers, TransportError
+from agentlightning.transport.connection import Connection, HttpAnswer, Origin, request_bytes
+
+IDLE_SECONDS: Final = 55.0
+"""A connection that was not used for so long is closed: many servers do so after a minute."""
+MAX_IDLE: Final = 1024
+"""Connections to one place that are kept for later calls."""
+MAX_KNOWN_URLS: Final = 1024
+
+
+class Pool:
+    """A `Transport` over asyncio and httptools."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Origin, deque[Connection]] = {}
+        self._busy: set[Connection] = set()
+        self._known: dict[str, tuple[Origin, bytes, bytes]] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def now(self) -> float:
+        """Of the loop's clock."""
+        return asyncio.get_running_loop().time()
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Headers,
+        body: bytes = b"",
+        *,
+        connect_seconds: float = 10.0,
+        timeout_seconds: float = 600.0,
+    ) -> HttpAnswer:
+        """See `Transport.send`."""
+        origin, target, host = self._known.get(url) or self._locate(url)
+        request = request_bytes(method, target, host, headers, body)
+        if (connection := self._take(origin)) is not None:
+            answer = await self._ask(connection, request, timeout_seconds)
+            if answer is not None:
+                return answer
+        connection = await self._connect(origin, connect_seconds)
+        answer = await self._ask(connection, request, timeout_seconds, fresh=True)
+        assert answer is not None
+        return answer
+
+    async def close(self) -> None:
+        """Drop every connection; calls under way fail."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in [*self._busy, *(each for idle in self._idle.values() for each in idle)]:
+            connection.abort(TransportError("the transport was closed", "closed"))
+        self._idle.clear()
+        await asyncio.sleep(0)  # the connections close in the loop's next turn
+
+    async def _ask(
+        self, connection: Connection, request: bytes, timeout_seconds: float, *, fresh: bool = False
+    ) -> HttpAnswer | None:
+        """None where a connection that was kept alive turned out to be closed."""
+        now = self.now()
+        answer = connection.ask(request, timeout_seconds, now)
+        self._busy.add(connection)
+        self._watch(now + min(timeout_seconds, IDLE_SECONDS))
+        try:
+            await answer.head
+        except TransportError as error:
+            if fresh or answer.began or error.reason != "closed" or self._closed:
+                raise
+            return None
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        return answer
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def _take(self, origin: Origin) -> Connection | None:
+        """The one used last, as the likeliest to be open."""
+        idle = self._idle.get(origin)
+        while idle:
+            connection = idle.pop()
+            if connection.open and self.now() - connection.idle_since < IDLE_SECONDS:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, origin: Origin, seconds: float) -> Connection:
+        if self._closed:
+            raise TransportError("the transport was closed", "closed")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self, origin),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls_context() if origin.secure else None,
+                    server_hostname=origin.host if origin.secure else None,
+                )
+        except TimeoutError:
+            raise TransportError(f"{origin} took no connection within {seconds:g} s", "connect") from None
+        except OSError as error:
+            raise TransportError(f"{origin} cannot be reached: {error}", "connect") from error
+        return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    def idle(self, connection: Connection) -> None:
+        """It may be used again."""
+        self._busy.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle is None:
+            idle = self._idle[connection.origin] = deque()
+        if len(idle) >= MAX_IDLE or self._closed:
+            return connection.abort()
+        connection.idle_since = self.now()
+        idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        """It is gone."""
+        self._busy.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle and connection in idle:
+            idle.remove(connection)
+
+    # -- silence -------------------------------------------------------------------------------------------------
+
+    def _watch(self, until: float) -> None:
+        """Look at all of them at `until`, or before."""
+        timer = self._timer
+        if timer is None or timer.when() > until:
+            if timer is not None:
+                timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(until, self._look)
+
+    def _look(self) -> None:
+        self._timer, now = None, self.now()
+        for connection in list(self._busy):
+            silent = now - connection.last_heard
+            if connection.waiting and silent >= connection.timeout_seconds:
+                message = f"{connection.origin} said nothing for {connection.timeout_seconds:g} s"
+                connection.abort(TransportError(message, "timeout"))
+        for idle in self._idle.values():
+            while idle and now - idle[0].idle_since >= IDLE_SECONDS:
+                idle.popleft().abort()
+        ends = [connection.last_heard + connection.timeout_seconds for connection in self._busy if connection.waiting]
+        ends += [idle[0].idle_since + IDLE_SECONDS for idle in self._idle.values() if idle]
+        if self._busy or ends:
+            self._watch(max(now + 0.01, min((now + IDLE_SECONDS, *ends))))
+
+    # -- addresses -----------------------------------------------------------------------------------------------
+
+    def _locate(self, url: str) -> tuple[Origin, bytes, bytes]:
+        """(where to, the path and query, the Host header). Raises TransportError for what is no URL of HTTP."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise TransportError(f"an address that cannot be called: {error}", "protocol") from None
+        secure = parts.scheme == "https"
+        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
+            raise TransportError(f"{parts.scheme}://{parts.hostname} is no address that can be called", "protocol")
+        origin = Origin(secure, parts.hostname, port or (443 if secure else 80))
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        host = parts.netloc.rpartition("@")[2]
+        if len(self._known) >= MAX_KNOWN_URLS:
+            self._known.clear()
+        self._known[url] = found = (origin, target.encode(), host.encode())
+        return found

@@ -1,0 +1,185 @@
+"""Promises of the routing table."""
+
+import json
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.backends import Backends
+from agentlightning.gateway.config import GatewayConfig, Rule
+from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.provider import Price, Provider
+from agentlightning.gateway.routing import Routes
+from agentlightning.settings import load_settings
+from agentlightning.testing import ScriptedEngine
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
+from agentlightning.transport import open_transport
+
+ENGINES = {name: ScriptedEngine([], model=name) for name in ("policy", "reference")}
+
+
+def providers(**options):
+    them = Provider(name="them", base_urls=("http://host/v1",), **options)
+    return {"them": Backends(them, open_transport)}
+
+
+def table(*rules, engines=ENGINES, them=None, **options):
+    return Routes(engines, [Rule.model_validate(rule) for rule in rules], them or providers(), **options)
+
+
+def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
+    routes = table(
+        {"agent": "critic", "engine": "reference"},
+        {"model": "gpt-4o", "provider": "them", "send_model": "gpt-4o-2024"},
+        {"model": "gpt-*", "provider": "them"},
+        {"model": "policy", "agent": "judge-?", "provider": "them", "send_model": "big"},
+    )
+    assert routes.resolve("policy", "critic").engine is ENGINES["reference"]
+    assert routes.resolve("policy", "writer").engine is ENGINES["policy"]
+    assert routes.resolve("policy").engine is ENGINES["policy"]
+    exact, pattern = routes.resolve("gpt-4o"), routes.resolve("gpt-5")
+    assert (exact.name, exact.send_model, exact.provider.name) == ("gpt-4o", "gpt-4o-2024", "them")
+    assert (pattern.name, pattern.send_model) == ("gpt-5", "gpt-5")
+    assert routes.resolve("policy", "judge-1").send_model == "big"
+    assert routes.models == ("policy", "reference", "gpt-4o")
+
+
+def test_the_default_serves_calls_without_a_name_and_strangers_only_if_it_is_told_to():
+    one = {"policy": ENGINES["policy"]}
+    assert table(engines=one).resolve(None).name == "policy"
+    with pytest.raises(Problem, match="known: policy") as caught:
+        table(engines=one).resolve("gpt-5")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    assert table(engines=one, accept_any_model=True).resolve("gpt-5").name == "policy"
+    with pytest.raises(Problem, match="names no model"):
+        table().resolve(None)
+    led = table({"model": "gpt-*", "provider": "them"}, default_model="gpt-5")
+    assert (led.resolve(None).name, led.resolve(None).send_model) == ("gpt-5", "gpt-5")
+
+
+def test_a_price_of_the_rule_wins_over_the_providers():
+    them = providers(price=Price(input=1))
+    routes = table(
+        {"model": "a", "provider": "them", "price": {"input": 2}}, {"model": "b", "provider": "them"}, them=them
+    )
+    assert (routes.resolve("a").price.input, routes.resolve("b").price.input) == (2, 1)
+
+
+def test_a_provider_that_says_its_model_is_asked_for_that_one():
+    routes = table({"provider": "them"}, them=providers(model="their-name"), default_model="policy")
+    assert (routes.resolve("mine").name, routes.resolve("mine").send_model) == ("mine", "their-name")
+    assert routes.resolve(None).name == "their-name"
+
+
+@given(st.text(max_size=20), st.none() | st.text(max_size=20))
+def test_whatever_is_asked_for_is_served_or_refused(model, agent):
+    routes = table({"model": "[a-f]*", "agent": "*x*", "provider": "them"}, default_model="policy")
+    try:
+        assert routes.resolve(model, agent).name
+    except Problem as problem:
+        assert problem.status == 404  # noqa: PT017  some names fit
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "said"),
+    [
+        (
+            [{"engine": "nobody"}],
+            {},
+            "rule 1 .* leads to the engine 'nobody', which is not here; known: policy, reference",
+        ),
+        ([{"provider": "nobody"}], {}, "leads to the provider 'nobody', which is not here; known: them"),
+        ([], {"default_model": "nobody"}, "default_model='nobody' is not served; use one of policy, reference"),
+        ([], {"accept_any_model": True}, "needs a default_model"),
+    ],
+)
+def test_a_rule_or_default_that_leads_nowhere_is_said_at_the_start(rules, options, said):
+    with pytest.raises(ConfigError, match=said):
+        table(*rules, **options)
+
+
+# -- from a file ------------------------------------------------------------------------------------------------------
+
+TOML = """
+default_model = "gpt-5"
+
+[[providers]]
+name = "them"
+base_urls = ["http://host/v1/"]
+api_key_env = "THEIR_KEY"
+price = { input = 1.25, output = 10.0 }
+
+[[routes]]
+model = "gpt-*"
+provider = "them"
+
+[budget]
+rollout_dollars = 0.5
+"""
+
+
+def test_a_file_in_toml_and_one_in_json_say_the_same(tmp_path):
+    (tmp_path / "routes.toml").write_text(TOML)
+    config = load_settings(GatewayConfig, toml=tmp_path / "routes.toml")
+    assert config.providers[0].base_urls == ("http://host/v1",)
+    assert (config.providers[0].price.output, config.budget.rollout_dollars) == (10, 0.5)
+    (tmp_path / "routes.json").write_text(config.model_dump_json())
+    assert load_settings(GatewayConfig, toml=tmp_path / "routes.json") == config
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            "[[providers]]\nname='a'\nbase_url='http://h'",
+            r"unknown setting providers\.0\.base_url .*nearest known one is providers\.0\.base_urls",
+        ),
+        ("[[providers]]\nname='a'\nbase_urls=['host']", r"providers\.0\.base_urls .*'host' is no address"),
+        ("[[routes]]\nmodel='a'", r"routes\.0 .*names an engine or a provider"),
+        ("[[routes]]\nprovider='b'", "routes.0 leads to the provider 'b'; known: none"),
+        (
+            "[[providers]]\nname='a'\nbase_urls=['http://h']\n[[providers]]\nname='a'\nbase_urls=['http://h']",
+            "two providers",
+        ),
+        ("[budget]\ndollars=-1", r"budget\.dollars = -1"),
+        ("budgets=1", "unknown setting budgets"),
+    ],
+)
+def test_a_mistake_in_the_file_names_its_place(written, said, tmp_path):
+    (tmp_path / "routes.toml").write_text(written)
+    with pytest.raises(ConfigError, match=said):
+        load_settings(GatewayConfig, toml=tmp_path / "routes.toml")
+
+
+# -- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+async def test_models_and_agents_go_where_the_table_says(serve):
+    async with ScriptedProvider(lambda seen: Reply(chat_answer(f"{seen.json['model']} says hi."))) as provider:
+        config = GatewayConfig.model_validate(
+            {
+                "providers": [{"name": "them", "base_urls": [f"{provider.url}/v1"]}],
+                "routes": [
+                    {"model": "scripted", "agent": "critic", "provider": "them", "send_model": "judge"},
+                    {"model": "big", "provider": "them"},
+                ],
+            }
+        )
+        service = await serve(["Ours."], config=config)
+        client = await service.client()
+        assert [model.id async for model in await client.models.list()] == ["scripted", "big"]
+
+        async def said(model, **headers):
+            messages = [{"role": "user", "content": "hi"}]
+            reply = await client.chat.completions.create(model=model, messages=messages, extra_headers=headers)
+            return reply.choices[0].message.content
+
+        assert await said("big") == "big says hi."
+        assert await said("scripted", **{"x-agentlightning-agent": "critic"}) == "judge says hi."
+        assert await said("scripted") == "Ours."
+        with pytest.raises(openai.NotFoundError, match="known: scripted, big"):
+            await said("small")
+        assert json.loads(provider.seen[0].body)["model"] == "big"

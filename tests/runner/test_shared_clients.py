@@ -1,0 +1,86 @@
+"""A client that was made once, at import or in the first attempt, serves every attempt of its process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.rollouts import import_environment
+from agentlightning.server import Server
+from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES
+from agentlightning.testing import ScriptedEngine
+
+SECRET = "a secret"
+
+AGENT = """
+import os
+from functools import cache
+
+import httpx
+
+import agentlightning as agl
+
+AT_IMPORT = httpx.AsyncClient(
+    base_url=os.environ["OPENAI_BASE_URL"],
+    headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    timeout=30,
+)
+
+
+@cache
+def lazily():
+    return httpx.AsyncClient(
+        base_url=os.environ["OPENAI_BASE_URL"],
+        headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+        timeout=30,
+    )
+
+
+async def ask(client, text):
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": text}]}
+    answer = await client.post("/chat/completions", json=asked)
+    answer.raise_for_status()
+
+
+async def agent(task):
+    with agl.track_agent("importer"):
+        await ask(AT_IMPORT, task["word"])
+    await ask(lazily(), task["word"])
+    return 1.0
+"""
+
+
+@pytest.fixture
+async def server(store: Any) -> AsyncIterator[Server]:
+    engine = ScriptedEngine(lambda messages: "yes")
+    async with Server(store, Gateway(store, {"scripted": engine}, secret=SECRET, require_key=True), secret=SECRET) as s:
+        yield s
+
+
+async def test_calls_of_shared_clients_belong_to_the_attempt_that_makes_them(
+    start: Any, roll: Any, store: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "shared.py").write_text(AGENT)
+    await start(f"{tmp_path}/shared.py:agent", server_url=server.url, secret=SECRET, concurrency=8)
+    words = [f"word-{number}" for number in range(24)]
+    ended = await roll(*({"word": word} for word in words))
+    assert {rollout.status for rollout in ended} == {"succeeded"}
+    for rollout in ended:
+        calls = [span for span in await store.query_spans(rollout.rollout_id) if ATTRIBUTION in span.attributes]
+        assert [rollout.input["word"] in span.attributes[INPUT_MESSAGES] for span in calls] == [True, True]
+        assert [span.attributes.get(AGENT_NAME) for span in calls] == ["importer", None]
+        assert [span.attributes[ATTRIBUTION] for span in calls] == ["header", "header"]
+
+
+def test_what_a_judge_may_need_of_the_environment_stays() -> None:
+    own = import_environment("http://127.0.0.1:1", SECRET, "w", {"OPENAI_API_KEY": "sk-judge"})
+    assert "OPENAI_API_KEY" not in own
+    assert "OPENAI_BASE_URL" not in own
+    assert own["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/worker/w"
+    assert own["AGL_WORKER_BASE_URL"] == "http://127.0.0.1:1/worker/w/v1"

@@ -1,0 +1,233 @@
+"""What a real vLLM draws for us is what the model's own forward pass gives, before, after and across an update."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentlightning.errors import ConfigError, ContextLengthError
+from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
+from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.replicas import Replica, Replicas
+from agentlightning.policy.sampling import keep_top
+from agentlightning.policy.servers import ServersConfig, find_chat, open_servers
+from agentlightning.policy.vllm import VllmServer
+from agentlightning.policy.weights import WeightsFolder
+from agentlightning.transport import open_transport
+
+NEAR = 1e-3
+MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+@pytest.fixture(scope="session")
+def chat(models: list[Path]) -> ChatFormat:
+    return asyncio.run(find_chat(models[0]))
+
+
+@pytest.fixture
+async def engine(server: str, chat: ChatFormat, weights: list[Path]) -> AsyncIterator[Replicas]:
+    engine = await open_servers(ServersConfig(urls=(server,)), chat, weights_change=True)
+    await engine.push(weights[0], 1)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="session")
+def weights(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The models, as they are written for servers."""
+
+    async def write(model: Path) -> Path:
+        policy = LocalPolicy.open(LocalPolicyConfig(model=model, device="cpu"))
+        try:
+            return await WeightsFolder(tmp_path_factory.mktemp("weights")).write(policy)
+        finally:
+            await policy.close()
+
+    return [asyncio.run(write(model)) for model in models]
+
+
+@pytest.fixture
+def prompt(chat: ChatFormat) -> list[int]:
+    return chat.encode(chat.render(MESSAGES))
+
+
+def logits_of(model: Path | Any, prompt: Sequence[int], sample: Sample) -> torch.Tensor:
+    own = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, Path) else model
+    with torch.inference_mode():
+        return own(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 : -1].float()
+
+
+def scores(logits: torch.Tensor, sample: Sample, params: SamplingParams) -> torch.Tensor:
+    """The log-probabilities of the sample's tokens under what they were drawn from, by our own sampling code."""
+    logits = logits / (params.temperature or 1.0)
+    top_k = torch.tensor([[params.top_k]]).expand(len(logits), 1) if params.top_k else None
+    top_p = torch.tensor([[params.top_p]]).expand(len(logits), 1) if params.top_p < 1 else None
+    if top_k is not None or top_p is not None:
+        logits = keep_top(logits, top_k, top_p)
+    return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+
+
+def difference(model: Path | Any, prompt: Sequence[int], sample: Sample, params: SamplingParams) -> float:
+    expected = scores(logits_of(model, prompt, sample), sample, params)
+    return float((expected - torch.tensor(sample.logprobs)).abs().max())
+
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24),
+    "plain": SamplingParams(max_tokens=24, seed=1),
+    "cold": SamplingParams(temperature=0.5, max_tokens=24, seed=2),
+    "top_k": SamplingParams(temperature=0.8, top_k=4, max_tokens=24, seed=3),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.7, max_tokens=24, seed=4),
+    "both": SamplingParams(temperature=1.2, top_p=0.8, top_k=10, max_tokens=24, seed=5),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("path", ["ids", "texts"])
+async def test_log_probabilities_are_those_of_the_distribution_drawn_from(
+    server: str, chat: ChatFormat, models: list[Path], weights: list[Path], prompt: list[int], name: str, path: str
+):
+    transport = open_transport()
+    backend = VllmServer(transport, server)
+    if path == "texts":
+        backend._generates = False  # As a server without --enable-scale-out.
+    engine = await Replicas.open([Replica(backend)], chat, transport, weights_change=True)
+    await engine.push(weights[0], 1)
+    seen: list[int] = []
+    sample = await engine.sample(prompt, PARAMS[name], seen.extend)
+    assert sample.token_ids == tuple(seen)
+    assert difference(models[0], prompt, sample, PARAMS[name]) < NEAR
+    if name == "greedy":
+        assert sample.token_ids == tuple(logits_of(models[0], prompt, sample).argmax(-1).tolist())
+    else:
+        whole = await engine.sample(prompt, PARAMS[name])
+        assert (whole.token_ids, whole.finish_reason) == (sample.token_ids, sample.finish_reason)
+    await engine.close()
+
+
+async def test_greedy_and_sampled_answers_side_by_side_keep_their_own_distributions(
+    engine: Replicas, models: list[Path], prompt: list[int]
+):
+    samples = await asyncio.gather(*(engine.sample(prompt, params) for params in PARAMS.values()))
+    for sample, params in zip(samples, PARAMS.values(), strict=True):
+        assert difference(models[0], prompt, sample, params) < NEAR
+
+
+async def test_the_likeliest_tokens_are_named_in_order(engine: Replicas, models: list[Path], prompt: list[int]):
+    params = SamplingParams(max_tokens=8, seed=1, top_logprobs=5)
+    sample = await engine.sample(prompt, params)
+    best = logits_of(models[0], prompt, sample).log_softmax(-1).topk(5)
+    for place, (values, tokens) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        assert [token for token, _ in sample.top_logprobs[place]] == tokens
+        assert [value for _, value in sample.top_logprobs[place]] == pytest.approx(values, abs=NEAR)
+
+
+async def test_an_answer_ends_with_its_end_token_or_with_its_stop_string(engine: Replicas, prompt: list[int]):
+    drawn = await engine.sample(prompt, SamplingParams(max_tokens=40, seed=6))
+    text = engine.chat.decode(drawn.token_ids)
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    stopped = await engine.sample(prompt, SamplingParams(max_tokens=40, seed=6, stop=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == drawn.token_ids[: len(stopped.token_ids)]
+    assert stop in engine.chat.decode(stopped.token_ids)
+    assert stop not in engine.chat.decode(stopped.token_ids[:-1])
+    end = min(engine.chat.eos_token_ids)
+    certain = SamplingParams(max_tokens=40, logit_bias=((end, 100.0),))
+    ended = await engine.sample(prompt, certain)
+    assert (ended.token_ids, ended.finish_reason) == ((end,), "stop")
+
+
+async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_callers_errors(
+    engine: Replicas, prompt: list[int]
+):
+    with pytest.raises(ContextLengthError, match="1024"):
+        await engine.sample([5] * 1024, SamplingParams())
+    engine.context_length = 4096
+    with pytest.raises(ContextLengthError, match="no room"):
+        await engine.sample([5] * 1100, SamplingParams())
+    with pytest.raises(ConfigError, match="cannot draw what was asked"):
+        await engine.sample(prompt, SamplingParams(top_p=2.0))
+
+
+async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt: list[int]):
+    def running() -> float:
+        with urllib.request.urlopen(f"{server}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+    async def until(count: float) -> None:
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(running) != count:  # noqa: ASYNC110  another process's state
+                await asyncio.sleep(0.02)
+
+    long = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids))
+    for watch in (None, lambda _: None):
+        call = asyncio.create_task(engine.sample(prompt, long, watch))
+        await until(1)
+        call.cancel()
+        await until(0)
+
+
+async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_too(
+    engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int]
+):
+    params = SamplingParams(max_tokens=24, seed=1)
+    for version, which in ((2, 1), (3, 0), (4, 1)):
+        await engine.push(weights[which], version)
+        sample = await engine.sample(prompt, params)
+        assert sample.policy_version == version
+        assert difference(models[which], prompt, sample, params) < NEAR
+        assert difference(models[1 - which], prompt, sample, params) > 100 * NEAR
+
+
+async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it_names(
+    engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int]
+):
+    params = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids), max_tokens=400)
+    seen: list[int] = []
+    calls = [asyncio.create_task(engine.sample(prompt, params, seen.extend if n == 0 else None)) for n in range(4)]
+    async with asyncio.timeout(60):
+        while len(seen) < 30:  # noqa: ASYNC110  the server says it only by tokens
+            await asyncio.sleep(0.002)
+    await engine.push(weights[1], 2)
+    plain = SamplingParams()
+    for sample in await asyncio.gather(*calls):
+        assert [version for version, _ in sample.versions] == [1, 2]
+        old = sample.versions[0][1]
+        assert len(sample.token_ids) == 400
+        for model, part in ((models[0], slice(0, old)), (models[1], slice(old, None))):
+            logits = logits_of(model, prompt, sample).clone()
+            logits[:, sorted(engine.chat.eos_token_ids)] -= 100.0
+            expected = scores(logits, sample, plain)[part]
+            assert float((expected - torch.tensor(sample.logprobs)[part]).abs().max()) < NEAR
+
+
+async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
+    engine: Replicas, models: list[Path], prompt: list[int], tmp_path: Path
+):
+    from peft import LoraConfig, get_peft_model
+
+    adapted: list[Any] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(models[0]), config)
+        model.save_pretrained(tmp_path / str(seed))
+        adapted.append(model.eval())
+    params = SamplingParams(max_tokens=24, seed=1)
+    adapter = await engine.load_adapter("critic", tmp_path / "0")
+    for version in range(2):
+        sample = await adapter.sample(prompt, params)
+        assert sample.policy_version == version
+        assert difference(adapted[version], prompt, sample, params) < NEAR
+        assert difference(models[0], prompt, sample, params) > 10 * NEAR
+        assert difference(models[0], prompt, await engine.sample(prompt, params), params) < NEAR
+        await engine.load_adapter("critic", tmp_path / "1")
+    await engine.unload_adapter("critic")
