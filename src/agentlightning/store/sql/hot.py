@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct, field
 
 from agentlightning.span import Span
 from agentlightning.store.sql import packs
@@ -20,7 +22,7 @@ HOT_BYTES: Final = 8 << 20
 _OVERHEAD: Final = 600
 
 
-class _HotPack(NamedTuple):
+class _HotPack(Struct, frozen=True):
     attempt_id: str
     attempt_number: int
     span_ids: Sequence[str]
@@ -54,15 +56,12 @@ def _hot(written: WrittenPack) -> _HotPack:
     )
 
 
-class _HotRollout:
+class _HotRollout(Struct):
     """The packs of one rollout, by attempt."""
 
-    __slots__ = ("attempts", "size", "spans")
-
-    def __init__(self) -> None:
-        self.attempts: dict[str, list[_HotPack]] = {}
-        self.spans = 0
-        self.size = _OVERHEAD
+    attempts: dict[str, list[_HotPack]] = field(default_factory=dict)
+    spans: int = 0
+    size: int = _OVERHEAD
 
     def add(self, pack: _HotPack) -> bool:
         """False where its spans do not come after those that are here: merging them is not for here."""

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from msgspec import Struct
 
 from agentlightning.errors import NotFoundError
 from agentlightning.span import SUPERSEDED, Span
@@ -103,8 +104,7 @@ class SpanIds:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Kept:
+class Kept(Struct):
     """What the store says of a group of spans."""
 
     attempt_id: str
