@@ -27,13 +27,22 @@ STEPS = 3
 QUESTIONS = ("Tom has 3 apples and buys 4 more. How many now?", "Ana has 12 coins. She loses 5. How many are left?")
 
 
+REWARD = """
+def letters(task, output):
+    return sum(character.isalpha() for character in output) / max(1, len(output))
+"""
+"""Unlike the demo's own it tells answers apart that are all wrong."""
+
+
 def small(tmp_path: Path, vllm: str, on_cpu: dict[str, str]) -> TrainConfig:
     """The demo's settings, with less of everything but steps."""
     settings = job.settings(job.write_demonstrations(tmp_path / "demonstrations.jsonl", 0), 0, STEPS)
     servers = ServersConfig(command=vllm, args=("--enforce-eager",), env=on_cpu)
     sampled = settings.policy.model_copy(update={"engine": "vllm", "servers": servers})
+    (tmp_path / "reward.py").write_text(REWARD)
     return settings.model_copy(
         update={
+            "reward": f"{tmp_path / 'reward.py'}:letters",
             "policy": sampled,
             "warm_start": settings.warm_start.model_copy(update={"steps": 40}),
             "algorithm": settings.algorithm.model_copy(update={"tasks_per_step": 6}),

@@ -96,7 +96,7 @@ class VllmServer:
                 return self._take(wire, await self._http.post(wire.path, body), receive)
             return await self._follow(wire, body, receive)
         except BackendError as error:
-            raise refusal(error, ask) from error
+            raise refusal(error, ask) from None
 
     async def _follow(self, wire: Wire, body: Mapping[str, Any], receive: Receive) -> End:
         end: End | None = None
