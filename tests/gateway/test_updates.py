@@ -194,7 +194,7 @@ async def assert_trainable(learning: Learning, version: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(f"{k}={v}" for k, v in mode.items()))
 async def test_no_call_fails_for_an_update_and_every_token_names_its_weights(learning, mode):
-    await stress(learning, mode, agents=5, updates=2, calls=4)
+    await stress(learning, mode, agents=4, updates=2, calls=3)
 
 
 @pytest.mark.slow
