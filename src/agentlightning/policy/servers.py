@@ -16,7 +16,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Backend
 from agentlightning.policy.base import ChatFormat, Engine
 from agentlightning.policy.child import Launch, VllmChild
-from agentlightning.policy.replicas import Patience, Replica, Replicas
+from agentlightning.policy.replica import Patience, Replica
+from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.sglang import SGLangServer
 from agentlightning.policy.vllm import VllmServer
 from agentlightning.transport import Transport, open_transport
@@ -45,8 +46,8 @@ class ServersConfig(BaseModel):
     """CUDA_VISIBLE_DEVICES of each server we start, such as `["0,1", "2,3"]`. None given: all see all."""
     start_seconds: float = Field(default=600.0, gt=0)
     """How long a server may take until it listens."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
-    """A server that says nothing for so long while it draws has failed."""
+    timeout_seconds: float = Field(default=3600.0, gt=0)
+    """A server that says nothing for so long while it draws has failed. An answer that nobody streams comes whole."""
     retries: int = Field(default=2, ge=0)
     """How often a call whose server failed is drawn again."""
     wait_seconds: float = Field(default=600.0, gt=0)
