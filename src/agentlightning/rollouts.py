@@ -226,21 +226,22 @@ def worker_environment(server_url: str, secret: str, worker_id: str) -> dict[str
     }
 
 
-def import_environment(
-    server_url: str, secret: str, worker_id: str, inherited: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def import_environment(server_url: str, secret: str, worker_id: str) -> dict[str, str]:
     """The environment variables that an agent is imported with, before there is an attempt: a client made then, from
-    the environment alone, leads to the attempt its worker is running. A provider whose key or URL `inherited` (by
-    default this process's own environment) has stays as it is: something else may need it, such as a judge."""
-    known = os.environ if inherited is None else inherited
+    the environment alone, leads to the attempt its worker is running."""
     variables = worker_environment(server_url, secret, worker_id)
-    base_url, key = variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"]
-    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
-    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-    for own in (openai, anthropic):
-        if not any(known.get(name) for name in own):
-            variables |= own
-    return variables
+    return variables | _sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
+
+
+def _sdk_environment(base_url: str, key: str) -> dict[str, str]:
+    """What every SDK is known to read."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
 
 
 def attempt_environment(
@@ -268,14 +269,7 @@ def attempt_environment(
     own |= _tracing_environment(server_url, key, rollout_id, attempt_id, os.environ if inherited is None else inherited)
     if not redirect:
         return own
-    return own | {
-        "AGL_OPENAI_BASE_URL": f"{root}/v1",
-        "OPENAI_BASE_URL": f"{root}/v1",
-        "OPENAI_API_BASE": f"{root}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": key,
-    }
+    return own | {"AGL_OPENAI_BASE_URL": f"{root}/v1"} | _sdk_environment(f"{root}/v1", key)
 
 
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

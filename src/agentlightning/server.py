@@ -37,7 +37,8 @@ class Server:
     `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with. With a
     `token`, the store, traces and metrics are for those who present it. With `metrics` there is `/metrics`; `slow`
     mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own. Requests to the
-    store, traces among them, are refused over `max_body_bytes`.
+    store, traces among them, are refused over `max_body_bytes`. It listens at `host` and `port`, or with the
+    `listener` that `listen` has made there.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Server:
         port: int = 0,
         grace_seconds: int = 10,
         stalled_seconds: float = STALLED_SECONDS,
+        listener: socket.socket | None = None,
     ) -> None:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
         calls = gateway.routes() if gateway else []
@@ -75,20 +77,20 @@ class Server:
         self._shortcuts = Shortcuts(calls, self._door.visit, stalled_seconds)
         self._grace = grace_seconds
         self._gateway = gateway
+        self._listener = listener
         self._uvicorn: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """Where agents reach it. A server that listens on every address is reached on this machine's own."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
 
     async def start(self) -> Self:
         """Listen. Raises ServerError where the address cannot be had."""
         if self._serving is not None:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
-        listener = _listen(self.host, self.port)
+        listener, self._listener = self._listener or listen(self.host, self.port), None
         self.port = listener.getsockname()[1]
         await self.traces.__aenter__()
         self._door.open()
@@ -166,7 +168,14 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def url_of(host: str, port: int) -> str:
+    """Where a server that listens there is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """An address, taken: whoever calls there before a server is given it waits. Raises ServerError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sends without delay
     try:

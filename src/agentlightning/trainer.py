@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -50,7 +51,7 @@ from agentlightning.result import TrainingResult
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.runner import Runner
-from agentlightning.server import Server
+from agentlightning.server import Server, listen, url_of
 from agentlightning.settings import dump_toml, load_settings
 from agentlightning.source import RolloutSource
 from agentlightning.statistics import Gain
@@ -182,13 +183,13 @@ class Trainer:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
-            await _load_agent(runner, stack)
+            listener = await _load_agent(runner, stack, config.run.host, config.run.port)
             await make_start(config, run_dir, tasks, self.progress)
             learner = await _open_policy(config, run_dir, state)
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
-            server = Server(store, gateway, secret=secret, host=config.run.host, port=config.run.port)
+            server = Server(store, gateway, secret=secret, host=config.run.host, listener=listener)
             await stack.enter_async_context(server)
             limits = _rollout_config(config.runner), config.runner.max_failed_share
             source = RolloutSource(store, *limits, model=policy.model)
@@ -249,9 +250,9 @@ async def _evaluate(
         store = InMemoryLightningStore()
         stack.push_async_callback(store.close)
         runner = _runner(config, store, agent, reward, secret, redirect=model is not None)
-        await _load_agent(runner, stack)
+        listener = await _load_agent(runner, stack)
         gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
-        server = await stack.enter_async_context(Server(store, gateway, secret=secret))
+        server = await stack.enter_async_context(Server(store, gateway, secret=secret, listener=listener))
         resources: NamedResources = {}
         if gateway is not None:
             sampling = {"temperature": TEMPERATURES[mode]}
@@ -319,11 +320,16 @@ def _runner(
     )
 
 
-async def _load_agent(runner: Runner, stack: AsyncExitStack) -> None:
-    """Import the agent in its own process, and meanwhile what is heavy in this one."""
+async def _load_agent(runner: Runner, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Import the agent in its own process, and meanwhile what is heavy in this one. It may make a client of its model
+    already: the address that this leads to is taken, and returned."""
+    listener = listen(host, port)
+    stack.callback(listener.close)
+    runner.server_url = url_of(host, listener.getsockname()[1])
     stack.push_async_callback(runner.stop)
     runner.start_hosts()
     await asyncio.gather(runner.load(), asyncio.to_thread(import_module, "agentlightning.policy.local"))
+    return listener
 
 
 def _with_shortcuts(

@@ -96,12 +96,13 @@ class TrainingRun:
         return resources_id
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        stale = staleness(samples, self.policy.policy_version)
+        own, asked = dict(staleness(samples, self.policy.policy_version)), time.monotonic()
         async with self.updating() as in_flight:
+            own["drain_seconds"] = time.monotonic() - asked
             figures = await self.policy.train(
                 samples, in_flight=in_flight, token_budget=self.config.policy.token_budget, **options
             )
-        return {**figures, **stale}
+        return {**figures, **own}
 
     async def load(self, directory: Path) -> None:
         """Go back to the weights of a checkpoint."""

@@ -11,11 +11,11 @@ import pytest
 AGENT = """
 from openai import OpenAI
 
-CLIENT = OpenAI(api_key="unused", base_url="http://127.0.0.1:9")
+CLIENT = OpenAI()
 
 
-def say(word: str, base_url: str) -> str:
-    answer = CLIENT.with_options(base_url=base_url).chat.completions.create(
+def say(word: str) -> str:
+    answer = CLIENT.chat.completions.create(
         model="policy", messages=[{"role": "user", "content": f"say {word}"}], max_tokens=6
     )
     return answer.choices[0].message.content or ""
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "sk-of-its-user"}
 
 
 @pytest.fixture

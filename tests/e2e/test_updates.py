@@ -62,4 +62,6 @@ def test_a_run_updates_over_answers_that_outlive_their_rollouts(job, mode):
         numbers = span.attributes[names.POLICY_VERSIONS]
         assert sum(numbers[1::2]) == len(span.attributes[names.RESPONSE_TOKEN_IDS])
     figures = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    drained = [each["drain_seconds"] for each in figures if "drain_seconds" in each]
+    assert (max(drained) > 0.02) == (mode != "in_flight=true")
     assert {each["staleness"] for each in figures if "staleness" in each} == {0.0}

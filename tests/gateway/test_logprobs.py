@@ -7,6 +7,7 @@ from agentlightning import span as names
 from agentlightning.policy.base import RESHAPING
 
 ASKED = [{"role": "user", "content": "hi"}]
+DELTA = "response.output_text.delta"
 MESSAGE = "message.output_text.logprobs"
 
 
@@ -19,7 +20,9 @@ def expected(top):
     """What the scripted engine gives for the answer "Hi"."""
     values = [(text, -(1 + token % 7) / 8) for text, token in (("H", 72), ("i", 105), ("<|im_end|>", 258))]
     others = ["A", "B"]
-    likeliest = [[(text, value), *((others[step - 1], value - step) for step in range(1, top))] for text, value in values]
+    likeliest = [
+        [(text, value), *((others[step - 1], value - step) for step in range(1, top))] for text, value in values
+    ]
     return [(text, value, top_of[:top]) for (text, value), top_of in zip(values, likeliest, strict=True)]
 
 
@@ -39,10 +42,12 @@ async def test_chat_completions_name_the_likeliest_tokens(serve, top):
 
 @pytest.mark.parametrize("top", [0, 1, 3])
 async def test_responses_name_the_likeliest_tokens(serve, top):
-    service = await serve(["Hi", "Hi"])
+    service = await serve(["Hi", "Hi", "Hi"])
     client = await service.client()
     options = {"model": "scripted", "input": "hi", "include": [MESSAGE], "top_logprobs": top}
     check((await client.responses.create(**options)).output[0].content[0].logprobs, top)
+    deltas = [event async for event in await client.responses.create(**options, stream=True) if event.type == DELTA]
+    assert [(event.delta, len(event.logprobs)) for event in deltas] == [("H", 1), ("i", 1)]
     async with client.responses.stream(**options) as events:
         check((await events.get_final_response()).output[0].content[0].logprobs, top)
 
@@ -53,10 +58,14 @@ async def test_completions_name_the_likeliest_tokens_by_their_text(serve, top):
     create = (await service.client()).completions.create
     options = {"model": "scripted", "prompt": "Say: ", "logprobs": top}
     chunks = [chunk async for chunk in await create(**options, stream=True)]
-    streamed = next(choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs)
-    for shown in ((await create(**options)).choices[0].logprobs, streamed):
-        assert shown.tokens == ["H", "i", "<|im_end|>"]
-        assert (shown.top_logprobs or []) == [dict(likeliest) for _, _, likeliest in expected(top) if likeliest]
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    whole = (await create(**options)).choices[0].logprobs
+    tops = [dict(likeliest) for _, _, likeliest in expected(top) if likeliest]
+    for shown in ([whole], parts):
+        assert [token for part in shown for token in part.tokens] == ["H", "i", "<|im_end|>"]
+        assert [offset for part in shown for offset in part.text_offset] == [0, 1, 2]
+        assert [likeliest for part in shown for likeliest in part.top_logprobs or ()] == tops
+    assert [len(part.tokens) for part in parts] == [1, 1, 1]
 
 
 async def test_the_likeliest_tokens_need_log_probabilities_and_are_twenty_at_most(serve):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import openai
 import pytest
@@ -57,10 +58,24 @@ async def test_several_answers_stream_side_by_side(serve):
     assert sorted(said.values()) == ["one", "two"]
 
 
-async def test_a_streamed_answer_carries_its_log_probabilities_at_the_end(serve):
+async def test_each_chunk_carries_the_log_probabilities_of_its_own_tokens(serve):
+    service = await serve(["Hé🎉!"])
+    chunks = [chunk.choices[0] for chunk in await service.stream(logprobs=True) if chunk.choices]
+    shown = [(chunk.delta.content, len(chunk.logprobs.content)) for chunk in chunks if chunk.logprobs]
+    assert shown == [("H", 1), ("é", 2), ("🎉", 4), ("!", 1), (None, 1)]
+
+
+async def test_an_engine_that_tells_log_probabilities_only_at_the_end_has_them_in_the_last_chunk(serve):
     service = await serve(["Hi"])
-    closing = (await service.stream(logprobs=True))[-2].choices[0]
-    assert [token.token for token in closing.logprobs.content] == ["H", "i", "<|im_end|>"]
+    whole = service.engine.sample
+
+    async def quiet(prompt_token_ids, params, on_tokens=None, *, affinity=""):
+        return await whole(prompt_token_ids, replace(params, tells_logprobs=False), on_tokens)
+
+    service.engine.sample = quiet
+    chunks = [chunk.choices[0] for chunk in await service.stream(logprobs=True) if chunk.choices]
+    assert [token.token for token in chunks[-1].logprobs.content] == ["H", "i", "<|im_end|>"]
+    assert not any(chunk.logprobs for chunk in chunks[:-1])
 
 
 async def test_the_span_is_in_the_store_before_the_stream_says_that_the_answer_is_finished(serve):

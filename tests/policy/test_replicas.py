@@ -12,7 +12,8 @@ import pytest
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.policy.base import SamplingParams
-from agentlightning.policy.replicas import Patience, Replica, Replicas
+from agentlightning.policy.replica import Patience, Replica
+from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.servers import ServersConfig, open_servers
 from agentlightning.policy.sglang import SGLangServer
 from agentlightning.policy.vllm import VllmServer
@@ -69,6 +70,11 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110  the server's state has no event
             await asyncio.sleep(0.005)
+
+
+def label_of(engine: Replicas, version: int) -> str:
+    """What the servers are told the weights of a version are called."""
+    return next(label for label, known in engine._labels.items() if known == version)
 
 
 def draws(server: ScriptedModelServer) -> list[Any]:
@@ -186,6 +192,12 @@ async def test_a_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch):
         await engine.close()
 
 
+async def test_a_server_that_somebody_left_paused_goes_on(one: ScriptedModelServer):
+    one._pause(None)
+    async with asyncio.timeout(5), engine_of(one) as engine:
+        await engine.sample(PROMPT, SamplingParams(max_tokens=1))
+
+
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +276,7 @@ async def test_a_server_that_comes_back_gets_the_newest_weights_before_it_draws(
         again = await stack.enter_async_context(ScriptedModelServer(port=server.port))
         sample = await call
         assert (sample.policy_version, again.weights) == (1, str(tmp_path / "one"))
-        assert sample.logprobs[0] == logprob_of(43, engine.label_of(1))
+        assert sample.logprobs[0] == logprob_of(43, label_of(engine, 1))
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -276,7 +288,7 @@ async def test_new_weights_are_read_while_nothing_is_drawn_and_nothing_old_is_ke
         for server in two:
             assert server.paths() == ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache",
                                       "/resume"]  # fmt: skip
-            assert (server.weights, server.label, server.paused) == (str(tmp_path), engine.label_of(1), False)
+            assert (server.weights, server.label, server.paused) == (str(tmp_path), label_of(engine, 1), False)
             assert ("/pause?mode=keep", None) in server.calls
             assert ("/reset_prefix_cache?reset_running_requests=true", None) in server.calls
         assert engine.policy_version == 1
@@ -300,7 +312,7 @@ async def test_answers_under_way_go_on_across_an_update_each_token_with_its_vers
         assert sum(count for _, count in sample.versions) == 60
         assert sample.policy_version == 2
         if server.label != "default":
-            drawn_by = [engine.label_of(version) for version, count in sample.versions for _ in range(count)]
+            drawn_by = [label_of(engine, version) for version, count in sample.versions for _ in range(count)]
             expected = [logprob_of(token, label) for token, label in zip(sample.token_ids, drawn_by, strict=True)]
             assert list(sample.logprobs) == expected
 
@@ -317,7 +329,7 @@ async def test_a_server_that_cannot_read_the_weights_draws_nothing_until_it_can(
         samples = await asyncio.gather(*calls)
         assert all(sample.token_ids == counted(42, 300) for sample in samples)
         await until(lambda: all(replica.up for replica in engine.replicas))
-        assert bad.label == good.label == engine.label_of(2)
+        assert bad.label == good.label == label_of(engine, 2)
         assert not bad.paused
 
 
@@ -333,7 +345,7 @@ async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: Scrip
         await engine.push(tmp_path, 1)
         one.start_again()
         sample = await engine.sample(PROMPT, SamplingParams(max_tokens=2))
-        assert sample.logprobs == tuple(logprob_of(token, engine.label_of(1)) for token in sample.token_ids)
+        assert sample.logprobs == tuple(logprob_of(token, label_of(engine, 1)) for token in sample.token_ids)
         assert one.weights == str(tmp_path)
 
 
@@ -341,7 +353,7 @@ async def test_a_server_that_lost_its_weights_is_found_without_a_call(one: Scrip
     async with engine_of(one) as engine:
         await engine.push(tmp_path, 1)
         one.start_again()
-        await until(lambda: one.label == engine.label_of(1) and engine.replicas[0].up)
+        await until(lambda: one.label == label_of(engine, 1) and engine.replicas[0].up)
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------
@@ -360,6 +372,20 @@ async def test_an_adapter_is_an_engine_of_its_own_on_every_server(two: Any, tmp_
         assert not two[0].adapters
         with pytest.raises(ConfigError, match="no adapter 'critic' is loaded"):
             await adapter.sample(PROMPT, SamplingParams(max_tokens=1))
+
+
+async def test_an_adapter_that_one_server_cannot_load_is_served_by_the_others_until_it_can(two: Any, tmp_path: Path):
+    bad = two[0]
+    async with engine_of(*two) as engine:
+        bad.failures["/v1/load_lora_adapter"] = [500, 500]
+        adapter = await engine.load_adapter("critic", tmp_path)
+        assert (await adapter.sample(PROMPT, SamplingParams(max_tokens=1))).token_ids == counted(42, 1)
+        await until(lambda: "critic" in bad.adapters and all(replica.up for replica in engine.replicas))
+        for server in two:
+            server.failures["/v1/load_lora_adapter"] = [404]
+        with pytest.raises((PolicyError, ConfigError)):
+            await engine.load_adapter("critic", tmp_path / "missing")
+        assert adapter.policy_version == 0
 
 
 async def test_a_server_that_comes_back_gets_its_adapters(one: ScriptedModelServer, tmp_path: Path):

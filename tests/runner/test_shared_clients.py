@@ -64,8 +64,7 @@ async def server(store: Any) -> AsyncIterator[Server]:
 async def test_calls_of_shared_clients_belong_to_the_attempt_that_makes_them(
     start: Any, roll: Any, store: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-its-user")
     (tmp_path / "shared.py").write_text(AGENT)
     await start(f"{tmp_path}/shared.py:agent", server_url=server.url, secret=SECRET, concurrency=8)
     words = [f"word-{number}" for number in range(24)]
@@ -78,9 +77,31 @@ async def test_calls_of_shared_clients_belong_to_the_attempt_that_makes_them(
         assert [span.attributes[ATTRIBUTION] for span in calls] == ["header", "header"]
 
 
-def test_what_a_judge_may_need_of_the_environment_stays() -> None:
-    own = import_environment("http://127.0.0.1:1", SECRET, "w", {"OPENAI_API_KEY": "sk-judge"})
-    assert "OPENAI_API_KEY" not in own
-    assert "OPENAI_BASE_URL" not in own
+async def test_a_judge_keeps_the_key_it_has_and_what_an_agent_sets_stays(
+    start: Any, roll: Any, rewards_of: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-judge")
+    (tmp_path / "own.py").write_text(
+        "import os\n"
+        "KEY = os.environ['OPENAI_API_KEY']\n"
+        "os.environ['SET_BY_AGENT'] = 'yes'\n"
+        "def agent(task):\n"
+        "    return KEY.startswith('agl-worker-') and os.environ['SET_BY_AGENT'] == 'yes'\n"
+    )
+    (tmp_path / "judge.py").write_text(
+        "import os\n"
+        "KEY = os.environ['OPENAI_API_KEY']\n"
+        "def judge(output):\n"
+        "    return float(output is True and KEY == 'sk-judge')\n"
+    )
+    reward = f"{tmp_path}/judge.py:judge"
+    await start(f"{tmp_path}/own.py:agent", reward=reward, server_url=server.url, secret=SECRET)
+    [ended] = await roll({})
+    assert await rewards_of(ended) == [1.0]
+
+
+def test_the_address_an_agent_is_imported_with_is_its_workers() -> None:
+    own = import_environment("http://127.0.0.1:1", SECRET, "w")
+    assert own["OPENAI_BASE_URL"] == own["AGL_WORKER_BASE_URL"] == "http://127.0.0.1:1/worker/w/v1"
     assert own["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/worker/w"
-    assert own["AGL_WORKER_BASE_URL"] == "http://127.0.0.1:1/worker/w/v1"
+    assert own["OPENAI_API_KEY"] == own["ANTHROPIC_API_KEY"] == own["AGL_WORKER_KEY"]

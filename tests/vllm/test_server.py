@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.replicas import Replica, Replicas
+from agentlightning.policy.replica import Replica
+from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.sampling import keep_top
 from agentlightning.policy.servers import ServersConfig, find_chat, open_servers
 from agentlightning.policy.vllm import VllmServer
@@ -210,9 +211,9 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
 
 
 async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
-    engine: Replicas, models: list[Path], prompt: list[int], tmp_path: Path
+    engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int], tmp_path: Path
 ):
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     adapted: list[Any] = []
     for seed in range(2):
@@ -230,4 +231,7 @@ async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
         assert difference(models[0], prompt, sample, params) > 10 * NEAR
         assert difference(models[0], prompt, await engine.sample(prompt, params), params) < NEAR
         await engine.load_adapter("critic", tmp_path / "1")
+    await engine.push(weights[1], 2)
+    on_new = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[1]), tmp_path / "1")
+    assert difference(on_new, prompt, await adapter.sample(prompt, params), params) < NEAR
     await engine.unload_adapter("critic")

@@ -27,13 +27,22 @@ STEPS = 3
 QUESTIONS = ("Tom has 3 apples and buys 4 more. How many now?", "Ana has 12 coins. She loses 5. How many are left?")
 
 
+REWARD = """
+def letters(task, output):
+    return sum(character.isalpha() for character in output) / max(1, len(output))
+"""
+"""Unlike the demo's own it tells answers apart that are all wrong."""
+
+
 def small(tmp_path: Path, vllm: str, on_cpu: dict[str, str]) -> TrainConfig:
     """The demo's settings, with less of everything but steps."""
     settings = job.settings(job.write_demonstrations(tmp_path / "demonstrations.jsonl", 0), 0, STEPS)
     servers = ServersConfig(command=vllm, args=("--enforce-eager",), env=on_cpu)
     sampled = settings.policy.model_copy(update={"engine": "vllm", "servers": servers})
+    (tmp_path / "reward.py").write_text(REWARD)
     return settings.model_copy(
         update={
+            "reward": f"{tmp_path / 'reward.py'}:letters",
             "policy": sampled,
             "warm_start": settings.warm_start.model_copy(update={"steps": 40}),
             "algorithm": settings.algorithm.model_copy(update={"tasks_per_step": 6}),
@@ -108,7 +117,7 @@ async def test_three_steps_with_vllm_sampling_agree_with_our_own_forward_pass(
     assert (result.steps, result.failed_rollouts) == (STEPS, 0)
     assert sorted(watch.models) == list(range(STEPS + 1))
     moved = watch.models[0].model.embed_tokens.weight - watch.models[STEPS].model.embed_tokens.weight
-    assert float(moved.abs().max()) > NEAR
+    assert float(moved.detach().abs().max()) > NEAR
     assert max(watch.greedy) < NEAR
     assert max(watch.trained) < NEAR
 

@@ -31,7 +31,8 @@ class Training(Protocol):
         ...
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """One update of the policy, with sampling paused around it; `options` are those of the policy's `train`."""
+        """One update of the policy: model calls that come wait for it, those under way finish first or go on across it.
+        `options` are those of the policy's `train`."""
         ...
 
     async def finish_step(self, collected: Collected, figures: Mapping[str, float]) -> None:

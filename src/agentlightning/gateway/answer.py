@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentlightning.gateway.drawn import Drawn, Likeliest
 from agentlightning.gateway.thoughts import Markers
 from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
 from agentlightning.policy.tool_calls.base import CallReader, held_back
@@ -189,6 +190,7 @@ class Answer:
     sample: Sample | None = None
     received: int = 0
     """Tokens fed so far."""
+    drawn: Drawn = field(default_factory=Drawn, init=False)
     _text: Detokenizer = field(init=False)
     _stop: StopFilter = field(init=False)
     _thoughts: ThoughtFilter = field(init=False)
@@ -200,16 +202,22 @@ class Answer:
         self._thoughts = ThoughtFilter(self.thinks)
         self._calls = CallReader(self.chat.tool_calls, self.tools)
 
-    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """What can be shown after some more tokens."""
+    def feed(
+        self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()
+    ) -> list[Piece]:
+        """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
         self.received += len(token_ids)
         shown = [token for token in token_ids if token not in self.chat.eos_token_ids]
-        return self._show(self._stop.feed(self._text.feed(shown)))
+        pieces = self._show(self._stop.feed(self._text.feed(shown)))
+        if logprobs:
+            self.drawn.told(token_ids, logprobs, tops, len(pieces))
+        return pieces
 
     def finish(self, sample: Sample) -> list[Piece]:
         """What is left to show once the sample is whole."""
         pieces = self.feed(sample.token_ids[self.received :]) if self.received < len(sample.token_ids) else []
         self.sample = sample
+        self.drawn.complete(sample)
         rest = self._stop.feed(self._text.finish()) + self._stop.finish()
         pieces += self._show(rest)
         thought, content = self._thoughts.finish()

@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentlightning import span as names
 from agentlightning.errors import StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
-from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attribution, Caller
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.calls import answer_of, asked_messages, record_of
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.constraint import Holding, hold
 from agentlightning.gateway.contexts import AttemptContext, Contexts
@@ -47,16 +47,15 @@ from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.models import Models, json_reply, refusal
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
-from agentlightning.gateway.record import Record
+from agentlightning.gateway.refusals import keep_refusal
 from agentlightning.gateway.relay import relay
 from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.slots import Slots
-from agentlightning.gateway.thoughts import thought_markers
 from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
-from agentlightning.policy.base import Engine, Message, SamplingParams
-from agentlightning.span import CONSTRAINT, new_span_id, new_trace_id
+from agentlightning.policy.base import Engine, SamplingParams
+from agentlightning.span import CONSTRAINT, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.transport import Transport, open_transport
 
@@ -251,11 +250,30 @@ class Gateway:
             await _fail(dialect, outlet, problem)
 
     async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        headers, caller, body = await self._receive(scope, receive)
-        if await self._forwarder.serve(_PATHS[dialect], caller, headers, body, scope, receive, outlet):
-            return
+        started = time.time()
+        headers, caller = await self._caller(scope)
+        body = b""
+        try:
+            body, caller = await self._body(scope, receive, headers, caller)
+            run = await self._plan(dialect, headers, caller, body)
+        except ClientGone:
+            raise
+        except Exception as error:
+            await keep_refusal(self._store, _PATHS[dialect], caller, body, error, started)
+            raise
+        await run(scope, receive, outlet)
+
+    async def _plan(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
+        """What is to be done for a call. What it raises nobody has recorded; what is raised afterwards is."""
+        if (forward := await self._forwarder.plan(_PATHS[dialect], caller, headers, body)) is not None:
+            return partial(self._forwarder.run, forward)
         caller, request = self._read(dialect, headers, caller, body)
         exchange, reply = await self._prepare(dialect, caller, request)
+        return partial(self._draw, exchange, request, reply)
+
+    async def _draw(
+        self, exchange: Exchange, request: Request, reply: Reply, scope: Scope, receive: Receive, outlet: Outlet
+    ) -> None:
         await relay(
             exchange,
             self._run,
@@ -267,7 +285,8 @@ class Gateway:
         )
 
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
-        headers, caller, body = await self._receive(scope, receive)
+        headers, caller = await self._caller(scope)
+        body, caller = await self._body(scope, receive, headers, caller)
         if await self._forwarder.count(caller, headers, body, outlet):
             return
         caller, request = self._read(MESSAGES, headers, caller, body)
@@ -277,13 +296,17 @@ class Gateway:
         (prompt,) = self._prompts(caller, request, model, engine)
         await outlet.whole(200, messages.count_reply(len(prompt.token_ids)))
 
-    async def _receive(self, scope: Scope, receive: Receive) -> tuple[dict[str, str], Caller, bytes]:
+    async def _caller(self, scope: Scope) -> tuple[dict[str, str], Caller]:
         headers = read_headers(scope)
-        caller = await self.attribution.caller(headers, scope["path_params"])
+        return headers, await self.attribution.caller(headers, scope["path_params"])
+
+    async def _body(
+        self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller
+    ) -> tuple[bytes, Caller]:
         body = await read_body(receive, headers, self._max_body_bytes)
         if caller.attempt_id is not None:
             caller = replace(caller, repeat=Repeat.of(headers, scope["path"].rpartition("/v1/")[2], body))
-        return headers, caller, body
+        return body, caller
 
     def _read(
         self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes
@@ -310,11 +333,11 @@ class Gateway:
         response_id = dialect.id_prefix + secrets.token_hex(12)
         head = Head(response_id, model, int(time.time()), tokens)
         records = [
-            _record(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id())
-            for prompt, asked in zip(prompts, _asked(request, engine), strict=True)
+            record_of(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id())
+            for prompt, asked in zip(prompts, asked_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
-        answers = [_answer(dialect, request, engine, params, index) for index in range(len(records))]
+        answers = [answer_of(dialect, request, engine, params, index) for index in range(len(records))]
         exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
         return exchange, dialect.reply(request, head)
 
@@ -408,56 +431,6 @@ class _Endpoint:
 
 def _attempt(caller: Caller) -> tuple[str, str] | None:
     return caller.attempt
-
-
-def _asked(request: Request, engine: Engine) -> list[list[Message]]:
-    """The messages behind each prompt, for its span: a raw prompt is one message of the user."""
-    if not request.prompts:
-        return [request.messages]
-    texts = [given if isinstance(given, str) else engine.chat.decode(given) for given in request.prompts]
-    return [[{"role": "user", "content": text}] for text in texts]
-
-
-def _record(
-    dialect: Dialect,
-    caller: Caller,
-    request: Request,
-    head: Head,
-    prompt: Prompt,
-    asked: Sequence[Message],
-    trace_id: str,
-) -> Record:
-    return Record(
-        rollout_id=caller.rollout_id or "",
-        attempt_id=caller.attempt_id or "",
-        trace_id=caller.trace_id or trace_id,
-        parent_id=caller.parent_id,
-        whose=caller.attributes(),
-        operation=dialect.operation,
-        response_id=head.id,
-        requested_model=request.model or head.model,
-        served_model=head.model,
-        messages=asked,
-        tools=request.tools,
-        prompt=prompt,
-        constraint=request.constraint,
-        start_time=time.time(),
-        span_id=new_span_id(),
-    )
-
-
-def _answer(dialect: Dialect, request: Request, engine: Engine, params: SamplingParams, index: int) -> Answer:
-    return Answer(
-        index,
-        engine.chat,
-        params.stop,
-        reads_calls=request.tools is not None,
-        one_call=request.constraint.one_call,
-        call_prefix=dialect.call_prefix,
-        tools=request.tools,
-        held=params.json_schema is not None,
-        thinks=None if request.prompts else thought_markers(engine.chat),
-    )
 
 
 async def _fail(dialect: Dialect, outlet: Outlet, problem: Problem) -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from agentlightning.gateway.answer import Answer, Piece
+from agentlightning.gateway.drawn import Likeliest
 from agentlightning.gateway.gate import Gate, Visitor
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.slots import without_slot
@@ -71,8 +72,8 @@ class Exchange:
             raise failures.exceptions[0] from None
 
     async def _draw_one(self, record: Record, answer: Answer, show: Show | None) -> None:
-        def receive(token_ids: Sequence[int]) -> None:
-            _pass_on(answer, answer.feed(token_ids), show)
+        def receive(token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()) -> None:
+            _pass_on(answer, answer.feed(token_ids, logprobs, tops), show)
 
         # Nobody watches a plain call: its answer is read at once when it is whole.
         on_tokens = receive if show is not None else None

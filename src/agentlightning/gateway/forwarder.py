@@ -62,34 +62,25 @@ class Forwarder:
             self.keep = store.keep
             store.on_written = self._look_at
 
-    async def serve(
-        self,
-        path: Path,
-        caller: Caller,
-        headers: Mapping[str, str],
-        body: bytes,
-        scope: Scope,
-        receive: Receive,
-        outlet: Outlet,
-    ) -> bool:
-        """Whether it was a call to pass on, and is answered. Raises Problem, StoreError, and ClientGone where the
-        caller hung up."""
+    async def plan(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
+        """The call to make, where it goes to a provider. Raises Problem where it cannot be made."""
         if (asked := _read(body)) is None:
-            return False
+            return None
         caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
         model = caller.agent.model
         if model is None and "model" in asked and not isinstance(asked["model"], str):
-            return False
+            return None
         route = self._table.resolve(model, caller.agent.name)
-        if route.backends is None:
-            return False
-        forward = await self._prepare(path, route, caller, headers, asked)
+        return await self._prepare(path, route, caller, headers, asked) if route.backends is not None else None
+
+    async def run(self, forward: Forward, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+        """Make it and answer. Raises Problem, StoreError, and ClientGone where the caller hung up; a failure is
+        recorded as well."""
         with _ended_by_hanging_up(scope, receive):
             await forward.run(self.keep, outlet)
         if (usage := forward.heard.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
-        return True
 
     async def count(self, caller: Caller, headers: Mapping[str, str], body: bytes, outlet: Outlet) -> bool:
         """Whether it was a question how many tokens a prompt has for a provider that counts them, and is answered.

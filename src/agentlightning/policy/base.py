@@ -54,6 +54,9 @@ class SamplingParams:
     seed: int | None = None
     top_logprobs: int = 0
     """How many of the likeliest tokens to name at each place, with their log-probabilities."""
+    tells_logprobs: bool = False
+    """An engine that can calls `on_tokens(token_ids, logprobs, top_logprobs)`, each as `Sample` has it, instead of
+    `on_tokens(token_ids)`."""
     min_p: float = 0.0
     """Tokens with less than this share of the likeliest one's probability are not drawn."""
     presence_penalty: float = 0.0

@@ -22,7 +22,8 @@ from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.generate import Request, TokenGenerator
 
 T = TypeVar("T")
-OnTokens = Callable[[Sequence[int]], None]
+OnTokens = Callable[..., None]
+"""See `Engine.sample` and `SamplingParams.tells_logprobs`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,8 @@ class News:
 
     call: Call
     tokens: tuple[int, ...] = ()
+    values: tuple[Any, ...] = ()
+    """Their log-probabilities and the likeliest tokens, where they are to be told."""
     result: Any = None
     error: BaseException | None = None
     final: bool = False
@@ -141,7 +144,8 @@ class EngineThread:
             del self._calls[request]
         if not done and call.on_tokens is None:
             return None
-        return News(call, tokens=(request.tokens[-1],), result=request if done else None, final=done)
+        values = ((request.logprobs[-1],), request.top_logprobs[-1:]) if request.params.tells_logprobs else ()
+        return News(call, (request.tokens[-1],), values, result=request if done else None, final=done)
 
     def _fail(self, error: Exception) -> None:
         calls = list(self._calls.values())
@@ -168,7 +172,7 @@ class EngineThread:
                 continue
             if call.on_tokens is not None and item.tokens:
                 try:
-                    call.on_tokens(item.tokens)
+                    call.on_tokens(item.tokens, *item.values)
                 except Exception as error:  # noqa: BLE001  The caller's own function failed: the caller is told.
                     call.future.set_exception(error)
                     self._inbox.put(partial(self._cancel, call))

@@ -11,84 +11,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, ServerError
-from agentlightning.policy.backend import Backend, BackendError, End, Run, Served
+from agentlightning.policy.backend import BackendError, End, Run, Served
 from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
 from agentlightning.policy.drawing import Drawing, Stopped, UnknownWeightsError
+from agentlightning.policy.replica import Adapter, Child, Patience, Replica, Weights
 from agentlightning.transport import Transport
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two looks at a server that is out."""
-MISSED = 2
-"""Looks at a healthy server that may fail before it is taken out."""
-
-
-class Child(Protocol):
-    """A server's process, where it is ours."""
-
-    @property
-    def ended(self) -> bool: ...
-
-    async def restart(self, directory: Path | None) -> None:
-        """Start it again, with the weights in `directory`; returns when it listens. Raises ServerError."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What all servers are to have."""
-
-    directory: Path
-    version: int
-    label: str
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One of the servers."""
-
-    backend: Backend
-    child: Child | None = None
-    version: int = 0
-    """Of the weights it has."""
-    label: str | None = None
-    up: bool = True
-    why: str = ""
-    """What was wrong with it when it was last taken out."""
-    draws: set[asyncio.Future[End]] = field(default_factory=set[asyncio.Future[End]])
-    recovery: asyncio.Task[None] | None = None
-    missed: int = 0
-    """Looks in a row that found it ailing."""
-    adapters: dict[str, int] = field(default_factory=dict[str, int])
-    """Name -> the version it has of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    directory: Path
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How much is put up with."""
-
-    retries: int = 2
-    """How often a call is drawn again."""
-    wait_seconds: float = 120.0
-    """How long a call waits for a server where none is up."""
-    health_seconds: float = 5.0
-    """Between two looks at each server."""
+MISSED = 3
+"""So many looks in a row have to fail before a server gets no new answers."""
+STALLED_SECONDS = 30.0
+"""After so long without a sign of life what it was drawing is drawn elsewhere."""
 
 
 class Replicas:
@@ -117,6 +60,7 @@ class Replicas:
         self._labels = {replica.label: 0 for replica in replicas if replica.label is not None}
         """Label -> version, of the weights that may draw."""
         self._prefix = secrets.token_hex(4)
+        self._pushes = 0
         self._adapters: dict[str, Adapter] = {}
         self._changing = asyncio.Lock()
         """Held while weights or adapters change."""
@@ -285,16 +229,13 @@ class Replicas:
 
     # -- weights and adapters --------------------------------------------------------------------------------------
 
-    def label_of(self, version: int) -> str:
-        """What the weights of `version` are called on the servers: no other engine's have the same name."""
-        return f"{self._prefix}-{version}"
-
     async def push(self, directory: Path, version: int) -> None:
         """Give all servers the weights in `directory`, which they read themselves. Returns when all that are up have
         them; the others get them before they draw again. Raises PolicyError where none can be brought to take them."""
-        weights = Weights(Path(directory), version, self.label_of(version))
         async with self._changing:
-            self._weights = weights
+            # A label of its own each time: weights that were gone back to, and what followed, are not the same again.
+            self._pushes += 1
+            self._weights = weights = Weights(Path(directory), version, f"{self._prefix}-{self._pushes}")
             # Weights that were not given to it are those of a server that was started again.
             self._labels = {label: known for label, known in self._labels.items() if label.startswith(self._prefix)}
             self._labels[weights.label] = version
@@ -324,13 +265,19 @@ class Replicas:
 
     async def load_adapter(self, name: str, directory: Path) -> AdapterEngine:
         """Let all servers serve the LoRA adapter in `directory` as `name`; again with another directory, its newer
-        version. Raises PolicyError where a server refuses it, which leaves none with it half loaded in use."""
+        version. A server that fails draws nothing until it has it. Raises PolicyError or ConfigError where all do."""
         async with self._changing:
             known = self._adapters.get(name)
             adapter = Adapter(Path(directory), known.version + 1 if known else 0)
             up = [replica for replica in self.replicas if replica.up]
-            await asyncio.gather(*(self._load_adapter(replica, name, adapter) for replica in up))
+            loads = (self._load_adapter(replica, name, adapter) for replica in up)
+            errors = [error for error in await asyncio.gather(*loads) if error is not None]
+            if errors and len(errors) == len(up):
+                raise errors[0]
             self._adapters[name] = adapter
+            for replica in up:
+                if replica.adapters.get(name) != adapter.version:
+                    self._take_out(replica, f"it could not load the adapter {name}: {errors[0]}")
         return AdapterEngine(self, name)
 
     async def unload_adapter(self, name: str) -> None:
@@ -341,9 +288,14 @@ class Replicas:
             holding = [replica for replica in self.replicas if replica.adapters.pop(name, None) is not None]
             await asyncio.gather(*(replica.backend.unload_adapter(name) for replica in holding if replica.up))
 
-    async def _load_adapter(self, replica: Replica, name: str, adapter: Adapter) -> None:
-        await replica.backend.load_adapter(name, adapter.directory)
+    async def _load_adapter(self, replica: Replica, name: str, adapter: Adapter) -> PolicyError | ConfigError | None:
+        """The error, if it failed."""
+        try:
+            await replica.backend.load_adapter(name, adapter.directory)
+        except (BackendError, ConfigError) as error:
+            return error
         replica.adapters[name] = adapter.version
+        return None
 
     # -- health ----------------------------------------------------------------------------------------------------
 
@@ -362,7 +314,7 @@ class Replicas:
         except (BackendError, ConfigError) as error:
             replica.missed += 1
             if replica.missed >= MISSED:
-                self._take_out(replica, str(error))
+                self._suspect(replica, str(error))
             return
         if replica.up and label != replica.label and not self._changing.locked():
             self._take_out(replica, f"it has weights {label}, not {replica.label}: it was started again")
@@ -379,6 +331,9 @@ class Replicas:
         """As `_suspect`, and what it is drawing is drawn elsewhere."""
         self._suspect(replica, why)
         replica.version, replica.label, replica.why = -1, None, why
+        self._drop(replica)
+
+    def _drop(self, replica: Replica) -> None:
         for task in list(replica.draws):
             task.cancel()
 
@@ -390,7 +345,7 @@ class Replicas:
 
     async def _recover(self, replica: Replica) -> None:
         """Until it is healthy and has what the others have."""
-        pause = FIRST_PAUSE
+        pause, since = FIRST_PAUSE, time.monotonic()
         while True:
             try:
                 if replica.child is not None and replica.child.ended:
@@ -402,6 +357,8 @@ class Replicas:
                 break
             except (BackendError, ConfigError, ServerError) as error:
                 replica.why = str(error)
+            if time.monotonic() - since > STALLED_SECONDS:
+                self._drop(replica)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         log.info("model server %s is back", replica.backend.url)
@@ -423,7 +380,8 @@ class Replicas:
         present = (await replica.backend.served()).adapters if self._adapters else frozenset[str]()
         for name, adapter in self._adapters.items():
             if replica.adapters.get(name) != adapter.version or name not in present:
-                await self._load_adapter(replica, name, adapter)
+                await replica.backend.load_adapter(name, adapter.directory)
+                replica.adapters[name] = adapter.version
 
     async def close(self) -> None:
         """Stop looking after the servers, end those we started, close the connections. Safe to call twice."""

@@ -16,7 +16,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Backend
 from agentlightning.policy.base import ChatFormat, Engine
 from agentlightning.policy.child import Launch, VllmChild
-from agentlightning.policy.replicas import Patience, Replica, Replicas
+from agentlightning.policy.replica import Patience, Replica
+from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.sglang import SGLangServer
 from agentlightning.policy.vllm import VllmServer
 from agentlightning.transport import Transport, open_transport
@@ -45,8 +46,8 @@ class ServersConfig(BaseModel):
     """CUDA_VISIBLE_DEVICES of each server we start, such as `["0,1", "2,3"]`. None given: all see all."""
     start_seconds: float = Field(default=600.0, gt=0)
     """How long a server may take until it listens."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
-    """A server that says nothing for so long while it draws has failed."""
+    timeout_seconds: float = Field(default=3600.0, gt=0)
+    """A server that says nothing for so long while it draws has failed. An answer that nobody streams comes whole."""
     retries: int = Field(default=2, ge=0)
     """How often a call whose server failed is drawn again."""
     wait_seconds: float = Field(default=600.0, gt=0)
@@ -94,6 +95,8 @@ class ServedModel(BaseModel):
     """Of the weights, in servers we start."""
     max_context: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; None: what the servers have."""
+    tool_calls: str | None = None
+    """The format of its tool calls, such as `hermes` or `mistral`; None: as its chat template shows."""
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
     """LoRA adapters on it, each a model of its own: name -> directory."""
 
@@ -102,7 +105,7 @@ class ServedModel(BaseModel):
         where a server refuses an adapter."""
         servers = await open_servers(
             self.servers,
-            await find_chat(self.model),
+            await find_chat(self.model, self.tool_calls),
             kind=self.engine,
             model=Path(self.model),
             name=name,
@@ -209,12 +212,13 @@ async def _start(
     return [Replica(server, child) for server, child in zip(servers, children, strict=True)]
 
 
-async def find_chat(model: str | Path) -> ChatFormat:
-    """The chat format of a model's tokenizer. Raises ConfigError where there is none."""
-    return await asyncio.to_thread(_load_chat, str(model))
+async def find_chat(model: str | Path, tool_calls: str | None = None) -> ChatFormat:
+    """The chat format of a model's tokenizer; `tool_calls` as in `ServedModel`. Raises ConfigError where there is
+    none."""
+    return await asyncio.to_thread(_load_chat, str(model), tool_calls)
 
 
-def _load_chat(model: str) -> ChatFormat:
+def _load_chat(model: str, tool_calls: str | None) -> ChatFormat:
     from transformers import AutoTokenizer
 
     from agentlightning.policy.chat import HFChatFormat
@@ -223,4 +227,4 @@ def _load_chat(model: str) -> ChatFormat:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{model} holds no tokenizer that transformers loads: {error}") from error
-    return HFChatFormat(tokenizer)
+    return HFChatFormat(tokenizer, tool_calls=tool_calls)

@@ -67,7 +67,7 @@ class SGLangServer:
                 async for event in self._http.events(GENERATE, body):
                     progress.take(event)
         except BackendError as error:
-            raise refusal(error, ask) from error
+            raise refusal(error, ask) from None
         if progress.end is None:
             raise self._http.broken(GENERATE, "its answer has no end")
         return progress.end

@@ -69,7 +69,7 @@ class VllmServer:
 
     async def check(self, *, weights_change: bool) -> None:
         if weights_change:
-            await self._has("/is_paused", "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1")
+            await self._go_on()
         ask = Ask((await self.served()).model, PROBE, SamplingParams(top_k=1), 4, frozenset())
         drawn: list[float] = []
         await self.draw(ask, lambda run: drawn.extend(run.logprobs), stream=False)
@@ -96,7 +96,7 @@ class VllmServer:
                 return self._take(wire, await self._http.post(wire.path, body), receive)
             return await self._follow(wire, body, receive)
         except BackendError as error:
-            raise refusal(error, ask) from error
+            raise refusal(error, ask) from None
 
     async def _follow(self, wire: Wire, body: Mapping[str, Any], receive: Receive) -> End:
         end: End | None = None
@@ -181,13 +181,17 @@ class VllmServer:
                 ) from error
             raise
 
-    async def _has(self, path: str, otherwise: str) -> None:
+    async def _go_on(self) -> None:
+        """Somebody who was ended in the middle of an update left it paused."""
         try:
-            await self._http.get(path)
+            answer = await self._http.get("/is_paused")
         except BackendError as error:
             if error.status in (404, 405):
-                raise ConfigError(f"{self.url} has no {path}: {otherwise}") from error
+                message = "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1"
+                raise ConfigError(f"{self.url} has no /is_paused: {message}") from error
             raise
+        if isinstance(answer, dict) and answer.get("is_paused"):
+            await self._http.post("/resume", seconds=60.0)
 
 
 def check(params: SamplingParams) -> None:

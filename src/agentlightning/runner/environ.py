@@ -37,6 +37,23 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def borrowed(variables: Mapping[str, str]) -> Generator[None]:
+    """Inside, the process itself has `variables`; afterwards it has its own again, and whatever was set inside stays
+    set: for code of the agent's that prepares the whole process, libraries in C included."""
+    own = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            if os.environ.get(name) != variables[name]:
+                continue
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
 def task_variables(task: Any, fields: Mapping[str, str] | None) -> dict[str, str]:
     """A dict task as environment variables; text as it is, other values as JSON.
 

@@ -42,7 +42,7 @@ class ZygoteProcess:
         return self._process is not None
 
     def spawn(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the process, with `variables` over our own, and tell it what to import. Needs no event loop. Raises
+        """Start the process and tell it what to import, with `variables` over our own. Needs no event loop. Raises
         AgentError."""
         if not self._cwd.is_dir():
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
@@ -56,14 +56,13 @@ class ZygoteProcess:
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
-                env={**os.environ, **(variables or {})},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._tell(self._process.stdin)
+        load = replace(self._load, sys_path=_python_path(self._cwd), variables=variables or {})
+        self._tell(load, self._process.stdin)
 
-    def _tell(self, stdin: IO[bytes] | None) -> None:
-        load = replace(self._load, sys_path=_python_path(self._cwd))
+    def _tell(self, load: Load, stdin: IO[bytes] | None) -> None:
         try:
             if stdin is not None:
                 with stdin:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning.errors import Failure
@@ -32,6 +32,8 @@ class Load:
     environment: Mapping[str, str] | None
     """Environment variable -> the field of a dict task it holds; None: each field under its name in upper case."""
     grace: float
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the environment holds besides while the agent is imported."""
 
 
 @dataclass(frozen=True, slots=True)

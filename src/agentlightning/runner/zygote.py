@@ -85,7 +85,8 @@ def _say(control: socket.socket, message: Loaded | LoadFailed | Exited) -> bool:
 
 def prepare(load: Load) -> Setup:
     """Import what is to run. Raises AgentError."""
-    agent = load_agent(load.agent, grace=load.grace)
+    with environ.borrowed(load.variables):
+        agent = load_agent(load.agent, grace=load.grace)
     reward = None if load.reward is None else RewardFunction.of(load_object(load.reward, "reward"))
     if threading.active_count() > 1:
         names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 
@@ -108,14 +108,17 @@ class ScriptedEngine:
             )
         version = self._policy_version
         tokens, reason = self._cut(self._answer(prompt_token_ids), params, room)
+        logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
+        top = params.top_logprobs
+        tops = tuple(_likeliest(pair, top) for pair in zip(tokens, logprobs, strict=True)) if top else ()
         for start in range(0, len(tokens), self.tokens_per_step):
             if self.delay:
                 await asyncio.sleep(self.delay)
             if on_tokens is not None:
-                on_tokens(tokens[start : start + self.tokens_per_step])
-        logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
-        tops = tuple(_likeliest(pair, params.top_logprobs) for pair in zip(tokens, logprobs, strict=True))
-        return Sample(tuple(tokens), logprobs, reason, version, top_logprobs=tops if params.top_logprobs else ())
+                step = slice(start, start + self.tokens_per_step)
+                values = (logprobs[step], tops[step]) if params.tells_logprobs else ()
+                cast(Callable[..., None], on_tokens)(tokens[step], *values)
+        return Sample(tuple(tokens), logprobs, reason, version, top_logprobs=tops)
 
     def _answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if callable(self._script):

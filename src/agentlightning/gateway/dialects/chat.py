@@ -31,6 +31,7 @@ from agentlightning.gateway.dialects.fields import (
     short,
     top_logprobs,
 )
+from agentlightning.gateway.drawn import Token
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
 from agentlightning.policy.base import ChatFormat, Message, SamplingParams
@@ -78,7 +79,9 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         model=optional(data, "model", str),
         messages=_messages(data.get("messages")),
         tools=tools,
-        params=sampling_params(data, OPENAI_PARAMS, SamplingParams(top_logprobs=top), "the request"),
+        params=sampling_params(
+            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs), "the request"
+        ),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs,
@@ -158,13 +161,18 @@ class Reply:
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         if isinstance(piece, str):
-            return self._chunk(answer, {"content": piece})
-        if isinstance(piece, Thought):
-            return self._chunk(answer, {"reasoning_content": piece.text})
-        return self._chunk(answer, {"tool_calls": [{"index": piece.index, **piece.wire()}]})
+            delta: dict[str, Any] = {"content": piece}
+        elif isinstance(piece, Thought):
+            delta = {"reasoning_content": piece.text}
+        else:
+            delta = {"tool_calls": [{"index": piece.index, **piece.wire()}]}
+        return self._chunk(answer, delta, None, self._logprobs(answer, answer.drawn.of_piece()))
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
-        closing = [self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer)) for answer in answers]
+        closing = [
+            self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer, answer.drawn.rest()))
+            for answer in answers
+        ]
         used = self._head("chat.completion.chunk") | {"choices": [], "usage": self._usage(answers)}
         return b"".join(closing) + openai.event(used) + openai.DONE
 
@@ -179,7 +187,7 @@ class Reply:
             "index": answer.index,
             "message": {**answer.message, "refusal": None},
             "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer),
+            "logprobs": self._logprobs(answer, answer.drawn.tokens),
         }
 
     def _chunk(
@@ -188,21 +196,16 @@ class Reply:
         choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
         return openai.event(self._head("chat.completion.chunk") | {"choices": [choice]})
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        return {"content": token_logprobs(answer), "refusal": None} if self.logprobs and answer.sample else None
+    def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return {"content": token_logprobs(answer.chat, tokens), "refusal": None} if self.logprobs and tokens else None
 
 
-def token_logprobs(answer: Answer) -> list[dict[str, Any]]:
-    """Every token drawn, with its log-probability and the likeliest ones at its place where they were asked for, as
-    chat completions and responses show them."""
-    sample = answer.sample
-    if sample is None:
-        return []
-    tops = sample.top_logprobs or ((),) * len(sample.token_ids)
-    drawn = zip(sample.token_ids, sample.logprobs, tops, strict=True)
+def token_logprobs(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities and the likeliest ones at their places where they were asked for, as chat
+    completions and responses show them."""
     return [
-        _token(answer.chat, token, value) | {"top_logprobs": [_token(answer.chat, *other) for other in top]}
-        for token, value, top in drawn
+        _token(chat, token, value) | {"top_logprobs": [_token(chat, *other) for other in top]}
+        for token, value, top in tokens
     ]
 
 

@@ -7,7 +7,7 @@ not known here. Without `max_tokens` an answer has at most 16 tokens, as this wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -28,9 +28,10 @@ from agentlightning.gateway.dialects.fields import (
     short,
     top_logprobs,
 )
+from agentlightning.gateway.drawn import Token
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
-from agentlightning.policy.base import SamplingParams
+from agentlightning.policy.base import ChatFormat, SamplingParams
 
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user"})
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -56,7 +57,9 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
     return Request(
         model=optional(data, "model", str),
         prompts=_prompts(data.get("prompt")),
-        params=sampling_params(data, OPENAI_PARAMS, replace(_DEFAULT, top_logprobs=top), "the request"),
+        params=sampling_params(
+            data, OPENAI_PARAMS, replace(_DEFAULT, top_logprobs=top, tells_logprobs=logprobs is not None), "the request"
+        ),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs is not None,
@@ -87,9 +90,13 @@ class Reply:
 
     head: Head
     logprobs: bool = False
+    offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
+    """Of each answer, where the text of the next token begins."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        choices = [self._choice(answer, answer.content, answer.finish_reason) for answer in answers]
+        choices = [
+            self._choice(answer, answer.content, answer.finish_reason, answer.drawn.tokens) for answer in answers
+        ]
         return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
@@ -97,10 +104,10 @@ class Reply:
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         text = piece if isinstance(piece, str) else ""
-        return openai.event(self._head() | {"choices": [self._choice(answer, text, None)]})
+        return openai.event(self._head() | {"choices": [self._choice(answer, text, None, answer.drawn.of_piece())]})
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
-        closing = [self._choice(answer, "", answer.finish_reason) for answer in answers]
+        closing = [self._choice(answer, "", answer.finish_reason, answer.drawn.rest()) for answer in answers]
         parts = [openai.event(self._head() | {"choices": [choice]}) for choice in closing]
         used = self._head() | {"choices": [], "usage": self._usage(answers)}
         return b"".join(parts) + openai.event(used) + openai.DONE
@@ -112,28 +119,26 @@ class Reply:
     def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
         return openai.usage(self.head.prompt_tokens, drawn_tokens(answers))
 
-    def _choice(self, answer: Answer, text: str, reason: str | None) -> dict[str, Any]:
-        logprobs = self._logprobs(answer) if reason else None
+    def _choice(self, answer: Answer, text: str, reason: str | None, tokens: Sequence[Token]) -> dict[str, Any]:
+        logprobs = self._logprobs(answer, tokens) if self.logprobs and tokens else None
         return {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        if not self.logprobs or answer.sample is None:
-            return None
-        tokens = [answer.chat.decode([token]) for token in answer.sample.token_ids]
+    def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any]:
+        texts = [answer.chat.decode([token]) for token, _, _ in tokens]
+        *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
         return {
-            "tokens": tokens,
-            "token_logprobs": list(answer.sample.logprobs),
-            "top_logprobs": _tops(answer),
-            "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
+            "tokens": texts,
+            "token_logprobs": [value for _, value, _ in tokens],
+            "top_logprobs": _tops(answer.chat, tokens),
+            "text_offset": offsets,
         }
 
 
-def _tops(answer: Answer) -> list[dict[str, float]] | None:
+def _tops(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, float]] | None:
     """At each place the likeliest tokens by their text, the likelier one where two have the same."""
-    if answer.sample is None or not answer.sample.top_logprobs:
+    if not any(top for _, _, top in tokens):
         return None
-    decode = answer.chat.decode
-    return [{decode([token]): value for token, value in reversed(top)} for top in answer.sample.top_logprobs]
+    return [{chat.decode([token]): value for token, value in reversed(top)} for _, _, top in tokens]
 
 
 def _reply(request: Request, head: Head) -> Reply:

@@ -70,15 +70,18 @@ def read_request(body: bytes, recall: Recall) -> Request:
         openai.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False),
         "text",
     )
-    include, top = optional(data, "include", list) or [], top_logprobs(data)
+    top = top_logprobs(data)
+    logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     instructions, messages = _conversation(data, recall)
     return Request(
         model=optional(data, "model", str),
         messages=instructions + messages,
         tools=tools,
-        params=sampling_params(data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top), "the request"),
+        params=sampling_params(
+            data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs), "the request"
+        ),
         stream=bool(optional(data, "stream", bool)),
-        logprobs=_LOGPROBS in include or top > 0,
+        logprobs=logprobs,
         constraint=constraint,
         leading=len(instructions),
         unknown=(*ignored(data, _KNOWN, _REFUSED, RESPONSES_PARAMS), *dropped),
@@ -216,6 +219,7 @@ class Reply:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
+        drawn = answer.drawn.of_piece()
         if isinstance(piece, ToolCall):
             return self._close(answer) + self._whole_call(piece)
         if isinstance(piece, Thought):
@@ -224,7 +228,8 @@ class Reply:
         begun = closed + (b"" if self._open else self._begin_text())
         part = self.items[-1]["content"][0]
         part["text"] += piece
-        return begun + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=[])
+        shown = token_logprobs(answer.chat, drawn) if self.request.logprobs else []
+        return begun + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=shown)
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
@@ -249,7 +254,7 @@ class Reply:
         if last["type"] != "function_call" and answer.finish_reason == "length":
             last["status"] = "incomplete"
         if last["type"] == "message" and self.request.logprobs:
-            last["content"][0]["logprobs"] = token_logprobs(answer)
+            last["content"][0]["logprobs"] = token_logprobs(answer.chat, answer.drawn.tokens)
 
     def _begin_text(self) -> bytes:
         self._open = "message"
@@ -322,11 +327,11 @@ class Reply:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(event))
 
     def _final(self, answer: Answer) -> dict[str, Any]:
-        cut = answer.finish_reason == "length"
+        cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
         used, drawn = self.head.prompt_tokens, drawn_tokens([answer])
         return response | {
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "output": self.items,
             "usage": {
                 "input_tokens": used,

@@ -1,0 +1,64 @@
+"""The tokens of one answer with their log-probabilities, handed out once each to the pieces of a stream.
+
+An engine that tells log-probabilities as it draws lets each piece carry those of its own tokens; with one that tells
+them at the end, the ending carries all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from agentlightning.policy.base import Sample
+
+Likeliest = tuple[tuple[int, float], ...]
+"""(token, log-probability), likeliest first."""
+Token = tuple[int, float, Likeliest]
+"""A token drawn, its log-probability, and the likeliest ones at its place where they were asked for."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What is known so far."""
+
+    _told: list[Token] = field(default_factory=list[Token])
+    _sample: Sample | None = None
+    _shown: deque[int] = field(default_factory=deque[int])
+    """For each piece that was shown and not yet written, how many tokens there were by then."""
+    _written: int = 0
+
+    def told(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest], pieces: int) -> None:
+        """More tokens, after which so many pieces were shown."""
+        self._told += [
+            (token, value, top or ()) for token, value, top in zip_longest(token_ids, logprobs, tops[: len(token_ids)])
+        ]
+        self._shown += [len(self._told)] * pieces
+
+    def complete(self, sample: Sample) -> None:
+        """Know the whole answer."""
+        self._sample = sample
+
+    @property
+    def tokens(self) -> list[Token]:
+        """All that are known."""
+        if self._sample is not None:  # Few callers ask, so nothing was put together before.
+            sample, self._sample = self._sample, None
+            tops = sample.top_logprobs or ((),) * len(sample.token_ids)
+            whole = zip(sample.token_ids, sample.logprobs, tops, strict=True)
+            self._told += list(whole)[len(self._told) :]
+        return self._told
+
+    def of_piece(self) -> list[Token]:
+        """Those that the next piece to be written shows."""
+        return self._take(self._shown.popleft()) if self._shown else []
+
+    def rest(self) -> list[Token]:
+        """Those that no piece has shown."""
+        self._shown.clear()
+        return self._take(len(self.tokens))
+
+    def _take(self, end: int) -> list[Token]:
+        taken, self._written = self._told[self._written : end], end
+        return taken

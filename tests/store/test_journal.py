@@ -1,0 +1,263 @@
+"""A journal in front of a store: what was taken is there after a kill, and visible to whoever asks."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+
+from agentlightning.errors import StoreClosedError, StoreError, StoreFullError
+from agentlightning.span import Span, SpanEvent, new_span_id
+from agentlightning.store import journal as journal_module
+from agentlightning.store.journal import JournaledStore, journaled
+from agentlightning.store.sql.store import SqlStore
+
+
+@pytest.fixture
+def database(tmp_path):
+    return tmp_path / "store.db"
+
+
+@pytest.fixture
+async def bare(database):
+    store = SqlStore(database)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def store(bare, database):
+    async with journaled(bare, database) as store:
+        yield store
+
+
+@pytest.fixture
+async def attempted(bare):
+    return await bare.start_rollout({"question": "6*7"})
+
+
+def span_of(attempted, name="call", **fields):
+    ids = {"rollout_id": attempted.rollout_id, "attempt_id": attempted.attempt.attempt_id}
+    return Span(**ids, name=name, start_time=1.0, end_time=2.0, span_id=new_span_id(), **fields)
+
+
+def files(database):
+    return sorted(path.name for path in database.parent.glob("*-calls-*"))
+
+
+async def test_whoever_asks_sees_what_was_taken_before(store, attempted):
+    for number in range(20):
+        assert store.keep([span_of(attempted, f"call {number}")]) is None
+        spans = await store.query_spans(attempted.rollout_id)
+        assert [span.name for span in spans] == [f"call {place}" for place in range(number + 1)]
+
+
+async def test_what_is_written_after_comes_after(store, attempted):
+    store.keep([span_of(attempted, "call")])
+    await store.add_span(span_of(attempted, "reward"))
+    store.keep([span_of(attempted, "call again")])
+    ((_, spans),) = [each async for each in store.iter_spans([attempted.rollout_id])]
+    assert [(span.sequence_id, span.name) for span in spans] == [(1, "call"), (2, "reward"), (3, "call again")]
+
+
+async def test_spans_reach_the_store_by_themselves_and_leave_the_journal(store, bare, attempted, database):
+    written = asyncio.Event()
+    store.on_written = lambda spans: written.set()
+    store.keep([span_of(attempted)])
+    assert store.pending == 1
+    await asyncio.wait_for(written.wait(), 5)
+    assert len(await bare.query_spans(attempted.rollout_id)) == 1
+    assert store.pending == 0
+
+
+async def test_nothing_is_left_of_a_journal_that_was_closed(bare, attempted, database):
+    async with journaled(bare, database) as store:
+        store.keep([span_of(attempted)])
+        assert files(database)
+    assert files(database) == []
+    assert len(await bare.query_spans(attempted.rollout_id)) == 1
+    with pytest.raises(StoreClosedError):
+        store.keep([span_of(attempted)])
+
+
+async def test_whoever_is_told_of_spans_sees_them_as_they_are_kept(store, attempted):
+    kept = []
+    store.on_written = kept.extend
+    store.keep([span_of(attempted)])
+    await store.flush()
+    assert [span.sequence_id for span in kept] == [1]
+
+
+KILLED = """
+    import asyncio, os, signal, sys
+    from pathlib import Path
+    from agentlightning.span import Span, SpanEvent
+    from agentlightning.store.journal import journaled
+    from agentlightning.store.sql.store import SqlStore
+
+    async def main():
+        store = SqlStore(sys.argv[1])
+        async with journaled(store, Path(sys.argv[1])) as journal:
+            rollout = await journal.start_rollout({})
+            for number in range(int(sys.argv[2])):
+                event = SpanEvent("e", 1.5, {"n": number})
+                span = Span(rollout.rollout_id, rollout.attempt.attempt_id, f"call {number}", 1.0, 2.0,
+                            span_id=f"{number:016x}", attributes={"agentlightning.prompt_token_ids": [1, 2, number]},
+                            events=(event,), parent_id="aa" if number % 2 else None)
+                journal.keep([span])
+            print(rollout.rollout_id, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(main())
+"""
+
+
+async def kill_one(database, count):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(database), str(count)]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    return ended.stdout.strip()
+
+
+async def test_what_was_taken_before_a_kill_is_there_after_it(database):
+    rollout_id = await kill_one(database, 40)
+    assert files(database)
+    bare = SqlStore(database)
+    assert await bare.query_spans(rollout_id) == []
+    async with journaled(bare, database) as store:
+        spans = await store.query_spans(rollout_id)
+        assert files(database) == []
+    await bare.close()
+    assert [span.name for span in spans] == [f"call {number}" for number in range(40)]
+    assert spans[3].attributes == {"agentlightning.prompt_token_ids": [1, 2, 3]}
+    assert (spans[3].parent_id, spans[4].parent_id, spans[3].events) == ("aa", None, (SpanEvent("e", 1.5, {"n": 3}),))
+
+
+async def test_a_record_that_was_cut_off_ends_the_journal_and_costs_nothing_else(database):
+    rollout_id = await kill_one(database, 5)
+    (path,) = database.parent.glob("*-calls-*")
+    path.write_bytes(path.read_bytes()[:-3])
+    bare = SqlStore(database)
+    async with journaled(bare, database) as store:
+        spans = await store.query_spans(rollout_id)
+    await bare.close()
+    assert [span.name for span in spans] == [f"call {number}" for number in range(4)]
+
+
+async def test_what_is_in_the_store_already_is_not_written_twice(database, bare, attempted):
+    span = span_of(attempted)
+    async with journaled(bare, database) as first:
+        first.keep([span])
+        await first.flush()
+        (path,) = database.parent.glob("*-calls-*")
+        left = path.read_bytes()
+    path.write_bytes(left)
+    async with journaled(bare, database) as store:
+        assert len(await store.query_spans(attempted.rollout_id)) == 1
+    assert files(database) == []
+
+
+async def test_the_journal_of_a_process_that_lives_is_left_alone(store, bare, attempted, database):
+    store.keep([span_of(attempted)])
+    mine = files(database)
+    async with journaled(bare, database):
+        assert files(database) == mine
+
+
+async def test_a_span_that_the_store_refuses_does_not_hold_up_the_others(store, attempted, caplog):
+    stranger = replace(span_of(attempted, "stranger"), rollout_id="ro-unknown")
+    store.keep([span_of(attempted, "one"), stranger, span_of(attempted, "two")])
+    assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
+    assert stranger.span_id in caplog.text
+
+
+async def test_a_full_disk_is_an_error_to_whoever_records(store, attempted, monkeypatch):
+    real, tries = os.write, []
+
+    def write(file, data):
+        tries.append(file)
+        if len(tries) == 1:
+            return real(file, data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_module.os, "write", write)
+    with pytest.raises(StoreFullError, match="No space left"):
+        store.keep([span_of(attempted, "lost")])
+    monkeypatch.undo()
+    store.keep([span_of(attempted, "kept")])
+    assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["kept"]
+
+
+class Failing:
+    """A store that cannot be written for a while."""
+
+    def __init__(self, store):
+        self.store, self.error = store, StoreFullError("the disk is full")
+        self.tried = asyncio.Event()
+
+    async def add_many_spans(self, spans):
+        self.tried.set()
+        if self.error is not None:
+            raise self.error
+        return await self.store.add_many_spans(spans)
+
+
+async def test_while_the_store_fails_nothing_is_taken_and_what_was_taken_is_not_lost(bare, attempted, database):
+    failing = Failing(bare)
+    async with journaled(failing, database) as store:
+        store.keep([span_of(attempted, "taken")])
+        await asyncio.wait_for(failing.tried.wait(), 5)
+        await store.flush()
+        with pytest.raises(StoreError, match="disk is full"):
+            store.keep([span_of(attempted, "refused")])
+        failing.error = None
+        for _ in range(100):
+            if not store.pending:
+                break
+            await asyncio.sleep(0.02)
+        store.keep([span_of(attempted, "after")])
+    assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken", "after"]
+
+
+async def test_what_the_store_never_took_is_kept_for_the_next(bare, attempted, database):
+    failing = Failing(bare)
+    async with journaled(failing, database) as store:
+        store.keep([span_of(attempted, "taken")])
+    assert files(database)
+    async with journaled(bare, database) as store:
+        assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["taken"]
+
+
+async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(
+    store, bare, attempted, database, monkeypatch
+):
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 5000)
+    seen = 0
+    for round in range(5):
+        for number in range(20):
+            store.keep([span_of(attempted, "call", attributes={"text": "x" * 1000, "n": round * 20 + number})])
+        seen = max(seen, len(files(database)))
+        await store.flush()
+        assert len(files(database)) == 1
+    assert seen > 3
+    spans = await bare.query_spans(attempted.rollout_id)
+    assert [span.attributes["n"] for span in spans] == list(range(100))
+
+
+async def test_more_than_the_store_can_follow_has_to_wait(store, attempted, monkeypatch):
+    monkeypatch.setattr(journal_module, "MAX_PENDING", 10)
+    waits = [store.keep([span_of(attempted, str(number))]) for number in range(30)]
+    waiting = [wait for wait in waits if wait is not None]
+    assert len(waiting) == 19
+    await asyncio.gather(*waiting)
+    assert len(await store.query_spans(attempted.rollout_id)) == 30
+
+
+def test_it_is_a_store(database):
+    store = SqlStore(database)
+    assert isinstance(journaled(store, database), JournaledStore)
+    asyncio.run(store.close())
