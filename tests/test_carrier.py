@@ -31,7 +31,8 @@ def test_it_cannot_be_changed(value: Carrier) -> None:
 
 @every
 def test_it_survives_copying_and_the_way_to_another_process(value: Carrier) -> None:
-    for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value)), dataclasses.replace(value)):
+    copies = copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value)), dataclasses.replace(value)
+    for again in copies:
         assert type(again) is type(value)
         assert again == value
 
