@@ -102,6 +102,13 @@ async def test_tokens_and_their_log_probabilities_come_as_the_server_drew_them(o
         assert (cut.token_ids, cut.finish_reason) == (counted(42, 3), "length")
 
 
+async def test_a_stream_leaves_its_connection_good_for_the_next_call(one: ScriptedModelServer):
+    async with engine_of(one, health_seconds=60.0) as engine:
+        for _ in range(5):
+            await engine.sample(PROMPT, SamplingParams(max_tokens=3), lambda _: None)
+        assert one.connections == 1
+
+
 async def test_all_that_shapes_an_answer_is_sent(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         params = SamplingParams(0.7, 0.9, 5, 4, ("ab",), 11, 3, logit_bias=((7, 1.5),), min_p=0.1, presence_penalty=0.2)
