@@ -12,7 +12,7 @@ from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.config import BudgetConfig
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Price, Usage
-from agentlightning.span import Span
+from agentlightning.span import Span, new_span_id
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30), st.floats(0, 1)), max_size=40))
@@ -52,10 +52,11 @@ async def test_the_spans_of_a_rollout_say_what_it_has_spent_before_a_restart(sto
     ids = attempted.rollout_id, attempted.attempt.attempt_id
     paid = {names.COST: 0.4, names.INPUT_TOKENS: 10, names.OUTPUT_TOKENS: 5, names.PROVIDER_RETRIES: 0}
     ours = {names.INPUT_TOKENS: 1000, names.OUTPUT_TOKENS: 1000}
-    for attributes in (paid, paid, ours):
-        await store.add_span(Span(*ids, "chat theirs", 1.0, attributes=attributes))
+    several = {names.RESPONSE_ID: "one call", names.INPUT_TOKENS: 5, names.OUTPUT_TOKENS: 0, names.PROVIDER_RETRIES: 0}
+    for attributes in (paid, paid, ours, several, several):
+        await store.add_span(Span(*ids, "chat theirs", 1.0, span_id=new_span_id(), attributes=attributes))
     budgets = Budgets(BudgetConfig(rollout_dollars=1, rollout_tokens=100), store)
-    calls = [budgets.reserve(ids[0], 0.1, 35) for _ in range(3)]
+    calls = [budgets.reserve(ids[0], 0.1, 31) for _ in range(3)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(result, Problem) for result in results] == [False, False, True]
     assert budgets.spent(ids[0]).dollars == pytest.approx(0.8)
