@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -155,6 +156,16 @@ async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_ca
         await engine.sample([5] * 1100, SamplingParams())
     with pytest.raises(ConfigError, match="cannot draw what was asked"):
         await engine.sample(prompt, SamplingParams(top_p=2.0))
+
+
+async def test_an_answer_can_be_held_to_a_schema(engine: Replicas, prompt: list[int]):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    assert await engine.holds_to(json.dumps(schema))
+    assert not await engine.holds_to('{"type": "of no kind"}')
+    sample = await engine.sample(prompt, SamplingParams(json_schema=json.dumps(schema), max_tokens=200))
+    assert sample.finish_reason == "stop"
+    assert json.loads(engine.chat.decode(sample.token_ids, skip_special_tokens=True))["n"] in (1, 2)
+    assert min(sample.logprobs) > -50
 
 
 async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt: list[int]):

@@ -242,6 +242,7 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),
+        "structured_outputs": None if params.json_schema is None else {"json": params.json_schema},
         # Stop strings may be special tokens: a tool call's end, say.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
