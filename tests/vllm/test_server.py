@@ -221,6 +221,7 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
             assert float((expected - torch.tensor(sample.logprobs)[part]).abs().max()) < NEAR
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, at its import
 async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
     engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int], tmp_path: Path
 ):
