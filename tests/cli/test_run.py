@@ -160,6 +160,28 @@ def test_each_provider_of_the_environment_gets_its_own_models(run, provider, mon
     assert provider.seen[1]["headers"]["x-api-key"] == f"{KEY}-ANTHROPIC"
 
 
+def test_what_was_recorded_can_be_read(run, invoke, provider, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    _, summary = run("--task", "six times seven", "--reward", "1", "--", "bash", "-c", f"{chat('gpt-4o')}; exit 2")
+    for given in ([], [summary["rollout_id"][:10]]):
+        text = invoke("store", "show", *given).stdout
+        for expected in (
+            summary["rollout_id"],
+            "six times seven",
+            "6*7?",
+            "42",
+            "5 tokens in",
+            "exit code 2",
+            "reward 1.0",
+        ):
+            assert expected in text
+    record = json.loads(invoke("store", "show", "--json").stdout)
+    assert record["rollout"]["rollout_id"] == summary["rollout_id"]
+    assert len(record["spans"]) == 2
+    assert "no rollout 'ro-zz'" in invoke("store", "show", "ro-zz").stderr
+
+
 def test_what_a_program_says_of_itself_is_kept_with_it(run):
     program = """
 import json, os, urllib.request
