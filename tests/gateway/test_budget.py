@@ -1,6 +1,9 @@
 """Promises of budgets: nothing is overspent, however many calls are under way, and a restart forgets nothing."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -89,3 +92,35 @@ def test_a_price_counts_cached_tokens_for_what_they_cost():
     price = Price(input=2, output=10, cached_input=0.5)
     assert price.dollars(Usage(1_000_000, 100_000, 400_000)) == pytest.approx(1.2 + 0.2 + 1.0)
     assert Price(input=2).dollars(Usage(1_000_000, 5, 400_000)) == pytest.approx(2)
+
+
+SPENDER = """
+import asyncio, sys
+from pathlib import Path
+from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.config import BudgetConfig
+
+async def spend():
+    budgets = Budgets(BudgetConfig(dollars=1000), file=Path(sys.argv[1]))
+    for number in range(1, 100_000):
+        (await budgets.reserve("ro-1", 0.5, 10)).settle(0.25, 10)
+        print(number, flush=True)
+
+asyncio.run(spend())
+"""
+
+
+@pytest.mark.chaos
+def test_what_was_spent_is_known_after_the_process_was_killed(tmp_path):
+    file = tmp_path / "spent"
+    process = subprocess.Popen([sys.executable, "-c", SPENDER, str(file)], stdout=subprocess.PIPE, text=True)
+    told = 0
+    while told < 500:
+        told = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    told = max(told, *(int(line) for line in process.stdout.read().splitlines() if line), 0)
+    process.wait()
+    process.stdout.close()
+    budgets = Budgets(BudgetConfig(dollars=1000), file=file)
+    assert told * 0.25 <= budgets.total.dollars <= told * 0.25 + 0.5
+    budgets.close()
