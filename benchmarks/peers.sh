@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environments of the peers that the benchmarks run beside: .peers/agl03 and .peers/agl1 in this checkout.
+# Makes the environments of the peers that the benchmarks run beside: .peers/agl03, .peers/agl1 and .peers/litellm in
+# this checkout.
 #
 #     benchmarks/peers.sh            (or: make peers)
 #
@@ -21,17 +22,18 @@ find_python() {  # find_python OLDEST
     return 1
 }
 
-make_peer() {  # make_peer NAME OLDEST INTERPRETER
+make_peer() {  # make_peer NAME PACKAGE OLDEST INTERPRETER
     local home=".peers/$1" pins="benchmarks/peers/$1.txt" python
     if cmp -s "$pins" "$home/.installed"; then echo "$home: ready"; return; fi
-    python="${3:-$(find_python "$2")}" || { echo "$home: left out, it needs Python $2 or newer" >&2; return; }
+    python="${4:-$(find_python "$3")}" || { echo "$home: left out, it needs Python $3 or newer" >&2; return; }
     rm -rf "$home"
     "$python" -m venv "$home"
     "$home/bin/pip" install --quiet --disable-pip-version-check --no-deps -r "$pins"
-    "$home/bin/python" -W ignore -c 'import agentlightning, importlib.metadata as m; print(m.version("agentlightning"))'
+    "$home/bin/python" -W ignore -c "import $2, importlib.metadata as m; print(m.version('$2'))"
     cp "$pins" "$home/.installed"
     echo "$home: ready"
 }
 
-make_peer agl03 3.10 "${AGL_PEER_PYTHON_03:-}"
-make_peer agl1 3.12 "${AGL_PEER_PYTHON_1:-}"
+make_peer agl03 agentlightning 3.10 "${AGL_PEER_PYTHON_03:-}"
+make_peer agl1 agentlightning 3.12 "${AGL_PEER_PYTHON_1:-}"
+make_peer litellm litellm 3.10 "${AGL_PEER_PYTHON_LITELLM:-}"

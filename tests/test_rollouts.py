@@ -73,3 +73,13 @@ def test_without_redirection_events_and_traces_still_have_an_address() -> None:
     found = attempt_environment("http://h", SECRET, "ro-1", ATTEMPT, redirect=False, inherited={})
     assert "OPENAI_BASE_URL" not in found
     assert {"AGL_EVENT_URL", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"} <= set(found)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_the_way_to_our_own_server():
+    def of(inherited):
+        return attempt_environment("http://127.0.0.1:4747", "s", "ro", "at", inherited=inherited)
+
+    assert "NO_PROXY" not in of({})
+    through = of({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "intern, 10.0.0.0/8"})
+    assert through["NO_PROXY"] == through["no_proxy"] == "intern,10.0.0.0/8,127.0.0.1"
+    assert of({"http_proxy": "http://proxy:3128", "NO_PROXY": "127.0.0.1"})["NO_PROXY"] == "127.0.0.1"

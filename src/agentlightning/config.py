@@ -76,7 +76,7 @@ class PolicyConfig(Section):
     in_flight: bool = False
     """Answers under way go on across an update, each token with the version that drew it; false: they finish first."""
     drain_seconds: float | None = Field(default=None, ge=0)
-    """How long an update waits for answers under way, before those left go on across it; None: until they finish."""
+    """Seconds an update waits for answers under way, before those left go on across it; None: until they finish."""
     engine: Literal["local", "vllm", "sglang"] = "local"
     """What samples: local, the process that trains; vllm or sglang, servers that get its weights after each update."""
     servers: ServersConfig = Field(default_factory=ServersConfig)

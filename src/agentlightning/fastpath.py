@@ -114,7 +114,10 @@ class ModelCalls(HttpToolsProtocol):
         """When the connection came, the request began, its head was whole, or the last answer went."""
         self._received = 0
         """Bytes since then."""
+        self._incoming: _Call | None = None
+        """Its body is coming in."""
         self._call: _Call | None = None
+        """It is being answered."""
 
     # -- the connection ------------------------------------------------------------------------------------------
 
@@ -123,14 +126,14 @@ class ModelCalls(HttpToolsProtocol):
         self.shortcuts.watch(self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        call, self._call = self._call, None
+        call, self._call, self._incoming = self._call, None, None
         super().connection_lost(exc)
         if call is not None:
             call.hang_up()
 
     def data_received(self, data: bytes) -> None:
-        self._received += len(data)
         super().data_received(data)
+        self._received += len(data)
         if self._in_head and self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.refuse(431, _LONG)
 
@@ -175,8 +178,7 @@ class ModelCalls(HttpToolsProtocol):
         scope["method"], scope["path"], scope["query_string"] = "POST", self.url.decode(), b""
         scope["raw_path"] = self.url
         scope["path_params"] = path_params
-        self._call = _Call(self, route, scope, self.parser.should_keep_alive())
-        self.cycle = self._call
+        self.cycle = self._incoming = _Call(self, route, scope, self.parser.should_keep_alive())
 
     def _is_usual(self) -> bool:
         if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
@@ -189,16 +191,17 @@ class ModelCalls(HttpToolsProtocol):
         return False
 
     def on_body(self, body: bytes) -> None:
-        if self._call is None:
+        if self._incoming is None:
             return super().on_body(body)
-        if self._call.parts is not None:
-            self._call.parts.append(body)
+        if self._incoming.parts is not None:
+            self._incoming.parts.append(body)
 
     def on_message_complete(self) -> None:
         self._reading = False
-        call = self._call
+        call, self._incoming = self._incoming, None
         if call is None:
             return super().on_message_complete()
+        self._call = call
         call.task = task = self.loop.create_task(call.run())
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -266,12 +266,25 @@ def attempt_environment(
         "AGL_ROLLOUT_ID": rollout_id,
         "AGL_ATTEMPT_ID": attempt_id,
     }
-    own |= _tracing_environment(server_url, key, rollout_id, attempt_id, os.environ if inherited is None else inherited)
+    known = os.environ if inherited is None else inherited
+    own |= _tracing_environment(server_url, key, rollout_id, attempt_id, known) | _past_proxies(server_url, known)
     if not redirect:
         return own
     return own | {"AGL_OPENAI_BASE_URL": f"{root}/v1"} | _sdk_environment(f"{root}/v1", key)
 
 
+def _past_proxies(server_url: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Where calls go through a proxy: the server, which is on this machine or in the cluster, is reached without."""
+    host = urlsplit(server_url).hostname
+    if not host or not any(inherited.get(name) for name in _PROXIES):
+        return {}
+    excepted = inherited.get("NO_PROXY") or inherited.get("no_proxy") or ""
+    hosts = [name.strip() for name in excepted.split(",") if name.strip()]
+    listed = ",".join(hosts if host in hosts or "*" in hosts else [*hosts, host])
+    return {"NO_PROXY": listed, "no_proxy": listed}
+
+
+_PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy")
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 

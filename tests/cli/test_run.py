@@ -1,8 +1,10 @@
 """`agl run`: any command as one recorded rollout."""
 
 import asyncio
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from agentlightning.rollouts import attempt_secret
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import LightningStore
 
+AGL = str(Path(sys.executable).parent / "agl")
 KEY = "sk-only-the-provider-may-see-this"
 
 
@@ -113,6 +116,14 @@ def chat(model, base="$OPENAI_BASE_URL", key="Authorization: Bearer $OPENAI_API_
     return f"""curl -sS -f -H "{key}" -H "Content-Type: application/json" -d '{body}' {base}/{path}"""
 
 
+def running():
+    """Processes that have not ended."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                yield stat.parent.name
+
+
 # -- what is recorded --------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +158,28 @@ def test_each_provider_of_the_environment_gets_its_own_models(run, provider, mon
     assert [asked["path"] for asked in provider.seen] == ["/OPENAI/chat/completions", "/ANTHROPIC/v1/messages"]
     assert provider.seen[0]["headers"]["authorization"] == f"Bearer {KEY}-OPENAI"
     assert provider.seen[1]["headers"]["x-api-key"] == f"{KEY}-ANTHROPIC"
+
+
+def test_what_was_recorded_can_be_read(run, invoke, provider, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    _, summary = run("--task", "six times seven", "--reward", "1", "--", "bash", "-c", f"{chat('gpt-4o')}; exit 2")
+    for given in ([], [summary["rollout_id"][:10]]):
+        text = invoke("store", "show", *given).stdout
+        for expected in (
+            summary["rollout_id"],
+            "six times seven",
+            "6*7?",
+            "42",
+            "5 tokens in",
+            "exit code 2",
+            "reward 1.0",
+        ):
+            assert expected in text
+    record = json.loads(invoke("store", "show", "--json").stdout)
+    assert record["rollout"]["rollout_id"] == summary["rollout_id"]
+    assert len(record["spans"]) == 2
+    assert "no rollout 'ro-zz'" in invoke("store", "show", "ro-zz").stderr
 
 
 def test_what_a_program_says_of_itself_is_kept_with_it(run):
@@ -209,10 +242,13 @@ def test_it_ends_as_the_command_ends(run, script, code, says):
     assert attempt.metadata["exit_code"] == code
 
 
-def test_a_command_that_takes_too_long_is_ended(run):
-    code, summary = run("--timeout", "0.3", "--", "sleep", "600")
+def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(run, clean):
+    script = f"sleep 600 & echo $! > {clean}/pid; wait"
+    code, summary = run("--timeout", "0.3", "--", "bash", "-c", script)
     assert (code, summary["status"]) == (143, "timeout")
     assert "0.3 s" in summary["error"]
+    started = int((clean / "pid").read_text())
+    assert not any(int(pid) == started for pid in running())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +282,7 @@ print("on stderr", file=sys.stderr, flush=True)
 signal.pause()
 """
     pipe = subprocess.PIPE
-    command = [str(Path(sys.executable).parent / "agl"), "run", "--", sys.executable, "-c", script]
+    command = [AGL, "run", "--", sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.stdin.write("a line\n")
@@ -257,6 +293,34 @@ signal.pause()
         assert process.stdout.read() == "asked to stop\n"
         assert "failed in" in process.stderr.readline()
         assert process.wait(30) == 7
+
+
+@pytest.mark.slow
+def test_the_terminal_is_the_commands_own_and_ctrl_c_comes_once(clean):
+    script = """
+import os, signal, sys, time
+heard = []
+signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+print(os.isatty(0), os.isatty(1), flush=True)
+while not heard:
+    time.sleep(0.05)
+time.sleep(0.5)
+print("heard", len(heard), flush=True)
+sys.exit(5)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(AGL, [AGL, "run", "--", sys.executable, "-c", script])
+    shown = b""
+    while b"True True" not in shown:
+        shown += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    while b"reward" not in shown:
+        shown += os.read(terminal, 4096)
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert b"heard 1" in shown
+    assert os.waitstatus_to_exitcode(status) == 5
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 """Promises of budgets: nothing is overspent, however many calls are under way, and a restart forgets nothing."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.config import BudgetConfig
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Price, Usage
-from agentlightning.span import Span
+from agentlightning.span import Span, new_span_id
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30), st.floats(0, 1)), max_size=40))
@@ -52,10 +55,11 @@ async def test_the_spans_of_a_rollout_say_what_it_has_spent_before_a_restart(sto
     ids = attempted.rollout_id, attempted.attempt.attempt_id
     paid = {names.COST: 0.4, names.INPUT_TOKENS: 10, names.OUTPUT_TOKENS: 5, names.PROVIDER_RETRIES: 0}
     ours = {names.INPUT_TOKENS: 1000, names.OUTPUT_TOKENS: 1000}
-    for attributes in (paid, paid, ours):
-        await store.add_span(Span(*ids, "chat theirs", 1.0, attributes=attributes))
+    several = {names.RESPONSE_ID: "one call", names.INPUT_TOKENS: 5, names.OUTPUT_TOKENS: 0, names.PROVIDER_RETRIES: 0}
+    for attributes in (paid, paid, ours, several, several):
+        await store.add_span(Span(*ids, "chat theirs", 1.0, span_id=new_span_id(), attributes=attributes))
     budgets = Budgets(BudgetConfig(rollout_dollars=1, rollout_tokens=100), store)
-    calls = [budgets.reserve(ids[0], 0.1, 35) for _ in range(3)]
+    calls = [budgets.reserve(ids[0], 0.1, 31) for _ in range(3)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(result, Problem) for result in results] == [False, False, True]
     assert budgets.spent(ids[0]).dollars == pytest.approx(0.8)
@@ -88,3 +92,35 @@ def test_a_price_counts_cached_tokens_for_what_they_cost():
     price = Price(input=2, output=10, cached_input=0.5)
     assert price.dollars(Usage(1_000_000, 100_000, 400_000)) == pytest.approx(1.2 + 0.2 + 1.0)
     assert Price(input=2).dollars(Usage(1_000_000, 5, 400_000)) == pytest.approx(2)
+
+
+SPENDER = """
+import asyncio, sys
+from pathlib import Path
+from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.config import BudgetConfig
+
+async def spend():
+    budgets = Budgets(BudgetConfig(dollars=1000), file=Path(sys.argv[1]))
+    for number in range(1, 100_000):
+        (await budgets.reserve("ro-1", 0.5, 10)).settle(0.25, 10)
+        print(number, flush=True)
+
+asyncio.run(spend())
+"""
+
+
+@pytest.mark.chaos
+def test_what_was_spent_is_known_after_the_process_was_killed(tmp_path):
+    file = tmp_path / "spent"
+    process = subprocess.Popen([sys.executable, "-c", SPENDER, str(file)], stdout=subprocess.PIPE, text=True)
+    told = 0
+    while told < 500:
+        told = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    told = max(told, *(int(line) for line in process.stdout.read().splitlines() if line), 0)
+    process.wait()
+    process.stdout.close()
+    budgets = Budgets(BudgetConfig(dollars=1000), file=file)
+    assert told * 0.25 <= budgets.total.dollars <= told * 0.25 + 0.5
+    budgets.close()

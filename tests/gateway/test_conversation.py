@@ -63,7 +63,10 @@ class Agent:
         return self.turns[later][0].token_ids[: len(known)] == known
 
     def drift(self, turn):
-        return self.turns[turn][0].drift
+        """False, or why."""
+        prompt = self.turns[turn][0]
+        assert prompt.drift == (prompt.reason is not None)
+        return prompt.drift and prompt.reason
 
 
 @pytest.fixture
@@ -135,26 +138,26 @@ def test_branches_of_a_conversation_each_continue_their_own_answer(agent):
 def test_an_edited_answer_starts_a_new_path_and_is_drift(agent):
     agent.call([user("hi")], "The answer is 41.")
     agent.call([user("hi"), {"role": "assistant", "content": "The answer is 42."}, user("sure?")], "yes")
-    assert (agent.continues(1), agent.drift(1)) == (None, True)
+    assert (agent.continues(1), agent.drift(1)) == (None, "edited")
 
 
 def test_a_tool_call_retold_in_a_shortened_history_is_drift(agent):
     answer = agent.call([user("a long story"), user("6*7?")], CALL)
     agent.call([user("6*7?"), answer, tool("42", answer)], "ok")
-    assert (agent.continues(1), agent.drift(1)) == (None, True)
+    assert (agent.continues(1), agent.drift(1)) == (None, "edited")
 
 
 def test_other_tools_start_a_new_path_and_are_drift(agent):
     answer = agent.call([user("hi")], "Hello")
     agent.call([user("hi"), answer, user("bye")], "Bye", tools=None)
-    assert (agent.continues(1), agent.drift(1)) == (None, True)
+    assert (agent.continues(1), agent.drift(1)) == (None, "tools")
 
 
 def test_an_edited_answer_after_a_known_one_branches_off_where_it_can_be_proven_and_is_drift(agent):
     first = agent.call([user("hi")], "Hello")
     agent.call([user("hi"), first, user("6*7?")], "It is 41.")
     agent.call([user("hi"), first, user("6*7?"), {"role": "assistant", "content": "42"}, user("ok")], "Good.")
-    assert (agent.continues(2), agent.drift(2)) == ("span-0", True)
+    assert (agent.continues(2), agent.drift(2)) == ("span-0", "edited")
     assert agent.keeps(2, 0)
 
 
@@ -186,7 +189,7 @@ def test_a_template_that_drops_what_the_model_said_starts_a_new_path_and_is_drif
     agent = Agent(thinking_chat)
     answer = agent.call([user("hi")], "<think>\nhm\n</think>\nHello")
     agent.call([user("hi"), answer, user("more")], "ok")
-    assert (agent.continues(1), agent.drift(1)) == (None, True)
+    assert (agent.continues(1), agent.drift(1)) == (None, "template")
 
 
 def test_a_template_that_rewrites_history_starts_a_new_path_and_is_drift():
@@ -194,7 +197,7 @@ def test_a_template_that_rewrites_history_starts_a_new_path_and_is_drift():
     agent = Agent(HFChatFormat(tiny_tokenizer(counting)))
     answer = agent.call([user("hi")], "Hello")
     agent.call([user("hi"), answer, user("more")], "ok")
-    assert (agent.continues(1), agent.drift(1)) == (None, True)
+    assert (agent.continues(1), agent.drift(1)) == (None, "template")
 
 
 @pytest.mark.parametrize("end", ["", "<|endoftext|>"], ids=["no turn is ended", "only the user's turn is ended"])
@@ -204,7 +207,7 @@ def test_a_template_without_an_end_of_turn_after_answers_is_never_guessed_at(end
     agent = Agent(HFChatFormat(tiny_tokenizer("{% for m in messages %}" + turn + "{% endfor %}" + opening)))
     answer = agent.call([user("hi")], "Hello")
     agent.call([user("hi"), answer, user("more")], "ok")
-    assert (agent.continues(1), agent.drift(1)) == (None, True)
+    assert (agent.continues(1), agent.drift(1)) == (None, "template")
 
 
 def test_memory_is_linear_in_a_long_conversation(agent):

@@ -274,6 +274,7 @@ def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before
         for before, after in pairwise(spans):
             known = [*before[names.PROMPT_TOKEN_IDS], *before[names.RESPONSE_TOKEN_IDS]]
             if moves and names.DRIFT in after:
+                assert after[names.DRIFT_REASON] == "template"
                 continue
             assert after[names.PROMPT_TOKEN_IDS][: len(known)] == known
             assert names.CONTINUES in after

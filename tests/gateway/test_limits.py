@@ -35,7 +35,7 @@ async def test_calls_beyond_the_limit_wait_and_go_in_the_order_they_came():
     await settled()
     assert (order, limits.under_way, limits.waiting) == ([0, 1], 2, 4)
     for count in range(3, 7):
-        limits.leave(1, None)
+        limits.leave(1, 1)
         await settled()
         assert len(order) == count
     await asyncio.gather(*calls)
@@ -48,7 +48,7 @@ async def test_a_call_that_gives_up_lets_the_next_one_go():
     first, second = (asyncio.create_task(limits.enter(1)) for _ in range(2))
     await settled()
     first.cancel()
-    limits.leave(1, None)
+    limits.leave(1, 1)
     await second
     assert (limits.under_way, limits.waiting) == (1, 0)
 
@@ -63,7 +63,7 @@ async def test_a_rate_lets_a_minutes_worth_in_at_once_and_the_rest_as_time_passe
     await settled()
     assert (limits.under_way, limits.waiting) == (60, 1)
     clock.now += 1
-    limits.leave(100, None)
+    limits.leave(100, 100)
     await waiting
     assert limits.under_way == 60
 
@@ -102,6 +102,14 @@ async def test_tokens_that_were_not_used_are_given_back():
         await limits.enter(50)
     limits.leave(100, 40)
     await limits.enter(50)
+
+
+async def test_a_call_that_is_sent_again_counts_twice():
+    limits = Limits("them", 10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
+    await limits.enter(1)
+    limits.repeated()
+    with pytest.raises(Problem):
+        await limits.enter(1)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=60))

@@ -95,6 +95,6 @@ async def test_what_reshapes_a_draw_reaches_an_engine_that_honours_it_and_the_sp
     assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, 0.5, -1.0)
     assert params.logit_bias == ((5, 3.0),)
     reshaped, plain = [span.attributes for span in await service.spans()]
-    assert reshaped[names.RESHAPED] == list(RESHAPING)
+    assert reshaped[names.RESHAPED] == list(RESHAPED)
     assert (reshaped[names.REQUEST_PRESENCE_PENALTY], reshaped[names.REQUEST_FREQUENCY_PENALTY]) == (0.5, -1.0)
     assert names.RESHAPED not in plain

@@ -5,10 +5,13 @@ import json
 import anthropic
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.images import as_blocks, as_chat, hide
 from agentlightning.testing.provider import (
     Reply,
     ScriptedProvider,
@@ -312,6 +315,40 @@ async def test_raw_prompts_cannot_be_translated_and_are_refused(ask):
     client = await service.client()
     with pytest.raises(openai.BadRequestError, match="serves no /v1/completions"):
         await client.completions.create(model="theirs", prompt="hi")
+
+
+@pytest.mark.parametrize(
+    ("reason", "for_anthropic", "for_responses"),
+    [
+        ("length", "max_tokens", ("incomplete", "max_output_tokens")),
+        ("content_filter", "refusal", ("incomplete", "content_filter")),
+        ("out_of_luck", "end_turn", ("completed", None)),
+    ],
+)
+async def test_why_an_answer_ended_is_said_in_the_callers_words(ask, reason, for_anthropic, for_responses):
+    answer = chat_answer("Hello.")
+    answer["choices"][0]["finish_reason"] = reason
+    service, _ = await ask("openai", lambda seen: Reply(answer))
+    message = await (await service.anthropic()).messages.create(model="theirs", max_tokens=9, messages=HI)
+    assert message.stop_reason == for_anthropic
+    response = await (await service.client()).responses.create(model="theirs", input="hi")
+    why = response.incomplete_details.reason if response.incomplete_details else None
+    assert (response.status, why) == for_responses
+
+
+@given(st.lists(st.text() | st.sampled_from([PIXEL, "image", "\ue000image {", "\ue001", "\ue000image 1\ue001"])))
+def test_text_that_is_no_image_stays_as_it_is(texts):
+    text = "".join(texts)
+    assert as_chat(text) == text
+    assert "".join(block["text"] for block in as_blocks(text)) == text
+
+
+@given(st.sampled_from(["https://host/a.png", f"data:image/png;base64,{PIXEL}"]), st.text(max_size=5))
+def test_an_image_is_the_same_after_it_was_hidden(url, text):
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    hidden = hide({"content": [part, {"type": "text", "text": text}]})["content"]
+    shown = as_chat("".join(each["text"] for each in hidden))
+    assert shown[0] == part
 
 
 # -- the record -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from agentlightning import span as names
 from agentlightning.assemble import trajectory
 from agentlightning.credit import training_samples
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.monitor import staleness
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer import OptimizerConfig
@@ -26,6 +27,7 @@ from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.models import tiny_checkpoint
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 
@@ -236,19 +238,28 @@ async def test_calls_that_come_during_an_update_are_served_in_the_order_they_cam
     assert {span.attributes[names.POLICY_VERSION] for span in await service.spans()} == {4}
 
 
-async def test_however_many_wait_for_an_update_calls_of_other_engines_are_served(serve):
-    service = await serve([])
+async def test_however_many_wait_for_an_update_calls_of_other_engines_and_providers_are_served(store):
     engines = {"scripted": ScriptedEngine(lambda _: "Hello."), "reference": ScriptedEngine(lambda _: "As ever.")}
-    gateway = Gateway(service.store, engines, secret="s", allow_unattributed=True, max_concurrency=3)
-    gate, http = gateway.gates.of(engines["scripted"]), await service.http()
-    async with Server(service.store, gateway, secret="s") as server:
-        url = f"{server.url}/v1/chat/completions"
+    async with AsyncExitStack() as stack:
+        provider = await stack.enter_async_context(ScriptedProvider(lambda _: Reply(chat_answer("From afar."))))
+        them = {"name": "them", "base_urls": [f"{provider.url}/v1"]}
+        routes = [{"model": "theirs", "provider": "them"}]
+        config = GatewayConfig.model_validate({"providers": [them], "routes": routes})
+        gateway = Gateway(store, engines, secret="s", config=config, allow_unattributed=True, max_concurrency=3)
+        server = await stack.enter_async_context(Server(store, gateway, secret="s"))
+        http = await stack.enter_async_context(httpx.AsyncClient(verify=False, timeout=60))
+        gate = gateway.gates.of(engines["scripted"])
+
+        async def ask(model):
+            reply = await http.post(f"{server.url}/v1/chat/completions", json=body() | {"model": model})
+            return reply.json()["choices"][0]["message"]["content"]
+
         async with gate.update():
-            held = [asyncio.create_task(http.post(url, json=body())) for _ in range(10)]
+            held = [asyncio.create_task(ask("scripted")) for _ in range(10)]
             await until(lambda: gate.waiting == 10)
-            replies = await asyncio.gather(*(http.post(url, json=body() | {"model": "reference"}) for _ in range(6)))
-            assert [reply.status_code for reply in replies] == [200] * 6
-        assert [reply.status_code for reply in await asyncio.gather(*held)] == [200] * 10
+            others = await asyncio.gather(*(ask(model) for model in ("reference", "theirs") * 3))
+            assert others == ["As ever.", "From afar."] * 3
+        assert await asyncio.gather(*held) == ["Hello."] * 10
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import ServerError
+from agentlightning.errors import ConfigError, ServerError
 from agentlightning.policy import guard
 from agentlightning.policy.child import Launch, VllmChild
 from agentlightning.policy.servers import ServersConfig, open_servers
@@ -109,10 +109,15 @@ async def test_a_server_is_told_what_we_need_and_started_again_with_other_weight
             r"exit status 4[\s\S]*no such device",
         ),
         (f'{sys.executable} -c "import time; time.sleep(60)"', r"did not listen within 0.4 s"),
-        ("/no/such/vllm", r"exit status[\s\S]*No such file"),
     ],
 )
 async def test_a_server_that_does_not_start_says_why(tmp_path: Path, command: str, words: str):
     config = ServersConfig(command=command, start_seconds=0.4 if "sleep" in command else 20)
     with pytest.raises(ServerError, match=words):
         await open_servers(config, ByteChatFormat(), model=tmp_path, logs=tmp_path)
+
+
+@pytest.mark.parametrize("command", ["/no/such/vllm", "no-such-vllm --x", ""])
+async def test_a_program_that_is_not_there_is_named_at_once(tmp_path: Path, command: str):
+    with pytest.raises(ConfigError, match="is no program here; install vLLM"):
+        await open_servers(ServersConfig(command=command), ByteChatFormat(), model=tmp_path, logs=tmp_path)

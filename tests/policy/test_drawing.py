@@ -76,8 +76,9 @@ def test_the_servers_word_for_which_weights_drew_what_is_taken():
         drawing.learn(End("length", (("c", 5),)), {"a": 3})
 
 
-def test_penalties_are_not_taken_to_another_server():
-    drawing = Drawing(PROMPT, SamplingParams(presence_penalty=0.5), 10, frozenset(), text, None)
+@pytest.mark.parametrize("params", [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}")])
+def test_what_counts_tokens_drawn_is_not_taken_to_another_server(params: SamplingParams):
+    drawing = Drawing(PROMPT, params, 10, frozenset(), text, None)
     assert drawing.goes_on
     drawing.receive(Run((9,), (-1.0,)), 0)
     assert not drawing.goes_on

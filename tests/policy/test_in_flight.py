@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
 from collections.abc import Sequence
 from typing import Literal
@@ -333,6 +334,33 @@ async def test_training_goes_on_under_answers_that_are_drawn(policy: LocalPolicy
         assert len({version for version, _ in each.versions}) == 3 or len(each.token_ids) < 150
         assert_faithful(by_version, each, ids)
     assert any(len(each.versions) == 3 for each in drawn)
+
+
+async def test_what_an_answer_is_held_to_holds_across_an_update(policy: LocalPolicy) -> None:
+    """A JSON schema, penalties and the likeliest tokens: what they need of the tokens so far is not lost."""
+    ids, listeners = prompt(policy), [Listener(4) for _ in range(4)]
+    sample = await policy.sample(ids, SamplingParams(max_tokens=8))
+    schema = json.dumps({"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 12, "maxItems": 12})
+    params = [
+        SamplingParams(seed=seed, json_schema=schema, presence_penalty=0.5, top_logprobs=2)
+        for seed in range(len(listeners))
+    ]
+    running = [
+        asyncio.create_task(policy.sample(ids, each, listener))
+        for each, listener in zip(params, listeners, strict=True)
+    ]
+    await asyncio.gather(*(each.heard.wait() for each in listeners))
+    await policy.train([training_sample(ids, sample)], in_flight=True)
+    drawn = await asyncio.gather(*running)
+    assert any(each.versions for each in drawn)
+    for each in drawn:
+        answer = json.loads(policy.chat.decode(each.token_ids, skip_special_tokens=True))
+        assert len(answer) == 12
+        assert set(answer) <= {"yes", "no"}
+        assert len(each.top_logprobs) == len(each.token_ids)
+        for token, logprob, likeliest in zip(each.token_ids, each.logprobs, each.top_logprobs, strict=True):
+            if token in dict(likeliest):
+                assert dict(likeliest)[token] == pytest.approx(logprob, abs=1e-4)
 
 
 async def test_without_in_flight_training_and_loading_are_refused_under_answers(policy: LocalPolicy, tmp_path) -> None:

@@ -59,6 +59,24 @@ def scored(model: torch.nn.Module, prompt: Sequence[int], sample: Sample) -> tor
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
+async def test_log_probabilities_and_the_likeliest_tokens_are_told_with_each_token(policy: LocalPolicy) -> None:
+    told: list[tuple[int, float, tuple[tuple[int, float], ...]]] = []
+
+    def receive(
+        tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[tuple[tuple[int, float], ...]]
+    ) -> None:
+        told.extend(zip(tokens, logprobs, tops, strict=True))
+
+    params = SamplingParams(max_tokens=12, top_logprobs=3, tells_logprobs=True)
+    sample = await policy.sample(prompt(policy), params, receive)
+    assert told == list(zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True))
+    for token, logprob, top in told:
+        assert len(top) == 3
+        assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+        assert logprob <= top[0][1]
+        assert logprob < top[-1][1] or dict(top)[token] == logprob
+
+
 async def test_the_format_of_tool_calls_is_found_or_chosen(checkpoint: Path) -> None:
     for chosen, found in ((None, "hermes"), ("mistral", "mistral")):
         policy = open_policy(checkpoint, tool_calls=chosen)

@@ -102,6 +102,34 @@ async def test_tokens_and_their_log_probabilities_come_as_the_server_drew_them(o
         assert (cut.token_ids, cut.finish_reason) == (counted(42, 3), "length")
 
 
+async def test_log_probabilities_are_told_with_their_tokens_where_they_are_wanted(one: ScriptedModelServer):
+    async with engine_of(one) as engine:
+        told: list[Any] = []
+        params = SamplingParams(max_tokens=3, tells_logprobs=True, top_logprobs=2)
+        sample = await engine.sample(PROMPT, params, lambda *values: told.append(values))  # type: ignore[arg-type]
+        parts = [tuple(part for value in values for part in value) for values in zip(*told, strict=True)]
+        assert parts == [sample.token_ids, sample.logprobs, sample.top_logprobs]
+
+
+async def test_what_schemas_servers_hold_to_is_found_out_once(one: ScriptedModelServer):
+    async with engine_of(one) as engine:
+        assert await engine.holds_to('{"type": "object"}')
+        assert draws(one)[0]["sampling_params"]["structured_outputs"] == {"json": '{"type": "object"}'}
+        one.failures["/inference/v1/generate"] = [400]
+        assert not await engine.holds_to('{"type": "of no kind"}')
+        asked = len(draws(one))
+        assert await engine.holds_to('{"type": "object"}')
+        assert not await engine.holds_to('{"type": "of no kind"}')
+        assert len(draws(one)) == asked
+
+
+async def test_a_stream_leaves_its_connection_good_for_the_next_call(one: ScriptedModelServer):
+    async with engine_of(one, health_seconds=60.0) as engine:
+        for _ in range(5):
+            await engine.sample(PROMPT, SamplingParams(max_tokens=3), lambda _: None)
+        assert one.connections == 1
+
+
 async def test_all_that_shapes_an_answer_is_sent(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         params = SamplingParams(0.7, 0.9, 5, 4, ("ab",), 11, 3, logit_bias=((7, 1.5),), min_p=0.1, presence_penalty=0.2)

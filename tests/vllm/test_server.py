@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -157,6 +158,16 @@ async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_ca
         await engine.sample(prompt, SamplingParams(top_p=2.0))
 
 
+async def test_an_answer_can_be_held_to_a_schema(engine: Replicas, prompt: list[int]):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    assert await engine.holds_to(json.dumps(schema))
+    assert not await engine.holds_to('{"type": "of no kind"}')
+    sample = await engine.sample(prompt, SamplingParams(json_schema=json.dumps(schema), max_tokens=200))
+    assert sample.finish_reason == "stop"
+    assert json.loads(engine.chat.decode(sample.token_ids, skip_special_tokens=True))["n"] in (1, 2)
+    assert min(sample.logprobs) > -50
+
+
 async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt: list[int]):
     def running() -> float:
         with urllib.request.urlopen(f"{server}/metrics") as answer:
@@ -210,6 +221,7 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
             assert float((expected - torch.tensor(sample.logprobs)[part]).abs().max()) < NEAR
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, at its import
 async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
     engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int], tmp_path: Path
 ):

@@ -16,6 +16,7 @@ from agentlightning import span as names
 from agentlightning.config import TrainConfig
 from agentlightning.demo import job
 from agentlightning.policy.base import SamplingParams
+from agentlightning.policy.optimizer import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.policy.servers import ServersConfig
 from agentlightning.store import LightningStore
@@ -27,6 +28,8 @@ STEPS = 3
 QUESTIONS = ("Tom has 3 apples and buys 4 more. How many now?", "Ana has 12 coins. She loses 5. How many are left?")
 
 
+FAST = OptimizerConfig(lr=3e-3)
+"""So that the weights before an update would be found out."""
 REWARD = """
 def letters(task, output):
     return sum(character.isalpha() for character in output) / max(1, len(output))
@@ -45,7 +48,7 @@ def small(tmp_path: Path, vllm: str, on_cpu: dict[str, str]) -> TrainConfig:
             "reward": f"{tmp_path / 'reward.py'}:letters",
             "policy": sampled,
             "warm_start": settings.warm_start.model_copy(update={"steps": 40}),
-            "algorithm": settings.algorithm.model_copy(update={"tasks_per_step": 6}),
+            "algorithm": settings.algorithm.model_copy(update={"tasks_per_step": 6, "optimizer": FAST}),
             "evaluation": settings.evaluation.model_copy(update={"every": 0}),
             "runner": settings.runner.model_copy(update={"timeout_seconds": 300.0}),
         }
@@ -68,6 +71,8 @@ class Watch:
     def __init__(self) -> None:
         self.models: dict[int, Any] = {}
         self.greedy: list[float] = []
+        self.stale: list[float] = []
+        """How far greedy log-probabilities are from those of the weights before: what an error would look like."""
         self.trained: list[float] = []
         self.original = ServedPolicy.train
 
@@ -102,7 +107,10 @@ class Watch:
         own = forward(self.models[policy.policy_version], prompt, sample.token_ids, 0)
         assert sample.token_ids == tuple(own.argmax(-1).tolist())
         assert sample.policy_version == policy.policy_version
-        return float((gathered(own, sample.token_ids) - torch.tensor(sample.logprobs)).abs().max())
+        drawn = torch.tensor(sample.logprobs)
+        before = forward(self.models[policy.policy_version - 1], prompt, sample.token_ids, 0)
+        self.stale.append(float((gathered(before, sample.token_ids) - drawn).abs().max()))
+        return float((gathered(own, sample.token_ids) - drawn).abs().max())
 
 
 async def test_three_steps_with_vllm_sampling_agree_with_our_own_forward_pass(
@@ -116,8 +124,7 @@ async def test_three_steps_with_vllm_sampling_agree_with_our_own_forward_pass(
 
     assert (result.steps, result.failed_rollouts) == (STEPS, 0)
     assert sorted(watch.models) == list(range(STEPS + 1))
-    moved = watch.models[0].model.embed_tokens.weight - watch.models[STEPS].model.embed_tokens.weight
-    assert float(moved.detach().abs().max()) > NEAR
+    assert min(watch.stale) > 10 * NEAR
     assert max(watch.greedy) < NEAR
     assert max(watch.trained) < NEAR
 
@@ -134,6 +141,7 @@ async def test_three_steps_with_vllm_sampling_agree_with_our_own_forward_pass(
     await store.close()
     assert max(differences.values()) < NEAR
     print(f"\ngreedy log-probabilities after each step differ by {watch.greedy}")  # noqa: T201
+    print(f"(from the weights before each by {watch.stale})")  # noqa: T201
     print(f"what the trainer was given differs by {watch.trained}")  # noqa: T201
     print(f"{len(spans)} spans, by version of the weights, differ by {differences}")  # noqa: T201
     assert len(list((tmp_path / "run" / "servers" / "weights").iterdir())) == 2

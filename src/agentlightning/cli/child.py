@@ -9,8 +9,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from agentlightning.errors import AgentError
@@ -84,15 +85,46 @@ class Child:
 
 
 async def _insist(process: asyncio.subprocess.Process) -> int:
-    with suppress(ProcessLookupError):
-        process.terminate()
+    """End the command and what it has started: SIGTERM, and SIGKILL after the grace."""
+    family = [process.pid, *descendants(process.pid)]
+    _signal(family, signal.SIGTERM)
     try:
         async with asyncio.timeout(GRACE_SECONDS):
             return await process.wait()
     except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+        return await _kill(process)
+    finally:
+        _signal([pid for pid in family[1:] if pid in _parents()], signal.SIGKILL)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> int:
+    _signal([process.pid, *descendants(process.pid)], signal.SIGKILL)
+    return await process.wait()
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes a process has started, and those that they have, as far as the system says (Linux does)."""
+    parents = _parents()
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
+
+
+def _parents() -> dict[int, int]:
+    """process -> its parent."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            fields = entry.read_text().rpartition(")")[2].split()
+            parents[int(entry.parent.name)] = int(fields[1])
+    return parents
 
 
 def _has_terminal() -> bool:

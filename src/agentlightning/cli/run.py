@@ -446,6 +446,14 @@ def _summary(
     )
 
 
+def _where(store: str) -> str:
+    from agentlightning.cli.serve import DEFAULT_DB
+
+    if store == DEFAULT_DB:
+        return ""
+    return f" --server {store}" if store.startswith("http") else f" --store {store}"
+
+
 def _show(summary: Summary, console: Console) -> None:
     failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
     cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
@@ -458,6 +466,7 @@ def _show(summary: Summary, console: Console) -> None:
         "agents": ", ".join(summary.agents),
         "reward": "none" if summary.reward is None else str(summary.reward),
         "error": summary.error or "",
+        "see": f"agl store show {summary.rollout_id}{_where(summary.store)}",
     }
     for name, text in lines.items():
         if text:

@@ -1,4 +1,4 @@
-"""`agl store`: what a store holds, and keeping it small: stats, prune, vacuum, export, import."""
+"""`agl store`: what a store holds, and keeping it small: stats, show, prune, vacuum, export, import."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def register(app: typer.Typer) -> None:
     verbs = typer.Typer(name="store", no_args_is_help=True, help="Look into a store, and keep it small.")
     for name, verb in (
         ("stats", stats),
+        ("show", show),
         ("prune", prune),
         ("vacuum", vacuum),
         ("export", export_),
@@ -117,6 +118,38 @@ def stats(store: Store = None, server: Server = None, token: Token = None, as_js
             queues = await opened.query_queues()
         record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
         return record, lambda console: _show_stats(counts, queues, console)
+
+    _run(as_json, work)
+
+
+def show(
+    rollout_id: Annotated[
+        str | None, typer.Argument(help="Its id, or the beginning of it (default: the newest).", show_default=False)
+    ] = None,
+    store: Store = None,
+    server: Server = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Show one rollout: its attempts, its calls, what was said, and its reward."""
+
+    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
+        from agentlightning.cli.show import shown
+
+        async with _opened(store, server, token) as opened:
+            found = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
+            rollout = next((each for each in found if each.rollout_id.startswith(rollout_id or "")), None)
+            if rollout is None:
+                raise ConfigError(f"the store has no rollout {rollout_id!r}" if rollout_id else "the store is empty")
+            attempts = await opened.query_attempts(rollout.rollout_id)
+            spans = await opened.query_spans(rollout.rollout_id)
+        lines = list(shown(rollout, attempts, spans))
+        record = {
+            "rollout": asdict(rollout) | {"config": rollout.config.model_dump()},
+            "attempts": [asdict(attempt) for attempt in attempts],
+            "spans": [asdict(span) for span in spans],
+        }
+        return record, lambda console: console.print("\n".join(lines), markup=False)
 
     _run(as_json, work)
 

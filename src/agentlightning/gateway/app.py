@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentlightning import span as names
 from agentlightning.errors import StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
-from agentlightning.gateway.attribution import Attribution, Caller
+from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.calls import answer_of, asked_messages, record_of
@@ -76,8 +76,6 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
 _PATHS: Final[Mapping[Dialect, ProviderPath]] = {
     dialect: cast("ProviderPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()
 }
-MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
-"""What 1.0 samples with, whatever the agent asks for."""
 
 
 class Gateway:
@@ -131,9 +129,14 @@ class Gateway:
         )
         self._models = Models(self.table)
         self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
-        self.attribution = Attribution(store, secret, require_key=require_key, allow_unattributed=allow_unattributed)
+        self.attribution = Attribution(
+            store,
+            secret,
+            require_key=require_key,
+            allow_unattributed=allow_unattributed,
+            mode_temperatures=mode_temperatures,
+        )
         self._agents = Agents((*config.agents, *agents))
-        self._mode_temperatures = dict(mode_temperatures)
         self._holding: Holding = config.structured_output
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
         self._forwarder = Forwarder(
@@ -318,7 +321,7 @@ class Gateway:
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
         model, engine = self._resolve(caller)
-        params, trace_id, learned = self._in_mode(caller, request.params), "", False
+        params, trace_id, learned = _in_mode(caller, request.params), "", False
         if _attempt(caller):
             context = await self._context(caller)
             params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
@@ -346,11 +349,6 @@ class Gateway:
         if route.engine is None:
             raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine
-
-    def _in_mode(self, caller: Caller, params: SamplingParams) -> SamplingParams:
-        if caller.mode is None or caller.mode not in self._mode_temperatures:
-            return params
-        return replace(params, temperature=self._mode_temperatures[caller.mode])
 
     def _prompts(self, caller: Caller, request: Request, model: str, engine: Engine) -> list[Prompt]:
         attempt, chat = _attempt(caller), engine.chat
@@ -427,6 +425,10 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve(scope, receive, send)
+
+
+def _in_mode(caller: Caller, params: SamplingParams) -> SamplingParams:
+    return params if caller.temperature is None else replace(params, temperature=caller.temperature)
 
 
 def _attempt(caller: Caller) -> tuple[str, str] | None:

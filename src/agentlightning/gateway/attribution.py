@@ -40,8 +40,8 @@ from agentlightning.store.adopt import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import presented_key
 
-MODES: Final = ("train", "val")
-"""Of 1.0's URLs."""
+MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
+"""The modes of 1.0's URLs, and what 1.0 samples with in each, whatever the agent asks for."""
 REMEMBERED: Final = 16384
 """Attempts whose rollout and worker are remembered."""
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -75,6 +75,8 @@ class Caller:
     """What names the attempt."""
     mode: str | None = None
     """The mode of a URL of 1.0."""
+    temperature: float | None = None
+    """What calls of this mode are sampled with, unless the trainer has set another."""
     ignored: tuple[str, ...] = ()
     """What else was said of the attempt, and not followed."""
     agent: Agent = UNKNOWN
@@ -139,7 +141,7 @@ class _Signed:
 class Attribution:
     """Finds out who calls. `secret` is the one that keys are made with; with `require_key` a URL alone is not enough,
     and with `allow_unattributed` a call that names nobody is served. `traces` knows whose those are that are not an
-    attempt's own."""
+    attempt's own; `mode_temperatures` are those of 1.0's URLs."""
 
     def __init__(
         self,
@@ -148,12 +150,14 @@ class Attribution:
         *,
         require_key: bool = False,
         allow_unattributed: bool = False,
+        mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.traces: Traces | None = None
         self._store = store
         self._secret = secret
         self._require_key = require_key
         self._allow_unattributed = allow_unattributed
+        self._modes = dict(mode_temperatures)
         self._attempts: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """attempt_id -> (rollout_id, worker_id)."""
 
@@ -166,8 +170,10 @@ class Attribution:
         where the worker runs no attempt, or several and nothing says which.
         """
         mode = path_params.get("mode")
-        if mode is not None and mode not in MODES:
-            raise Problem(404, f"the URL says mode {mode!r}; use one of {', '.join(MODES)}", code="mode_not_found")
+        if mode is not None and mode not in self._modes:
+            message = f"the URL says mode {mode!r}; use one of {', '.join(self._modes)}"
+            raise Problem(404, message, code="mode_not_found")
+        temperature = None if mode is None else self._modes[mode]
         signed = self._signed(presented_key(headers))
         found, source = self._said(headers, path_params, signed)
         trace_id, parent_id = _trace(headers.get("traceparent"))
@@ -178,7 +184,7 @@ class Attribution:
         elif signed.worker_id is not None:
             await self._check_worker(signed.worker_id, found)
         if found is None:
-            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode)
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
         ignored = [hint for hint in hints if not hint.fits(found)]
         if any(hint.source == "trace" for hint in ignored):  # it is another attempt's
             trace_id = parent_id = None
@@ -186,7 +192,8 @@ class Attribution:
             self.traces.claim(trace_id, found)
         if parent_id is not None and parent_id == root_span_id_of(found[1]):  # a stand-in: no such span is kept
             parent_id = None
-        return Caller(*found, trace_id, parent_id, source, mode, (*passed_over, *map(str, ignored)))
+        ignoring = (*passed_over, *map(str, ignored))
+        return Caller(*found, trace_id, parent_id, source, mode, temperature, ignoring)
 
     # -- what the call itself says -----------------------------------------------------------------------------------
 

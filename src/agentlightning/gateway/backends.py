@@ -326,6 +326,7 @@ class Call:
             if pause is None or not self._backends.may_repeat():
                 raise failure.problem
             self.retries += 1
+            self._backends.limits.repeated()
             logger.info("asking the provider %r again: %s", self._backends.provider.name, failure.problem.message)
             await asyncio.sleep(pause)
 
@@ -406,7 +407,7 @@ class Call:
     async def _end(self) -> None:
         if self._answer is not None:
             await self._hang_up()
-        self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else None)
+        self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else 0)
         self._release()
 
     def _release(self) -> None:

@@ -93,10 +93,10 @@ def _limit_name(provider: Provider) -> str:
 def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
     """Images in the result of a tool follow it as a message of the user: a tool's message holds text only."""
     sent: list[Json] = []
-    shown: list[str] = []
+    shown: list[Json] = []
     for message in messages:
         if message["role"] != "tool" and shown:
-            sent.append({"role": "user", "content": as_chat("".join(shown))})
+            sent.append({"role": "user", "content": shown})
             shown = []
         content = message.get("content") or ""
         if message["role"] == "tool":
@@ -104,7 +104,7 @@ def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
             shown += images
         kept = {key: value for key, value in message.items() if thoughts or key != "reasoning_content"}
         sent.append(kept | {"content": _chat_content(message, content)})
-    return [*sent, {"role": "user", "content": as_chat("".join(shown))}] if shown else sent
+    return [*sent, {"role": "user", "content": shown}] if shown else sent
 
 
 def _chat_content(message: Message, content: str) -> Any:

@@ -130,10 +130,17 @@ class Budgets:
 
 def spent_by(spans: Iterable[Span]) -> Account:
     """What the calls of spans cost: those that went to providers, whose spans say how often they were sent."""
-    account = Account()
-    for kept in (span.attributes for span in spans if names.PROVIDER_RETRIES in span.attributes):
+    account, known = Account(), set[str]()
+    for span in spans:
+        kept = span.attributes
+        if names.PROVIDER_RETRIES not in kept:
+            continue
         account.dollars += kept.get(names.COST, 0.0)
-        account.tokens += kept.get(names.INPUT_TOKENS, 0) + kept.get(names.OUTPUT_TOKENS, 0)
+        account.tokens += kept.get(names.OUTPUT_TOKENS, 0)
+        call = kept.get(names.RESPONSE_ID, span.span_id)
+        if call not in known:  # Each answer of a call has a span, and they share its prompt.
+            known.add(call)
+            account.tokens += kept.get(names.INPUT_TOKENS, 0)
     return account
 
 

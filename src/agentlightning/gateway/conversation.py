@@ -25,7 +25,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -58,6 +58,10 @@ class Path:
         return tokens.tolist()
 
 
+DriftReason = Literal["template", "tools", "edited"]
+"""See `span.DRIFT_REASON`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the engine is given, and where it comes from."""
@@ -71,6 +75,8 @@ class Prompt:
     """Of the first 0, 1, 2, ... messages."""
     variant: bytes = b""
     """Of everything besides the messages that a rendering depends on."""
+    reason: DriftReason | None = None
+    """Of the drift."""
     raw: bytes | None = None
     """A raw prompt as `Conversations` compares it."""
 
@@ -132,9 +138,11 @@ class Conversations:
         suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
             drift, text = _looks_known(memory, digests, messages, 0), chat.render(messages, tools)
-            return Prompt(chat.encode(text), drift=drift, digests=digests, variant=variant)
+            reason = _reason(memory, digests, path is not None) if drift else None
+            return Prompt(chat.encode(text), None, 0, drift, digests, variant, reason)
         known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
-        return Prompt(known + chat.encode(suffix), path, len(known), drift, digests, variant)
+        reason = "edited" if drift else None
+        return Prompt(known + chat.encode(suffix), path, len(known), drift, digests, variant, reason)
 
     def raw_prompt(self, attempt: tuple[str, str], model: str, chat: ChatFormat, given: str | list[int]) -> Prompt:
         """The prompt of a call that gives text, or tokens: the tokens are then exactly those."""
@@ -292,6 +300,14 @@ def _longest(
         if messages[length - 1]["role"] == "assistant" and (path := memory.paths.get((digests[length], variant))):
             return length, path
     return 0, None
+
+
+def _reason(memory: _Memory, digests: Sequence[bytes], same: bool) -> DriftReason:
+    """Why no path is continued. `same`: the very conversation is known, only its template writes it otherwise."""
+    if same:
+        return "template"
+    known = {digest for digest, _ in memory.paths}
+    return "tools" if known & set(digests[1:]) else "edited"
 
 
 def _looks_known(memory: _Memory, digests: Sequence[bytes], messages: Sequence[Message], start: int) -> bool:

@@ -43,7 +43,7 @@ class Failure:
 def of_transport(provider: Provider, error: TransportError) -> Failure:
     """A server that did not answer."""
     whose = f"the provider {provider.name!r}"
-    text = _without(provider, str(error))
+    text = without_secrets(provider, str(error))
     if error.reason == "timeout":
         message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
         return Failure(Problem(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
@@ -59,7 +59,7 @@ def of_transport(provider: Provider, error: TransportError) -> Failure:
 def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
     """A server that refused."""
     message, code, param = _said(body)
-    message = _without(provider, message) or f"the provider {provider.name!r} answered with status {status}"
+    message = without_secrets(provider, message) or f"the provider {provider.name!r} answered with status {status}"
     after = retry_after(headers)
     if status in (401, 403):
         # Its words name the key; and it is not the caller's key that was refused.
@@ -78,7 +78,7 @@ def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) ->
 
 def broken(provider: Provider, what: str) -> Problem:
     """An answer that came whole and cannot be read."""
-    message = f"the provider {provider.name!r} sent what cannot be read: {_without(provider, what)}"
+    message = f"the provider {provider.name!r} sent what cannot be read: {without_secrets(provider, what)}"
     return Problem(502, message, code="provider_protocol", retry=False)
 
 
@@ -112,7 +112,7 @@ def _said(body: bytes) -> tuple[str, str | None, str | None]:
     return message, code if isinstance(code, str) else None, param if isinstance(param, str) else None
 
 
-def _without(provider: Provider, text: str) -> str:
+def without_secrets(provider: Provider, text: str) -> str:
     """A text of a provider, never with a key in it."""
     for secret in provider.secrets():
         text = text.replace(secret, _HIDDEN)

@@ -19,6 +19,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Ask, Call
+from agentlightning.gateway.failures import without_secrets
 from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path
@@ -83,20 +84,28 @@ class Forward:
     # -- the request -----------------------------------------------------------------------------------------------
 
     def _ask(self) -> Ask:
-        data, attempt = self.data, self.caller.attempt
-        limits = [data[name] for name in _LIMITS if isinstance(data.get(name), int)]
-        answers = data.get("n", 1)
+        sent, attempt = self._changed(), self.caller.attempt
         headers = [(name.encode(), value.encode()) for name, value in self.headers.items() if name in _PASSED_HEADERS]
         return Ask(
             self.path,
-            orjson.dumps(self._changed()),
+            orjson.dumps(sent),
             self.stream,
             headers,
             "/".join(attempt) if attempt else "",
             attempt[0] if attempt else "",
-            max(limits) * (answers if isinstance(answers, int) else 1) if limits else None,
+            self._most_tokens(sent),
             self.route.price,
         )
+
+    def _most_tokens(self, sent: Json) -> int | None:
+        """How long all answers together can be; None where nobody says."""
+        if self.path == "embeddings":
+            return 0
+        limits = [limit for name in _LIMITS if isinstance(limit := sent.get(name), int)]
+        longest = max(limits, default=self.route.provider.max_output_tokens if self.route.provider else 0)
+        prompts, answers = sent.get("prompt"), sent.get("n")
+        several = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
+        return longest * several * (answers if isinstance(answers, int) else 1)
 
     def _changed(self) -> Json:
         """The request as the provider gets it."""
@@ -194,7 +203,7 @@ class Forward:
         heard, now = self.heard, time.time()
         choices = [heard.choices[index] for index in sorted(heard.choices)] or [Choice()]
         shared = self._attributes() | call.attributes()
-        status = ("ERROR", heard.error) if heard.error else ("OK", None)
+        status = ("ERROR", self._hidden(heard.error)) if heard.error else ("OK", None)
         spans: list[Span] = []
         for choice in choices:
             attributes = shared | self._choice_attributes(choice)
@@ -204,6 +213,10 @@ class Forward:
                     attributes.pop(names.OUTPUT_TOKENS, None)
             spans.append(self._span(attributes, now, *status))
         return spans
+
+    def _hidden(self, text: str) -> str:
+        """A text of the provider's, never with its key in it."""
+        return without_secrets(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
         said = said_messages(self.path, self.data, choice.index // max(1, self.data.get("n") or 1))

@@ -112,6 +112,8 @@ class Forwarder:
             context = await self._find_context(caller)
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
+        if caller.temperature is not None:
+            forced = {"temperature": caller.temperature, **forced}
         if can_forward(path, route):
             return Forward(path, route, caller, asked, headers, trace_id, forced)
         return self._translator.translate(path, route, caller, asked, trace_id, resource, forced)

@@ -35,14 +35,13 @@ def hide(value: Any) -> Any:
 
 
 def has_images(text: str) -> bool:
-    return _START in text
+    return any(isinstance(part, dict) for part in _parts(text))
 
 
 def as_chat(text: str) -> str | list[dict[str, Any]]:
     """The content of a message for chat completions."""
-    if not has_images(text):
-        return text
-    return [_chat_part(part) for part in _parts(text)]
+    parts = _parts(text)
+    return [_chat_part(part) for part in parts] if any(isinstance(part, dict) for part in parts) else text
 
 
 def as_blocks(text: str) -> list[dict[str, Any]]:
@@ -50,9 +49,11 @@ def as_blocks(text: str) -> list[dict[str, Any]]:
     return [_block(part) for part in _parts(text)]
 
 
-def without(text: str) -> tuple[str, list[str]]:
-    """(the text alone, each image as marked text)."""
-    return _MARK.sub("", text).strip("\n") if has_images(text) else text, [found[0] for found in _MARK.finditer(text)]
+def without(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """(the text alone, each image as chat completions has it)."""
+    parts = _parts(text)
+    words = [part for part in parts if isinstance(part, str)]
+    return "\n".join(words), [_chat_part(part) for part in parts if isinstance(part, dict)]
 
 
 def _url(part: Mapping[str, Any]) -> str | None:
@@ -74,14 +75,28 @@ def _is_object(part: Mapping[str, Any], name: str) -> bool:
 
 
 def _parts(text: str) -> list[str | dict[str, Any]]:
-    """Texts and images by turns."""
+    """Texts and images, in order. Readers put lines between the parts of a message: none is left beside an image."""
     parts: list[str | dict[str, Any]] = []
-    for place, piece in enumerate(_MARK.split(text)):
-        if place % 2:
-            parts.append(orjson.loads(piece))
-        elif words := piece.strip("\n") if _START in text else piece:
-            parts.append(words)
-    return parts
+    start = 0
+    for found in _MARK.finditer(text) if _START in text else ():
+        if (image := _image(found[1])) is None:
+            continue
+        parts += [words] if (words := text[start : found.start()].strip("\n")) else []
+        parts.append(image)
+        start = found.end()
+    rest = text[start:].strip("\n") if start else text
+    return [*parts, rest] if rest else parts
+
+
+def _image(marked: str) -> dict[str, Any] | None:
+    """What a mark holds; None for text that only looks like one."""
+    try:
+        found = orjson.loads(marked)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(found, dict) or not isinstance(cast("dict[str, Any]", found).get("url"), str):
+        return None
+    return cast("dict[str, Any]", found)
 
 
 def _chat_part(part: str | dict[str, Any]) -> dict[str, Any]:

@@ -88,10 +88,15 @@ class Limits:
                 raise self._refusal(1.0) from None
             raise
 
-    def leave(self, expected: int, used: int | None) -> None:
-        """The call is over. `used` tokens, where they are known, count instead of those that were expected."""
+    def repeated(self) -> None:
+        """A call under way is sent once more, which is a request like any other and does not wait."""
+        if self._requests is not None:
+            self._requests.take(1)
+
+    def leave(self, expected: int, used: int) -> None:
+        """The call is over. `used` tokens count instead of those that were expected."""
         self.under_way -= 1
-        if self._tokens is not None and used is not None:
+        if self._tokens is not None:
             self._tokens.take(used - expected)
         if self._waiting:
             self._let_in()

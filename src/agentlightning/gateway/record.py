@@ -106,6 +106,7 @@ class Record:
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
             names.CONTINUES: self.prompt.continued_span,
             names.DRIFT: self.prompt.drift or None,
+            names.DRIFT_REASON: self.prompt.reason,
         }
         return attributes | self.whose | {name: value for name, value in optional.items() if value is not None}
 

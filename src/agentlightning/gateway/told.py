@@ -15,6 +15,8 @@ from agentlightning.policy.base import ChatFormat
 
 _NOBODYS: Final = cast("ChatFormat", None)
 """There are no tokens to be read."""
+_REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
+"""Why an answer ended, as far as every dialect has a word for it."""
 
 
 @dataclass(slots=True)
@@ -32,9 +34,8 @@ class Told(Answer):
 
     @property
     def finish_reason(self) -> str:
-        if self.tool_calls and self.choice.reason in (None, "stop"):
-            return "tool_calls"
-        return self.choice.reason or "stop"
+        reason = self.choice.reason if self.choice.reason in _REASONS else "stop"
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason or "stop"
 
     @property
     def stop_string(self) -> str | None:

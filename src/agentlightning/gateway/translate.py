@@ -25,7 +25,7 @@ from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.fields import forced_params
-from agentlightning.gateway.failures import broken
+from agentlightning.gateway.failures import broken, without_secrets
 from agentlightning.gateway.forward import Forward, Keep
 from agentlightning.gateway.heard import READERS, Choice, Events, event_data, hear
 from agentlightning.gateway.images import hide
@@ -132,6 +132,7 @@ class Translation(Forward):
         except orjson.JSONDecodeError as error:
             raise broken(self._provider, f"its answer is not JSON: {error}") from None
         hear(READERS[self.path], self.heard, answer)
+        self._check_failed()
         if not self.heard.choices:
             raise broken(self._provider, "its answer holds no choice")
         for answer in self._told():
@@ -145,10 +146,14 @@ class Translation(Forward):
                 raise broken(self._provider, "an event of its stream is not JSON")
             return b"[DONE]" in event
         hear(READERS[self.path], self.heard, data)
+        self._check_failed()
+        return isinstance(data, dict) and data.get("type") == "message_stop"
+
+    def _check_failed(self) -> None:
+        """Raises Problem where the provider says, in the place of an answer, that it failed."""
         if self.heard.error is not None:
             message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
-            raise Problem(502, message, code="provider_error", retry=False)
-        return isinstance(data, dict) and data.get("type") == "message_stop"
+            raise Problem(502, without_secrets(self._provider, message), code="provider_error", retry=False)
 
     def _told(self) -> Sequence[Told]:
         """The answers there are by now, in order."""

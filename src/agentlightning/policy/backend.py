@@ -156,17 +156,21 @@ class Http:
         except orjson.JSONDecodeError:
             return None
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event, up to `[DONE]`. Raises BackendError where the stream breaks off."""
+        done = False
         async with self._asked("POST", path, body, None) as answer:
             async for data in _events(answer.chunks()):
-                if data == b"[DONE]":
-                    return
+                if done or data == b"[DONE]":
+                    done = True  # What is left is read too: the connection is then good for the next call.
+                    continue
                 try:
-                    yield orjson.loads(data)
+                    event = orjson.loads(data)
                 except orjson.JSONDecodeError:
                     raise self.broken(path, f"an event that is not JSON: {_said(data)}") from None
-        raise self.broken(path, "its stream ended before the answer did")
+                yield event
+        if not done:
+            raise self.broken(path, "its stream ended before the answer did")
 
     def broken(self, path: str, what: str) -> BackendError:
         return BackendError(f"{self.url}{path}: {what}", again=True)

@@ -28,7 +28,7 @@ class Drawing:
         room: int,
         end_tokens: frozenset[int],
         decode: Callable[[Sequence[int]], str],
-        on_tokens: Callable[[Sequence[int]], None] | None,
+        on_tokens: Callable[..., None] | None,
     ) -> None:
         self.prompt = list(prompt)
         self.token_ids: list[int] = []
@@ -60,8 +60,10 @@ class Drawing:
     @property
     def goes_on(self) -> bool:
         """Whether another server would draw what is left from the same distribution: penalties count tokens drawn,
-        and those of another server are its prompt."""
-        return not self.token_ids or not (self._params.presence_penalty or self._params.frequency_penalty)
+        a schema begins with the first of them, and those of another server are its prompt."""
+        params = self._params
+        counts = params.presence_penalty or params.frequency_penalty or params.json_schema is not None
+        return not self.token_ids or not counts
 
     def ask(self, model: str, adapter: bool) -> Ask:
         """For what is left."""
@@ -82,7 +84,8 @@ class Drawing:
         self.top_logprobs += run.top_logprobs
         self.versions += [version] * len(run.token_ids)
         if self._on_tokens is not None and run.token_ids:
-            self._on_tokens(run.token_ids)
+            told = (run.logprobs, run.top_logprobs) if self._params.tells_logprobs else ()
+            self._on_tokens(run.token_ids, *told)
         if stopped:
             raise Stopped
 

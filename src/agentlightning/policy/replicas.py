@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two looks at a server that is out."""
+MOST_SCHEMAS = 1000
+"""It is remembered of so many whether servers can hold to them."""
 MISSED = 3
 """So many looks in a row have to fail before a server gets no new answers."""
 STALLED_SECONDS = 30.0
@@ -62,6 +64,8 @@ class Replicas:
         self._prefix = secrets.token_hex(4)
         self._pushes = 0
         self._adapters: dict[str, Adapter] = {}
+        self._schemas: dict[str, bool] = {}
+        """JSON schema -> whether the servers hold answers to it."""
         self._changing = asyncio.Lock()
         """Held while weights or adapters change."""
         self._some_up = asyncio.Event()
@@ -105,6 +109,21 @@ class Replicas:
     def reshapes(self) -> frozenset[str]:
         """What of `policy.base.RESHAPING` all servers draw with."""
         return frozenset[str].intersection(*(replica.backend.reshapes for replica in self.replicas))
+
+    async def holds_to(self, schema: str) -> bool:
+        """See `policy.base.holds_to`. Found out by drawing a token, once for each schema."""
+        if "json_schema" not in self.reshapes:
+            return False
+        if schema not in self._schemas:
+            if len(self._schemas) >= MOST_SCHEMAS:
+                self._schemas.clear()
+            params = SamplingParams(temperature=0.0, max_tokens=1, json_schema=schema)
+            try:
+                await self.sample(self.chat.encode("{"), params)
+                self._schemas[schema] = True
+            except ConfigError:
+                self._schemas[schema] = False
+        return self._schemas[schema]
 
     @property
     def busy(self) -> int:
@@ -414,6 +433,10 @@ class AdapterEngine:
     @property
     def reshapes(self) -> frozenset[str]:
         return self.replicas.reshapes
+
+    async def holds_to(self, schema: str) -> bool:
+        """See `policy.base.holds_to`."""
+        return await self.replicas.holds_to(schema)
 
     @property
     def policy_version(self) -> int:

@@ -82,6 +82,10 @@ class ServedPolicy:
     def reshapes(self) -> frozenset[str]:
         return self.servers.reshapes
 
+    async def holds_to(self, schema: str) -> bool:
+        """See `policy.base.holds_to`."""
+        return await self.servers.holds_to(schema)
+
     @property
     def policy_version(self) -> int:
         return self.servers.policy_version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -177,12 +178,18 @@ def _launches(
         raise ConfigError(f"{kind} servers are joined, not started: give their addresses in urls")
     if model is None:
         raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
+    command = shlex.split(config.command)
+    if not command or shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"command={config.command!r} is no program here; install vLLM, in an environment of its own if need be, "
+            "and say where its `vllm` is, or give the addresses of servers in urls"
+        )
     return [
         Launch(
             model=model,
             name=name or "policy",
             log=logs / f"vllm-{index}.log",
-            command=shlex.split(config.command),
+            command=command,
             args=config.args,
             env={**config.env, **({DEVICES: config.devices[index]} if config.devices else {})},
             dtype=dtype,

@@ -8,6 +8,7 @@ top_p and top_k cut the others off, which is not that of the distribution it was
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,8 +65,9 @@ class SGLangServer:
             if not stream:
                 progress.take(await self._http.post(GENERATE, body))
             else:
-                async for event in self._http.events(GENERATE, body):
-                    progress.take(event)
+                async with aclosing(self._http.events(GENERATE, body)) as events:
+                    async for event in events:
+                        progress.take(event)
         except BackendError as error:
             raise refusal(error, ask) from None
         if progress.end is None:

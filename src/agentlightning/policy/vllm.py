@@ -9,6 +9,7 @@ with token ids. Log-probabilities are those of the distribution a token was draw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,8 +101,9 @@ class VllmServer:
 
     async def _follow(self, wire: Wire, body: Mapping[str, Any], receive: Receive) -> End:
         end: End | None = None
-        async for event in self._http.events(wire.path, body):
-            end = self._take(wire, event, receive) if wire.has_choice(event) or "error" in event else end
+        async with aclosing(self._http.events(wire.path, body)) as events:
+            async for event in events:
+                end = self._take(wire, event, receive) if wire.has_choice(event) or "error" in event else end
         if end is None:
             raise self._http.broken(wire.path, "its answer has no end")
         return end
@@ -240,6 +242,7 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),
+        "structured_outputs": None if params.json_schema is None else {"json": params.json_schema},
         # Stop strings may be special tokens: a tool call's end, say.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

@@ -60,6 +60,8 @@ class ScriptedModelServer:
         """Path with query, and body, of each call."""
         self.running = 0
         """Answers being drawn."""
+        self.peers: set[Any] = set()
+        """Addresses that calls came from."""
         self.ends_at: int | None = None
         """After so many tokens an answer ends by itself."""
         self.break_after: int | None = None
@@ -78,6 +80,11 @@ class ScriptedModelServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def connections(self) -> int:
+        """How many there have been."""
+        return len(self.peers)
 
     @property
     def paused(self) -> bool:
@@ -108,6 +115,8 @@ class ScriptedModelServer:
     async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
         body = await _body(request)
         self.calls.append((request.path_qs, body))
+        if request.transport is not None:
+            self.peers.add(request.transport.get_extra_info("peername"))
         if self._token is not None and request.headers.get("authorization") != f"Bearer {self._token}":
             return _error(401, "Unauthorized")
         if statuses := self.failures.get(request.path):

@@ -291,7 +291,7 @@ def _stop(answer: Answer) -> dict[str, str | None]:
     return {"stop_reason": _REASONS[reason], "stop_sequence": None}
 
 
-_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 def _tool_use(call: ToolCall, input: Any) -> dict[str, Any]:
