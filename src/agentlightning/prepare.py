@@ -55,12 +55,15 @@ async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The same configuration, so that a run can be resumed from any directory."""
+    """The same configuration, so that a run can be resumed from any directory. Raises ConfigError where its model
+    servers cannot be had."""
     model, demonstrations = config.policy.model, config.warm_start.dataset
     changes: dict[str, Any] = {
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())})
     }
     policy: dict[str, Any] = {"servers": config.policy.servers.with_absolute_paths()}
+    if config.policy.engine != "local":
+        policy["servers"].check(config.policy.engine)
     if Path(model).exists():
         policy["model"] = str(Path(model).resolve())
     changes["policy"] = config.policy.model_copy(update=policy)

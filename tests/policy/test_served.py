@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: st
 async def test_servers_cannot_be_opened_without_what_they_need(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NO_SUCH", raising=False)
     for config, kind, words in (
-        (ServersConfig(), "vllm", "no model to start servers with"),
+        (ServersConfig(command="env"), "vllm", "no model to start servers with"),
         (ServersConfig(), "sglang", "sglang servers are joined, not started"),
         (ServersConfig(urls=("http://x",), token_env="NO_SUCH"), "vllm", "that environment variable is not set"),
     ):

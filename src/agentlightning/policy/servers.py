@@ -75,6 +75,26 @@ class ServersConfig(BaseModel):
         weights = None if self.weights is None else str(Path(self.weights).resolve())
         return self.model_copy(update={"command": shlex.join([program, *words]), "weights": weights})
 
+    def check(self, kind: str) -> None:
+        """Raises ConfigError for what cannot work on this machine, before anything is started."""
+        if self.token_env and not self.token:
+            raise ConfigError(f"token_env={self.token_env!r}: that environment variable is not set")
+        if self.urls:
+            return
+        if kind != "vllm":
+            raise ConfigError(f"{kind} servers are joined, not started: give their addresses in urls")
+        program = shlex.split(self.command)[:1]
+        if not program or shutil.which(program[0]) is None:
+            raise ConfigError(
+                f"command={self.command!r} is no program here; install vLLM, in an environment of its own if need be, "
+                "and say where its `vllm` is, or give the addresses of servers in urls"
+            )
+
+    @property
+    def token(self) -> str | None:
+        """What the joined servers want."""
+        return os.environ.get(self.token_env) if self.token_env else None
+
     @property
     def patience(self) -> Patience:
         return Patience(retries=self.retries, wait_seconds=self.wait_seconds)
@@ -136,13 +156,14 @@ async def open_servers(
     With `config.urls` they are joined. Else vLLM servers are started with `model`, as `name`, and write to files in
     `logs`; they end with the engine. Raises ConfigError, ServerError where one cannot be started, and as
     `Replicas.open` does."""
+    config.check(kind)
     transport = open_transport()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         if config.urls:
             replicas = [Replica(_backend(kind, transport, config, url)) for url in config.urls]
         else:
-            launches = _launches(config, kind, model, name, dtype, max_context, logs)
+            launches = _launches(config, model, name, dtype, max_context, logs)
             replicas = await _start(launches, config, transport, stack)
         engine = await Replicas.open(
             replicas,
@@ -159,37 +180,20 @@ async def open_servers(
 
 def _backend(kind: str, transport: Transport, config: ServersConfig, url: str) -> Backend:
     server = VllmServer if kind == "vllm" else SGLangServer
-    token = os.environ.get(config.token_env) if config.token_env else None
-    if config.token_env and not token:
-        raise ConfigError(f"token_env={config.token_env!r}: that environment variable is not set")
-    return server(transport, url, token=token, seconds=config.timeout_seconds)
+    return server(transport, url, token=config.token, seconds=config.timeout_seconds)
 
 
 def _launches(
-    config: ServersConfig,
-    kind: str,
-    model: Path | None,
-    name: str | None,
-    dtype: str,
-    max_context: int | None,
-    logs: Path,
+    config: ServersConfig, model: Path | None, name: str | None, dtype: str, max_context: int | None, logs: Path
 ) -> list[Launch]:
-    if kind != "vllm":
-        raise ConfigError(f"{kind} servers are joined, not started: give their addresses in urls")
     if model is None:
         raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
-    command = shlex.split(config.command)
-    if not command or shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"command={config.command!r} is no program here; install vLLM, in an environment of its own if need be, "
-            "and say where its `vllm` is, or give the addresses of servers in urls"
-        )
     return [
         Launch(
             model=model,
             name=name or "policy",
             log=logs / f"vllm-{index}.log",
-            command=command,
+            command=shlex.split(config.command),
             args=config.args,
             env={**config.env, **({DEVICES: config.devices[index]} if config.devices else {})},
             dtype=dtype,

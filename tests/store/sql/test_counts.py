@@ -159,7 +159,7 @@ class Users:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_counts_are_those_of_the_rows_whatever_was_done(seed: int) -> None:
     async def run() -> None:
         clock = PassingClock()
@@ -182,7 +182,7 @@ async def test_counts_are_right_where_several_servers_write(
     clock = PassingClock()
     stores = [SqlStore(url, clock), SqlStore(url, clock)]
     users = Users(stores, clock, seed=7)
-    await users.work(20)
+    await users.work(12)
     await check(stores[0])
     await stores[0].close()
     users.stores = [stores[1], SqlStore(url, clock)]
