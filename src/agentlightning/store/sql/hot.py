@@ -22,7 +22,7 @@ HOT_BYTES: Final = 8 << 20
 _OVERHEAD: Final = 600
 
 
-class _HotPack(Struct, frozen=True):
+class _HotPack(Struct, frozen=True, gc=False):
     attempt_id: str
     attempt_number: int
     span_ids: Sequence[str]
@@ -56,7 +56,7 @@ def _hot(written: WrittenPack) -> _HotPack:
     )
 
 
-class _HotRollout(Struct):
+class _HotRollout(Struct, gc=False):
     """The packs of one rollout, by attempt."""
 
     attempts: dict[str, list[_HotPack]] = field(default_factory=dict)

@@ -60,7 +60,7 @@ _SHORT: Final = {8}
 _chains = ChainCache()
 
 
-class Pack(Struct, frozen=True):
+class Pack(Struct, frozen=True, gc=False):
     """Some spans of one attempt, ready to be stored."""
 
     span_ids: tuple[str, ...]

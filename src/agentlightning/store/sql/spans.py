@@ -104,7 +104,7 @@ class SpanIds:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-class Kept(Struct):
+class Kept(Struct, gc=False):
     """What the store says of a group of spans."""
 
     attempt_id: str
