@@ -180,7 +180,8 @@ def litellm(stub: str, folder: Path) -> Iterator[Arm]:
         f"      api_base: {stub}/v1\n      api_key: none\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    environment["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"
     command = [str(LITELLM), "--config", str(configuration), "--host", "127.0.0.1", "--port", str(port)]
     with running(command, cwd=folder, env=environment) as (process, _):
         url = f"http://127.0.0.1:{port}"
