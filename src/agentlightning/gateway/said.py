@@ -35,11 +35,11 @@ _ASKED: Final = (
 )
 
 _RESHAPING: Final[Mapping[str, tuple[Any, ...]]] = {
-    **{name: (0,) for name in ("frequency_penalty", "presence_penalty", "min_p", "min_tokens")},
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    **{name: () for name in ("allowed_token_ids", "bad_words", "structured_outputs")},
-    **{name: () for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")},
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
 }
