@@ -212,6 +212,7 @@ def test_keys_in_a_command_line_are_not_kept(run, monkeypatch):
     assert rollout.input == {"command": ["bash", "-c", 'test $SOME_API_KEY = "$SOME_API_KEY"']}
 
 
+@pytest.mark.slow
 def test_an_agent_names_itself_in_a_program_of_its_own(run, provider, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
