@@ -34,6 +34,11 @@ from typing import Any
 import psutil
 from harness import HERE, PYTHONS
 
+from agentlightning import LightningStoreClient
+from agentlightning import span as names
+from agentlightning.rollouts import attempt_path
+from agentlightning.store.sql.store import SqlStore
+
 sys.path.insert(0, str(HERE / "arms"))
 from line import free_port
 
@@ -136,8 +141,6 @@ def ours(stub: str, folder: Path) -> Iterator[Arm]:
 
 def attempt_of(server: str) -> str:
     """The path of a new attempt there."""
-    from agentlightning import LightningStoreClient
-    from agentlightning.rollouts import attempt_path
 
     async def start() -> str:
         client = LightningStoreClient(server)
@@ -180,7 +183,8 @@ def litellm(stub: str, folder: Path) -> Iterator[Arm]:
         f"      api_base: {stub}/v1\n      api_key: none\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    environment["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"
     command = [str(LITELLM), "--config", str(configuration), "--host", "127.0.0.1", "--port", str(port)]
     with running(command, cwd=folder, env=environment) as (process, _):
         url = f"http://127.0.0.1:{port}"
@@ -307,12 +311,9 @@ def measure_streams(options: argparse.Namespace) -> dict[str, float]:
 
 async def compare_tokens(database: Path, tokens: int, pieces: int) -> tuple[int, int]:
     """(tokens that are the ones sent, tokens recorded)."""
-    from agentlightning import LightningStore
-    from agentlightning import span as names
-
     expected = list(range(tokens * pieces))
     same = seen = 0
-    store = LightningStore(str(database))
+    store = SqlStore(database)
     (rollout,) = await store.query_rollouts()
     for span in await store.query_spans(rollout.rollout_id):
         drawn = list(span.attributes[names.RESPONSE_TOKEN_IDS])
@@ -368,9 +369,7 @@ def measure_calls(options: argparse.Namespace) -> tuple[list[Arm], dict[str, flo
 
 
 async def count_spans(database: Path) -> int:
-    from agentlightning import LightningStore
-
-    store = LightningStore(str(database))
+    store = SqlStore(database)
     statistics = await store.statistics()
     await store.close()
     return next(value for name, value in statistics.items() if "span" in name)

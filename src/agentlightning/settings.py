@@ -241,7 +241,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source]) -> str:
     if not path:
-        return ""
+        return f"what comes {', '.join(source.name for source in sources)} " if sources else ""
     if error["type"] == "missing":
         return f"{'.'.join(path)} "
     shown = "" if isinstance(error["input"], dict | BaseModel) else f" = {_shown(error['input'])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,12 @@ def test_a_short_soak_finds_no_error(tmp_path: Path) -> None:
     found = measure("soak", "--minutes", "0.2", "--clients", "2", directory=tmp_path)
     assert found["errors"] == {}
     assert found["cycles"] > 0
+
+
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is the load: apt-get install wrk")
+def test_the_gateway_answers_records_and_streams(tmp_path: Path) -> None:
+    sizes = ("--seconds", "1", "--streams", "100", "--tokens", "100000")
+    found = measure("gateway", "--ours", "--rounds", "1", *sizes, directory=tmp_path)
+    assert found["measured"].keys() == {"the stub itself", "ours"}
+    assert found["kept"]["spans_kept"] >= found["kept"]["calls_answered"] > 0
+    assert (found["streams"]["errors"], found["streams"]["tokens_equal"]) == (0, 100000)

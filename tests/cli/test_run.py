@@ -212,6 +212,7 @@ def test_keys_in_a_command_line_are_not_kept(run, monkeypatch):
     assert rollout.input == {"command": ["bash", "-c", 'test $SOME_API_KEY = "$SOME_API_KEY"']}
 
 
+@pytest.mark.slow
 def test_an_agent_names_itself_in_a_program_of_its_own(run, provider, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
@@ -259,7 +260,7 @@ def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(run, cle
         (["--input", "missing.txt", "--", "true"], "missing.txt"),
         (["--reward", "nan", "--", "true"], "not finite|learned from"),
         (["--server", "http://127.0.0.1:9", "--model", "x", "--", "true"], "leave out --model"),
-        (["--model", "no-such-directory", "--", "true"], "no directory"),
+        pytest.param(["--model", "no-such-directory", "--", "true"], "no directory", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_runs(invoke, clean, arguments, message):

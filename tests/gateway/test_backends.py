@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 
 import anthropic
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import span as names
@@ -62,6 +63,7 @@ async def until(condition):
 # -- which server -----------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=25)
 @given(st.integers(2, 6), st.data())
 def test_a_server_that_is_lost_moves_only_its_own_conversations(count, data):
     backends = Backends(made_of(*(f"http://host{number}/v1" for number in range(count))), open_transport)
@@ -87,7 +89,7 @@ async def test_a_conversation_stays_with_its_server_and_goes_to_another_while_th
     async with (
         ScriptedProvider(lambda seen: FINE) as one,
         ScriptedProvider(lambda seen: FINE) as two,
-        connected(made_of(one, two)) as backends,
+        connected(made_of(one, two, health_seconds=0.05), clock=lambda: time.monotonic() * 20) as backends,
     ):
         for _ in range(5):
             await call(backends, "ro-1/at-1")

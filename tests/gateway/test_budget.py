@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import span as names
@@ -18,6 +18,7 @@ from agentlightning.gateway.provider import Price, Usage
 from agentlightning.span import Span, new_span_id
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30), st.floats(0, 1)), max_size=40))
 async def test_nothing_is_ever_overspent(calls):
     budgets = Budgets(BudgetConfig(dollars=100, rollout_dollars=60, tokens=1000))

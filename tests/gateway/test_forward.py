@@ -165,6 +165,19 @@ async def test_tokens_are_asked_for_recorded_and_shown_to_who_wants_them(ask, wa
     assert list(span.attributes[names.LOGPROBS]) == [-0.5, -0.5]
 
 
+async def test_what_makes_probabilities_unfaithful_is_named(ask):
+    answer = with_tokens(chat_answer("Hello."), [1, 2, 3], [7, 8])
+    service, _ = await ask("openai", lambda seen: Reply(answer), token_ids=True)
+    client = await service.client()
+    usual = {"temperature": 0.5, "frequency_penalty": 0, "response_format": {"type": "text"}}
+    await client.chat.completions.create(model="theirs", messages=HI, **usual)
+    odd = {"frequency_penalty": 0.5, "response_format": {"type": "json_object"}, "extra_body": {"min_p": 0.1}}
+    await client.chat.completions.create(model="theirs", messages=HI, **odd)
+    first, second = await service.spans()
+    assert names.RESHAPED not in first.attributes
+    assert second.attributes[names.RESHAPED] == ["frequency_penalty", "min_p", "response_format"]
+
+
 async def test_tokens_are_gathered_from_a_stream(ask):
     events = [json.loads(event[6:]) for event in chat_events(["Hel", "lo."])[:-1]]
     for place, event in enumerate(events[1:3]):

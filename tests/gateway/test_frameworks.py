@@ -353,7 +353,7 @@ async def test_a_thread_is_refused_in_the_words_that_have_the_sdk_send_everythin
         assert reply.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
-async def test_codex_learns_at_once_that_it_cannot_have_a_websocket(serve):
+async def test_codex_learns_at_once_that_it_cannot_have_a_websocket(serve, caplog):
     """Other refusals than 426 it takes for a bad connection, and tries again for seconds."""
     service = await serve([])
     client = await service.http()
@@ -365,6 +365,7 @@ async def test_codex_learns_at_once_that_it_cannot_have_a_websocket(serve):
     }
     reply = await client.get(f"{service.base_url}/responses", headers=upgrade)
     assert (reply.status_code, reply.json()["error"]["type"]) == (426, "invalid_request_error")
+    assert caplog.text == ""
     reply = await client.post(f"{service.base_url}/analytics/codex/turn-costs", json={})
     assert reply.status_code == 404
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.health import FAILURES, Health
@@ -112,6 +112,7 @@ async def test_a_call_that_is_sent_again_counts_twice():
         await limits.enter(1)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=60))
 def test_no_stretch_of_time_sees_more_than_its_share_and_one_minutes_worth(steps):
     clock = Clock()

@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
@@ -74,6 +74,7 @@ def test_a_provider_that_says_its_model_is_asked_for_that_one():
     assert routes.resolve(None).name == "their-name"
 
 
+@settings(max_examples=25)
 @given(st.text(max_size=20), st.none() | st.text(max_size=20))
 def test_whatever_is_asked_for_is_served_or_refused(model, agent):
     routes = table({"model": "[a-f]*", "agent": "*x*", "provider": "them"}, default_model="policy")

@@ -5,7 +5,7 @@ import json
 import anthropic
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import span as names
@@ -336,6 +336,7 @@ async def test_why_an_answer_ended_is_said_in_the_callers_words(ask, reason, for
     assert (response.status, why) == for_responses
 
 
+@settings(max_examples=25)
 @given(st.lists(st.text() | st.sampled_from([PIXEL, "image", "\ue000image {", "\ue001", "\ue000image 1\ue001"])))
 def test_text_that_is_no_image_stays_as_it_is(texts):
     text = "".join(texts)
@@ -343,6 +344,7 @@ def test_text_that_is_no_image_stays_as_it_is(texts):
     assert "".join(block["text"] for block in as_blocks(text)) == text
 
 
+@settings(max_examples=10)
 @given(st.sampled_from(["https://host/a.png", f"data:image/png;base64,{PIXEL}"]), st.text(max_size=5))
 def test_an_image_is_the_same_after_it_was_hidden(url, text):
     part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}

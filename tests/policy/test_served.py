@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from agentlightning.config import PolicyConfig, TrainConfig
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.policy.servers import ServersConfig, open_servers
 from agentlightning.policy.tiny import make_tiny
 from agentlightning.policy.weights import WeightsFolder
+from agentlightning.prepare import with_absolute_paths
 from agentlightning.testing.engine import ByteChatFormat
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 
@@ -117,6 +120,31 @@ async def test_a_policy_that_cannot_be_opened_leaves_no_server_behind(server: Sc
     with pytest.raises(PolicyError, match="differ"):
         await ServedPolicy.open(learner, ServersConfig(urls=(server.url,)), tmp_path)
     assert len(asyncio.all_tasks()) == 1 or not any("model servers" in task.get_name() for task in asyncio.all_tasks())
+
+
+async def test_runs_that_share_a_directory_for_weights_leave_each_others_alone(
+    server: ScriptedModelServer, tmp_path: Path
+):
+    places: list[str] = []
+    for run in ("one", "two", "one"):
+        learner: Any = Learner(server)
+        config = ServersConfig(urls=(server.url,), weights=str(tmp_path / "shared"))
+        policy = await ServedPolicy.open(learner, config, tmp_path / run / "servers")
+        assert server.weights is not None
+        places.append(server.weights)
+        for _ in range(3):
+            await policy.train([])
+        await policy.close()
+        if run == "one":
+            shutil.rmtree(Path(places[0]).parent)
+    assert places[0] == places[2] != places[1]
+    assert Path(places[0]).parent.parent == tmp_path / "shared"
+
+
+def test_a_run_that_cannot_have_its_servers_is_refused_before_it_begins():
+    config = TrainConfig(policy=PolicyConfig(engine="sglang"))
+    with pytest.raises(ConfigError, match="sglang servers are joined, not started"):
+        with_absolute_paths(config)
 
 
 @pytest.mark.parametrize(

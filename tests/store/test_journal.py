@@ -123,6 +123,7 @@ async def kill_one(database, count):
     return ended.stdout.strip()
 
 
+@pytest.mark.chaos
 async def test_what_was_taken_before_a_kill_is_there_after_it(database):
     rollout_id = await kill_one(database, 40)
     assert files(database)
@@ -137,6 +138,7 @@ async def test_what_was_taken_before_a_kill_is_there_after_it(database):
     assert (spans[3].parent_id, spans[4].parent_id, spans[3].events) == ("aa", None, (SpanEvent("e", 1.5, {"n": 3}),))
 
 
+@pytest.mark.chaos
 async def test_a_record_that_was_cut_off_ends_the_journal_and_costs_nothing_else(database):
     rollout_id = await kill_one(database, 5)
     (path,) = database.parent.glob("*-calls-*")

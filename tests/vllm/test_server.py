@@ -168,23 +168,26 @@ async def test_an_answer_can_be_held_to_a_schema(engine: Replicas, prompt: list[
     assert min(sample.logprobs) > -50
 
 
-async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt: list[int]):
+async def until_running(server: str, count: int) -> None:
+    """Until the server says that it draws so many answers."""
+
     def running() -> float:
         with urllib.request.urlopen(f"{server}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
-    async def until(count: float) -> None:
-        async with asyncio.timeout(20):
-            while await asyncio.to_thread(running) != count:  # noqa: ASYNC110  another process's state
-                await asyncio.sleep(0.02)
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(running) != count:  # noqa: ASYNC110  another process's state
+            await asyncio.sleep(0.02)
 
+
+async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt: list[int]):
     long = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids))
     for watch in (None, lambda _: None):
         call = asyncio.create_task(engine.sample(prompt, long, watch))
-        await until(1)
+        await until_running(server, 1)
         call.cancel()
-        await until(0)
+        await until_running(server, 0)
 
 
 async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_too(
@@ -200,24 +203,25 @@ async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_
 
 
 async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it_names(
-    engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int]
+    engine: Replicas, server: str, models: list[Path], weights: list[Path], prompt: list[int]
 ):
-    params = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids), max_tokens=400)
-    seen: list[int] = []
-    calls = [asyncio.create_task(engine.sample(prompt, params, seen.extend if n == 0 else None)) for n in range(4)]
+    params = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids), max_tokens=900)
+    watched: list[int] = []
+    watches = (watched.extend, None, None, None)
+    calls = [asyncio.create_task(engine.sample(prompt, params, watch)) for watch in watches]
+    await until_running(server, len(calls))
     async with asyncio.timeout(60):
-        while len(seen) < 30:  # noqa: ASYNC110  the server says it only by tokens
+        while len(watched) < 30:  # noqa: ASYNC110  the server says it only by tokens
             await asyncio.sleep(0.002)
     await engine.push(weights[1], 2)
-    plain = SamplingParams()
     for sample in await asyncio.gather(*calls):
         assert [version for version, _ in sample.versions] == [1, 2]
+        assert len(sample.token_ids) == sum(count for _, count in sample.versions) == 900
         old = sample.versions[0][1]
-        assert len(sample.token_ids) == 400
         for model, part in ((models[0], slice(0, old)), (models[1], slice(old, None))):
             logits = logits_of(model, prompt, sample).clone()
             logits[:, sorted(engine.chat.eos_token_ids)] -= 100.0
-            expected = scores(logits, sample, plain)[part]
+            expected = scores(logits, sample, SamplingParams())[part]
             assert float((expected - torch.tensor(sample.logprobs)[part]).abs().max()) < NEAR
 
 

@@ -220,17 +220,14 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Pl
 
 async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     """A store, and a server that only the command knows of: without its token or an attempt's id nobody can use it."""
-    from agentlightning.cli.serve import DEFAULT_DB, beside, open_model, open_store, read_routing, without_password
+    from agentlightning.cli.serve import DEFAULT_DB, beside, open_engines, open_store, read_routing, without_password
     from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.config import GatewayConfig
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
 
     config = _config(options, read_routing)
-    engines = {}
-    for given in options.models:
-        policy = await open_model(given)
-        stack.push_async_callback(policy.close)
-        engines[policy.model] = policy
+    engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
     store = open_store(options.db)
     stack.push_async_callback(store.close)

@@ -24,7 +24,7 @@ from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_d
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path
 from agentlightning.gateway.routing import Route
-from agentlightning.gateway.said import OPERATIONS, asked_attributes, said_messages
+from agentlightning.gateway.said import OPERATIONS, asked_attributes, reshaped, said_messages
 from agentlightning.gateway.wire import Outlet
 from agentlightning.span import Span, new_span_id
 
@@ -229,6 +229,8 @@ class Forward:
         drawn, logprobs = choice.token_ids, choice.logprobs
         if not (prompt and drawn and logprobs and len(drawn) == len(logprobs)) or None in cast("list[Any]", logprobs):
             return attributes | {names.TOKENS: "none"}
+        if changed := reshaped({**self.data, **self.forced}):
+            attributes[names.RESHAPED] = changed
         return attributes | {
             names.TOKENS: "provider",
             names.OUTPUT_TOKENS: len(drawn),

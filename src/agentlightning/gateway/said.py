@@ -34,6 +34,23 @@ _ASKED: Final = (
     (names.REQUEST_SEED, ("seed",), (int,)),
 )
 
+_RESHAPING: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+}
+"""Fields that change the distribution tokens are drawn from beyond temperature, top_p and top_k, and the values with
+which they do not."""
+
+
+def reshaped(data: Json) -> list[str]:
+    """What of a request changes the distribution in a way that no loss can correct for."""
+    return [name for name, neutral in _RESHAPING.items() if data.get(name) is not None and data[name] not in neutral]
+
 
 def asked_attributes(data: Json) -> dict[str, Any]:
     """What a request asks of the sampling, and the tools it offers."""

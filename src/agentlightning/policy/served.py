@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
+from zlib import crc32
 
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import ChatFormat, Policy, Sample, SamplingParams
@@ -51,7 +52,7 @@ class ServedPolicy:
     ) -> ServedPolicy:
         """Start or join the servers of `config`, and give them the learner's weights. `folder` is where their logs
         go, and the weights unless `config.weights` says otherwise. Raises as `open_servers` and `push` do."""
-        weights = WeightsFolder(Path(config.weights) if config.weights else folder / "weights")
+        weights = WeightsFolder(_own_folder(Path(config.weights), folder) if config.weights else folder / "weights")
         first = await weights.write(learner)
         servers = await open_servers(
             config,
@@ -174,3 +175,9 @@ def _difference(own: Sample, other: Sample) -> float:
         if token != other_token:
             break
     return largest
+
+
+def _own_folder(shared: Path, folder: Path) -> Path:
+    """Below a directory that several runs may share; the same again when the run is resumed."""
+    place = str(folder.absolute())
+    return shared / f"{folder.absolute().parent.name}-{crc32(place.encode()):08x}"

@@ -58,6 +58,11 @@ def test_a_broken_tool_call_does_not_hide_the_next_one():
     assert (parsed.content, parsed.tool_calls) == ("<tool_call>oops", (ParsedToolCall("f", "{}"),))
 
 
+def test_a_model_that_begins_calls_without_end_is_read_in_no_time():
+    text = '<tool_call>{"' * 20_000 + "</tool_call>"
+    assert read_hermes(text).content == text
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

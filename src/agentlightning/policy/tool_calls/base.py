@@ -112,7 +112,21 @@ class MarkedFormat(CallFormat):
         """The calls after the marker that ends at `start`, and where they end. Raises Malformed or Unfinished."""
         ...
 
+    def read_unmarked(self, text: str, before: Before) -> Reading:
+        """Calls that the text begins with, in formats that do without a marker at times. Raises as `read_call` does."""
+        raise Malformed("a call begins with its marker")
+
     def read(self, text: str, before: Before, whole: bool, tools: Tools = None) -> Reading:
+        try:
+            return self.read_unmarked(text, before)
+        except Unfinished:
+            if not whole:
+                return Reading(0)
+        except Malformed:
+            pass
+        return self._read_marked(text, whole, tools)
+
+    def _read_marked(self, text: str, whole: bool, tools: Tools) -> Reading:
         position, opening = 0, self.opening
         while (place := text.find(opening, position)) >= 0:
             position = place + len(opening)

@@ -36,36 +36,25 @@ class DeepSeek(MarkedFormat):
     def opening(self) -> str:
         return CALLS_BEGIN
 
-    def read(self, text: str, before: Before, whole: bool, tools: Tools = None) -> Reading:
-        if before == "call":
-            try:
-                return _go_on(text)
-            except Unfinished:
-                if not whole:
-                    return Reading(0)
-            except Malformed:
-                pass
-        return super().read(text, before, whole, tools)
+    def read_unmarked(self, text: str, before: Before) -> Reading:
+        """After a call: another one, or the end of all."""
+        if before != "call":
+            raise Malformed("the first call begins with a marker for all")
+        if text.startswith(CALLS_END):
+            return Reading(0, (), len(CALLS_END))
+        if CALLS_END.startswith(text):
+            raise Unfinished(f"{CALLS_END} may follow")
+        return Reading(0, *_call(text, 0))
 
     def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         return _call(text, skip_space(text, start))
-
-
-def _go_on(text: str) -> Reading:
-    """After a call: another one, or the end of all."""
-    if text.startswith(CALLS_END):
-        return Reading(0, (), len(CALLS_END))
-    if CALLS_END.startswith(text):
-        raise Unfinished(f"{CALLS_END} may follow")
-    calls, end = _call(text, 0)
-    return Reading(0, calls, end)
 
 
 def _call(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
     if not text.startswith(CALL_BEGIN, start):
         raise (Unfinished if CALL_BEGIN.startswith(text[start:]) else Malformed)(f"{CALL_BEGIN} is missing")
     body = start + len(CALL_BEGIN)
-    end = outside_strings(text, body, CALL_END)
+    end = outside_strings(text, body, CALL_END, CALL_BEGIN)
     head, _, rest = text[body:end].partition(SEPARATOR)
     name, arguments = head.strip(), rest.strip()
     if name == "function" and (fenced := _FENCED.fullmatch(rest)):

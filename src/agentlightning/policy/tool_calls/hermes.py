@@ -24,7 +24,7 @@ class Hermes(MarkedFormat):
             raise Unfinished("nothing follows")
         if text[body] != "{":
             raise Malformed("a call is a JSON object")
-        end = outside_strings(text, body, CALL_END)
+        end = outside_strings(text, body, CALL_END, CALL_START)
         return (object_call(text[body:end]),), end + len(CALL_END)
 
 

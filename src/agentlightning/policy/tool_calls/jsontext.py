@@ -40,13 +40,17 @@ def _is_cut(text: str, error: ValueError) -> bool:
     return not rest.strip(_SPACE) or cut_word or _CUT_NUMBER.match(rest) is not None
 
 
-def outside_strings(text: str, start: int, marker: str) -> int:
-    """The first place of `marker` from `start` on that is in no JSON string. Raises Unfinished where there is none."""
+def outside_strings(text: str, start: int, marker: str, opening: str) -> int:
+    """The first place of `marker` from `start` on that is in no JSON string. Raises Unfinished where there is none,
+    Malformed where `opening` comes first: a call holds no other."""
     position, checked, inside = start, start, False
-    while (place := text.find(marker, position)) >= 0:
+    while found := [place for sought in (marker, opening) if (place := text.find(sought, position)) >= 0]:
+        place = min(found)
         inside ^= sum(match[0] == '"' for match in _QUOTES.finditer(text, checked, place)) % 2 == 1
-        if not inside:
+        if not inside and text.startswith(marker, place):
             return place
+        if not inside:
+            raise Malformed("another call begins within it")
         checked, position = place, place + 1
     raise Unfinished(f"{marker} is missing")
 

@@ -34,18 +34,11 @@ class Llama3(MarkedFormat):
     def opening(self) -> str:
         return PYTHON_TAG
 
-    def read(self, text: str, before: Before, whole: bool, tools: Tools = None) -> Reading:
-        if before != "content":
-            try:
-                call, end = _bare_call(text, _begin(text, before))
-            except Unfinished:
-                if not whole:
-                    return Reading(0)
-            except Malformed:
-                pass
-            else:
-                return Reading(0, (call,), end)
-        return super().read(text, before, whole, tools)
+    def read_unmarked(self, text: str, before: Before) -> Reading:
+        if before == "content":
+            raise Malformed("only an answer that begins so is a call")
+        call, end = _bare_call(text, _begin(text, before))
+        return Reading(0, (call,), end)
 
     def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         start = skip_space(text, start)

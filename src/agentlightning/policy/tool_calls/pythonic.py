@@ -48,18 +48,10 @@ class Pythonic(MarkedFormat):
     def opening(self) -> str:
         return START
 
-    def read(self, text: str, before: Before, whole: bool, tools: Tools = None) -> Reading:
-        if before == "start":
-            try:
-                calls, end = _read_list(text, skip_space(text, 0))
-            except Unfinished:
-                if not whole:
-                    return Reading(0)
-            except Malformed:
-                pass
-            else:
-                return Reading(0, calls, end)
-        return super().read(text, before, whole, tools)
+    def read_unmarked(self, text: str, before: Before) -> Reading:
+        if before != "start":
+            raise Malformed("only an answer that begins so is a list of calls")
+        return Reading(0, *_read_list(text, skip_space(text, 0)))
 
     def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         calls, end = _read_list(text, skip_space(text, start))
