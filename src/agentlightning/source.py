@@ -122,9 +122,7 @@ class RolloutSource:
         found: dict[str, Trajectory] = {}
         async for rollout_id, spans in self.store.iter_spans(list(groups)):
             attempt_id = spans[-1].attempt_id if spans else ""
-            found[rollout_id] = trajectory(
-                rollout_id, attempt_id, spans, group=groups[rollout_id], model=self.model
-            )
+            found[rollout_id] = trajectory(rollout_id, attempt_id, spans, group=groups[rollout_id], model=self.model)
         return tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
 
     async def recover(self, run_id: str, reason: str) -> int:
