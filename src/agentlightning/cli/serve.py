@@ -152,8 +152,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """A server that listens, and all it stands on; the stack ends them in order."""
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
-    from agentlightning.store.logs import ChangeLog, SlowLog
     from agentlightning.store.journal import journaled
+    from agentlightning.store.logs import ChangeLog, SlowLog
     from agentlightning.store.metrics import Metrics, counters
     from agentlightning.store.observe import Observer, observed
     from agentlightning.tracing.export import OtlpExporter
