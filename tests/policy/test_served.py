@@ -18,7 +18,7 @@ from agentlightning.config import PolicyConfig, TrainConfig
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.policy.servers import ServersConfig, open_servers
+from agentlightning.policy.servers import ServedModel, ServersConfig, open_servers
 from agentlightning.policy.tiny import make_tiny
 from agentlightning.policy.weights import WeightsFolder
 from agentlightning.prepare import with_absolute_paths
@@ -176,6 +176,15 @@ def test_a_run_can_be_taken_up_from_another_directory(tmp_path: Path, monkeypatc
     config = ServersConfig(command="env/bin/vllm --x", weights="shared").with_absolute_paths()
     assert (config.command, config.weights) == (f"{tmp_path}/env/bin/vllm --x", str(tmp_path / "shared"))
     assert ServersConfig().with_absolute_paths() == ServersConfig()
+
+
+def test_servers_we_start_are_told_that_there_are_adapters():
+    adapters = {"a": "/a", "b": "/b"}
+    started = ServedModel(model="m", adapters=adapters, servers=ServersConfig(args=("--x",))).with_adapters()
+    assert started.args == ("--x", "--enable-lora", "--max-loras=2")
+    joined = ServersConfig(urls=("http://x",))
+    assert ServedModel(model="m", adapters=adapters, servers=joined).with_adapters() == joined
+    assert ServedModel(model="m").with_adapters() == ServersConfig()
 
 
 class Saved:

@@ -121,11 +121,18 @@ class ServedModel(BaseModel):
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
     """LoRA adapters on it, each a model of its own: name -> directory."""
 
+    def with_adapters(self) -> ServersConfig:
+        """Its servers; those we start take its adapters."""
+        if not self.adapters or self.servers.urls or "--enable-lora" in self.servers.args:
+            return self.servers
+        args = (*self.servers.args, "--enable-lora", f"--max-loras={len(self.adapters)}")
+        return self.servers.model_copy(update={"args": args})
+
     async def open(self, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
         """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError
         where a server refuses an adapter."""
         servers = await open_servers(
-            self.servers,
+            self.with_adapters(),
             await find_chat(self.model, self.tool_calls),
             kind=self.engine,
             model=Path(self.model),
