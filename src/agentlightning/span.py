@@ -91,8 +91,8 @@ CONTINUES: Final = "agentlightning.continues"
 DRIFT: Final = "agentlightning.drift"
 """True where a call looked like a continuation that could not be proven, so that a new path was started."""
 DRIFT_REASON: Final = "agentlightning.drift.reason"
-"""Why it could not: template (it writes earlier turns otherwise now), tools (they or the model are others now), or edited
-(an answer came back changed)."""
+"""Why it could not: template (it writes earlier turns otherwise now), tools (they or the model are others now), or
+edited (an answer came back changed)."""
 CONSTRAINT: Final = "agentlightning.constraint"
 """Whether an answer has the shape its request asked for: enforced, checked or violated (gateway/constraint.py)."""
 VIOLATIONS: Final = "agentlightning.constraint.violations"
