@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shlex
@@ -96,6 +97,7 @@ def run(
             mode=mode,
             timeout=timeout,
         )
+        logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal is the command's
         summary = uvloop.run(_run(options))
         sys.stdout.flush()
         if as_json:
