@@ -57,6 +57,7 @@ from agentlightning.source import RolloutSource
 from agentlightning.statistics import Gain
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.journal import take_over
 from agentlightning.task import load_dataset
 from agentlightning.training import TEMPERATURES, Tasks, TrainingRun
 
@@ -182,6 +183,7 @@ class Trainer:
             if store is None:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
+            await take_over(store)
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             listener = await _load_agent(runner, stack, config.run.host, config.run.port)
             await make_start(config, run_dir, tasks, self.progress)

@@ -12,8 +12,9 @@ import pytest
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreFullError
 from agentlightning.span import Span, SpanEvent, new_span_id
+from agentlightning.store import InMemoryLightningStore
 from agentlightning.store import journal as journal_module
-from agentlightning.store.journal import JournaledStore, journaled
+from agentlightning.store.journal import JournaledStore, journaled, take_over
 from agentlightning.store.sql.store import SqlStore
 
 
@@ -232,6 +233,16 @@ async def test_what_the_store_never_took_is_kept_for_the_next(bare, attempted, d
     assert files(database)
     async with journaled(bare, database) as store:
         assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["taken"]
+
+
+async def test_whoever_opens_the_store_without_a_journal_takes_over_what_was_left(bare, attempted, database):
+    async with journaled(Failing(bare), database) as store:
+        store.keep([span_of(attempted, "taken")])
+    assert files(database)
+    await take_over(bare)
+    assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken"]
+    assert files(database) == []
+    await take_over(InMemoryLightningStore())
 
 
 async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(

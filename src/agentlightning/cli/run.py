@@ -227,12 +227,14 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
+    from agentlightning.store.journal import take_over
 
     config = _config(options, read_routing)
     engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
     store = open_store(options.db)
     stack.push_async_callback(store.close)
+    await take_over(store)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
     gateway = Gateway(

@@ -215,11 +215,7 @@ class _Journaling(LightningStoreBase):
 
     async def __aenter__(self) -> Self:
         """Take over what was left behind, and begin. Raises StoreError."""
-        for path, records in self._journal.left_behind():
-            spans = [span for record in records for span in _read(record)]
-            for start in range(0, len(spans), MAX_TOGETHER):
-                await self._add(spans[start : start + MAX_TOGETHER])
-            logger.info("took over %d spans from %s", len(spans), path)
+        await _take_over(self.store, self._journal)
         self._writer = asyncio.create_task(self._work())
         return self
 
@@ -302,7 +298,7 @@ class _Journaling(LightningStoreBase):
 
     async def _write_some(self) -> None:
         spans = [self._pending[place] for place in range(min(len(self._pending), MAX_TOGETHER))]
-        kept = await self._add(spans)
+        kept = await _add(self.store, spans)
         for _ in spans:
             self._pending.popleft()
         self._written += len(spans)
@@ -310,21 +306,30 @@ class _Journaling(LightningStoreBase):
         self._tell()
         self.on_written(kept)
 
-    async def _add(self, spans: Sequence[Span]) -> list[Span]:
-        try:
-            return await self.store.add_many_spans(spans)
-        except _REFUSALS as error:
-            if len(spans) == 1:
-                logger.error("the store does not take the span %s: %s", spans[0].span_id, error)
-                return []
-        return [kept for span in spans for kept in await self._add([span])]
-
     def _tell(self) -> None:
         """Those who wait, that it is written, or that it could not be."""
         while self._waiting and (self._trouble is not None or self._waiting[0][0] <= self._written):
             _, reached = self._waiting.popleft()
             if not reached.done():
                 reached.set_result(None)
+
+
+async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> list[Span]:
+    try:
+        return await store.add_many_spans(spans)
+    except _REFUSALS as error:
+        if len(spans) == 1:
+            logger.error("the store does not take the span %s: %s", spans[0].span_id, error)
+            return []
+    return [kept for span in spans for kept in await _add(store, [span])]
+
+
+async def _take_over(store: LightningStoreBase, journal: Journal) -> None:
+    for path, records in journal.left_behind():
+        spans = [span for record in records for span in _read(record)]
+        for start in range(0, len(spans), MAX_TOGETHER):
+            await _add(store, spans[start : start + MAX_TOGETHER])
+        logger.info("took over %d spans from %s", len(spans), path)
 
 
 def _after_flush(name: str) -> Callable[..., Any]:
@@ -345,4 +350,16 @@ JournaledStore = _Journaling
 
 def journaled(store: LightningStoreBase, database: Path) -> JournaledStore:
     """The store given, with a journal beside its database file. To be entered with `async with`."""
-    return _JournaledStore(store, database.with_name(f"{database.name}-calls"))
+    return _JournaledStore(store, _stem(database))
+
+
+async def take_over(store: LightningStoreBase) -> None:
+    """Write to a store what processes that were killed left in journals beside its file, for those who open it without
+    a journal of their own. Raises StoreError."""
+    path: Path | None = getattr(store, "path", None)
+    if path is not None:
+        await _take_over(store, Journal(_stem(path)))
+
+
+def _stem(database: Path) -> Path:
+    return database.with_name(f"{database.name}-calls")
