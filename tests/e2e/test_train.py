@@ -42,7 +42,7 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job):
     assert "--resume" in again.stderr
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on_and_goes_on(job, ending):
     process = subprocess.Popen(
         job.command("--run-dir", "run", "algorithm.steps=6"),
