@@ -1,7 +1,7 @@
 """Which agent speaks."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -134,6 +134,7 @@ ANYTHING = st.recursive(
     st.dictionaries(st.sampled_from(["model", "system", "instructions", "messages", "input", "tools"]), ANYTHING),
     st.text(max_size=40),
 )
+@example({"messages": [{"role": []}]}, "")
 def test_no_request_is_too_odd_to_be_looked_at(asked, header):
     agents = Agents([AgentRule(name="a", contains="b", matches="c")])
     agents.identify({"baggage": header, "x-agentlightning-agent": header}, asked)

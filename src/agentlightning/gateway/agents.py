@@ -160,7 +160,7 @@ def system_prompt(asked: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-_SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_SYSTEM_ROLES: Final = ("system", "developer")
 
 
 def _text(content: Any) -> str:
