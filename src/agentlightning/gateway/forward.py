@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -103,9 +104,9 @@ class Forward:
             return 0
         limits = [limit for name in _LIMITS if isinstance(limit := sent.get(name), int)]
         longest = max(limits, default=self.route.provider.max_output_tokens if self.route.provider else 0)
-        prompts, answers = sent.get("prompt"), sent.get("n")
+        prompts = sent.get("prompt")
         several = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
-        return longest * several * (answers if isinstance(answers, int) else 1)
+        return longest * several * _answers(sent)
 
     def _changed(self) -> Json:
         """The request as the provider gets it."""
@@ -219,7 +220,7 @@ class Forward:
         return without_secrets(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
-        said = said_messages(self.path, self.data, choice.index // max(1, self.data.get("n") or 1))
+        said = said_messages(self.path, self.data, choice.index // _answers(self.data))
         attributes: Json = {names.INPUT_MESSAGES: said}
         if self.path == "embeddings":
             return attributes
@@ -227,7 +228,9 @@ class Forward:
         attributes[names.FINISH_REASONS] = [choice.reason or "error"]
         prompt = choice.prompt_token_ids or self.heard.prompt_token_ids
         drawn, logprobs = choice.token_ids, choice.logprobs
-        if not (prompt and drawn and logprobs and len(drawn) == len(logprobs)) or None in cast("list[Any]", logprobs):
+        if not (
+            prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
+        ):
             return attributes | {names.TOKENS: "none"}
         if changed := reshaped({**self.data, **self.forced}):
             attributes[names.RESHAPED] = changed
@@ -317,6 +320,21 @@ class Strip:
         if self.usage and data.get("usage") and not data.get("choices"):
             return b""
         return b"data: " + orjson.dumps(data) + b"\n\n" if self.take_out(data) else event
+
+
+def _answers(asked: Json) -> int:
+    """How many answers a request asks for to each of its prompts."""
+    several = asked.get("n")
+    return max(1, several) if isinstance(several, int) else 1
+
+
+def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
+    """Whether what a provider calls tokens and log-probabilities can be kept as such."""
+    try:
+        _ = array("i", prompt), array("i", drawn), array("f", logprobs)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 async def _to_the_end(work: Awaitable[None] | None) -> None:

@@ -60,8 +60,9 @@ class Choice:
         if text := "".join(self.text):
             parts.append({"type": "text", "content": text})
         for call in self.calls.values():
-            whole = call.arguments[0] if call.arguments and not isinstance(call.arguments[0], str) else None
-            parts.append(tool_call(call.id, call.name, "".join(call.arguments) if whole is None else whole))
+            whole = call.arguments[0] if call.arguments and isinstance(call.arguments[0], dict) else None
+            written = "".join(piece for piece in call.arguments if isinstance(piece, str))
+            parts.append(tool_call(call.id, call.name, written if whole is None else whole))
         reason = "tool_call" if self.reason == "tool_calls" else self.reason or "error"  # OTel's is singular
         return {"role": "assistant", "parts": parts, "finish_reason": reason}
 
@@ -79,6 +80,7 @@ class Heard:
     """What the provider said went wrong, in the middle of a stream."""
 
     def choice(self, index: Any) -> Choice:
+        index = index if isinstance(index, int) and index >= 0 else 0
         found = self.choices.get(index)
         if found is None:
             found = self.choices[index] = Choice(index)
@@ -98,6 +100,10 @@ def hear(read: Reader, heard: Heard, data: Any) -> None:
         return
 
 
+def _usage(*counts: Any) -> Usage:
+    return Usage(*(count if isinstance(count, int) and count > 0 else 0 for count in counts))
+
+
 def _head(heard: Heard, data: Json) -> None:
     if not heard.id and isinstance(name := data.get("id"), str):
         heard.id = name
@@ -112,7 +118,7 @@ def _openai(heard: Heard, data: Json) -> None:
     _head(heard, data)
     if usage := data.get("usage"):
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        heard.usage = Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0, cached)
+        heard.usage = _usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
     if prompt := data.get("prompt_token_ids"):
         heard.prompt_token_ids = prompt
     if error := data.get("error"):
@@ -131,7 +137,7 @@ def _openai_choice(choice: Choice, given: Json) -> None:
         _add(choice.thought, said.get("reasoning_content") or said.get("reasoning"))
         for place, call in enumerate(said.get("tool_calls") or ()):
             _openai_call(choice, call.get("index", place), call)
-    if reason := given.get("finish_reason"):
+    if isinstance(reason := given.get("finish_reason"), str) and reason:
         choice.reason = reason
     if prompt := given.get("prompt_token_ids"):
         choice.prompt_token_ids = prompt
@@ -178,7 +184,7 @@ def _responses(heard: Heard, data: Json) -> None:
 def _response(heard: Heard, whole: Json) -> None:
     if usage := whole.get("usage"):
         cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
-        heard.usage = Usage(usage.get("input_tokens") or 0, usage.get("output_tokens") or 0, cached)
+        heard.usage = _usage(usage.get("input_tokens"), usage.get("output_tokens"), cached)
     choice = heard.choices[0] = Choice()
     for item in whole.get("output") or ():
         kind = item.get("type")
@@ -223,7 +229,7 @@ def _stopped(heard: Heard, said: Json, counted: Json) -> None:
     cached = usage.get("cache_read_input_tokens") or 0
     prompt = (usage.get("input_tokens") or 0) + cached + (usage.get("cache_creation_input_tokens") or 0)
     drawn = usage.get("output_tokens") or before.output_tokens
-    heard.usage = Usage(prompt or before.input_tokens, drawn, cached or before.cached_tokens)
+    heard.usage = _usage(prompt or before.input_tokens, drawn, cached or before.cached_tokens)
 
 
 def _block(choice: Choice, place: Any, block: Json) -> None:

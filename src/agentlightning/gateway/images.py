@@ -16,7 +16,7 @@ _START: Final = "\ue000image "
 _END: Final = "\ue001"
 """Of the private use area: they stand in no text that means anything to anybody else."""
 _MARK: Final = re.compile(f"{_START}([^{_END}]*){_END}")
-_KINDS: Final = frozenset({"image", "image_url", "input_image"})
+_KINDS: Final = ("image", "image_url", "input_image")
 
 
 def hide(value: Any) -> Any:
