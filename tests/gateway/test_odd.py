@@ -24,6 +24,7 @@ FIELDS = {
     "embeddings": "input dimensions encoding_format",
 }
 INNER = [
+]
     "role",
     "content",
     "type",
@@ -46,6 +47,7 @@ INNER = [
     "summary",
 ]
 WORDS = [
+]
     "user",
     "assistant",
     "system",
