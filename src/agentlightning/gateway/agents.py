@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Self, cast
 from urllib.parse import unquote
 
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.errors import ConfigError
@@ -67,8 +67,7 @@ class AgentRule(BaseModel):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
+class Agent(Struct, frozen=True):
     """Who speaks, and the model it means."""
 
     name: str | None = None

@@ -15,6 +15,7 @@ from functools import partial
 from os import PathLike
 from typing import Final, cast
 
+from msgspec import structs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -308,7 +309,7 @@ class Gateway:
     ) -> tuple[bytes, Caller]:
         body = await read_body(receive, headers, self._max_body_bytes)
         if caller.attempt_id is not None:
-            caller = replace(caller, repeat=Repeat.of(headers, scope["path"].rpartition("/v1/")[2], body))
+            caller = structs.replace(caller, repeat=Repeat.of(headers, scope["path"].rpartition("/v1/")[2], body))
         return body, caller
 
     def _read(

@@ -19,8 +19,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agentlightning import span as names
 from agentlightning.gateway.agents import UNKNOWN, Agent, read_baggage
@@ -63,8 +66,7 @@ class Traces(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Struct, frozen=True):
     """Who calls. Without an attempt the call is served (where that is allowed) and recorded nowhere."""
 
     rollout_id: str | None = None

@@ -7,9 +7,9 @@ its servers is asked and how often `gateway.backends`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Final, Literal
 
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from agentlightning.errors import ConfigError
@@ -27,8 +27,7 @@ _USUAL: Final[dict[str, tuple[Path, ...]]] = {
 _CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Tokens of one call, as its provider counted them."""
 
     input_tokens: int = 0

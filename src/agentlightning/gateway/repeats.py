@@ -8,9 +8,10 @@ records what it sees; `assemble` leaves out the answers nobody heard.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
+
+from msgspec import Struct
 
 from agentlightning import span as names
 
@@ -20,8 +21,7 @@ _IDENTITIES: Final = ("idempotency-key", "x-claude-code-session-id", "x-claude-c
 """Claude Code counts nothing, but no conversation of one session sends the same twice unless it got no answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(Struct, frozen=True):
     """What a call says of having been made before."""
 
     request: str

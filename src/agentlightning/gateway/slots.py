@@ -15,9 +15,19 @@ from contextvars import ContextVar
 class Slot:
     """A place among those there are, while it is held."""
 
+    __slots__ = ("_free", "_held", "_token")
+
     def __init__(self, free: asyncio.Semaphore) -> None:
         self._free = free
         self._held = False
+
+    async def __aenter__(self) -> None:
+        await self.take()
+        self._token = _current.set(self)
+
+    async def __aexit__(self, *_: object) -> None:
+        _current.reset(self._token)
+        self.give_back()
 
     async def take(self) -> None:
         await self._free.acquire()
@@ -43,16 +53,9 @@ class Slots:
         """Whether a further call would wait."""
         return self._free.locked()
 
-    @asynccontextmanager
-    async def one(self) -> AsyncGenerator[None]:
-        slot = Slot(self._free)
-        await slot.take()
-        token = _current.set(slot)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-            slot.give_back()
+    def one(self) -> Slot:
+        """To be held with `async with`."""
+        return Slot(self._free)
 
 
 @asynccontextmanager
