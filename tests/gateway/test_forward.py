@@ -296,6 +296,16 @@ async def test_the_sampling_of_the_attempts_resources_is_what_is_asked_for(ask, 
     assert span.attributes[names.REQUEST_TEMPERATURE] == 0.25
 
 
+async def test_anthropic_is_told_by_its_own_names_what_the_resources_ask_for(ask, store):
+    sampling = {"stop": ["END"], "max_tokens": 7}
+    await store.add_resources({"llm": LLM(endpoint="http://x", model="theirs", sampling_parameters=sampling)})
+    service, provider = await ask("anthropic", [Reply(messages_answer([{"type": "text", "text": "Hello."}]))])
+    client = await service.anthropic()
+    await client.messages.create(model="theirs", messages=HI, max_tokens=99)
+    sent = provider.seen[0].json
+    assert (sent["stop_sequences"], sent["max_tokens"], "stop" in sent) == (["END"], 7, False)
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 

@@ -123,6 +123,8 @@ class Forward:
 
     def _name_of(self, name: str) -> str:
         """How this request calls a parameter of the sampling."""
+        if name == "stop" and self.path == "messages":
+            return "stop_sequences"
         if name != "max_tokens":
             return name
         if self.path == "responses":
