@@ -21,7 +21,7 @@ demo: $(STAMP)  ## Train a real agent on this machine and measure the gain
 	$(BIN)/agl demo
 
 test: $(STAMP)  ## Run the default tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-slow: $(STAMP)  ## Run the slow tests
 	$(BIN)/pytest -m slow --timeout 900
