@@ -51,6 +51,8 @@ bench: $(STAMP)  ## Run the benchmarks (with the peers that make peers has made)
 	$(BIN)/python benchmarks/rollouts.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/scale.py --largest 100000
+	$(BIN)/python benchmarks/updates.py --rounds 2
+	$(BIN)/python benchmarks/gateway.py
 
 peers:  ## Make the environments of the peers for the benchmarks (.peers/)
 	benchmarks/peers.sh

@@ -15,7 +15,6 @@ in the provider's own dialect and `gateway.translate` for others, say what to se
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 import time
@@ -31,6 +30,7 @@ from agentlightning.gateway.failures import Failure, of_answer, of_transport
 from agentlightning.gateway.health import Health
 from agentlightning.gateway.limits import Limits
 from agentlightning.gateway.provider import Path, Price, Provider, Usage
+from agentlightning.rendezvous import weight
 from agentlightning.transport import Answer, Headers, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Backends:
         if (order := self._order.get(affinity)) is None:
             if len(self._order) >= _MAX_CONVERSATIONS:
                 self._order.clear()
-            order = sorted(self.all, key=lambda backend: _score(affinity, backend.url), reverse=True)
+            order = sorted(self.all, key=lambda backend: weight(affinity, backend.url), reverse=True)
             self._order[affinity] = order
         return order
 
@@ -413,10 +413,6 @@ class Call:
     def _release(self) -> None:
         if self._reservation is not None:
             self._reservation.release()
-
-
-def _score(affinity: str, url: str) -> bytes:
-    return hashlib.blake2b(f"{affinity}\n{url}".encode(), digest_size=8).digest()
 
 
 def _headers(provider: Provider) -> Headers:

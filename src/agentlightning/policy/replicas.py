@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, ServerError
@@ -22,6 +21,7 @@ from agentlightning.policy.backend import BackendError, End, Run, Served
 from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
 from agentlightning.policy.drawing import Drawing, Stopped, UnknownWeightsError
 from agentlightning.policy.replica import Adapter, Child, Patience, Replica, Weights
+from agentlightning.rendezvous import weight
 from agentlightning.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class Replicas:
         up = [replica for replica in self.replicas if replica.up]
         fresh = [replica for replica in up if replica not in tried] or up
         if affinity:
-            return max(fresh, key=lambda replica: _weight(affinity, replica.backend.url))
+            return max(fresh, key=lambda replica: weight(affinity, replica.backend.url))
         return min(fresh, key=lambda replica: len(replica.draws))
 
     # -- weights and adapters --------------------------------------------------------------------------------------
@@ -453,8 +453,3 @@ class AdapterEngine:
     ) -> Sample:
         """See `Engine.sample`. Raises ConfigError once the adapter is unloaded."""
         return await self.replicas.sample_adapter(self.model, prompt_token_ids, params, on_tokens, affinity)
-
-
-def _weight(affinity: str, url: str) -> bytes:
-    """Rendezvous hashing: of the servers that are up the one with the largest; few calls move when one goes."""
-    return blake2b(f"{affinity} {url}".encode(), digest_size=8).digest()

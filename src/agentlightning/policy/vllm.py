@@ -8,6 +8,7 @@ with token ids. Log-probabilities are those of the distribution a token was draw
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -204,7 +205,7 @@ def check(params: SamplingParams) -> None:
         )
 
 
-class Wire:
+class Wire(ABC):
     """How one of its paths is asked, and how it answers. `top` is how many of the likeliest tokens are asked for."""
 
     path: str
@@ -212,11 +213,11 @@ class Wire:
     def __init__(self, top: int) -> None:
         self._top = top
 
-    def body(self, ask: Ask, stream: bool) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def body(self, ask: Ask, stream: bool) -> dict[str, Any]: ...
 
-    def run(self, choice: Mapping[str, Any]) -> Run:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, choice: Mapping[str, Any]) -> Run: ...
 
     def weights(self, choice: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
         return ()

@@ -6,6 +6,7 @@ the unit knows that it has kept what to go back to (unit.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
@@ -142,6 +143,11 @@ class WorkerState(State, eq=False):
     """Its open attempts: the id of the rollout by that of the attempt, the newest last."""
 
 
+def _changed(key: str, kind: type[State]) -> Callable[[Any], tuple[Any, ...]]:
+    """What of a state is written when it changes. `stored` is no column."""
+    return attrgetter(key, *(name for name in kind.changing if name != "stored"))
+
+
 rollout_row = attrgetter(
     "key",
     "rollout_id",
@@ -158,7 +164,7 @@ rollout_row = attrgetter(
     "priority",
 )
 moved_row = attrgetter("key", "status", "end_time", "attempts")
-changed_row = attrgetter("key", "status", "end_time", "attempts", "input", "mode", "resources_id", "config", "metadata")
+changed_row = _changed("key", RolloutState)
 attempt_row = attrgetter(
     "key",
     "rollout_key",
@@ -178,21 +184,8 @@ attempt_row = attrgetter(
     "silence",
     "silent_at",
 )
-changed_attempt_row = attrgetter(
-    "key",
-    "status",
-    "end_time",
-    "worker_id",
-    "last_heartbeat_time",
-    "metadata",
-    "superseded",
-    "last_span",
-    "spans",
-    "bytes",
-    "timeout_at",
-    "silent_at",
-)
-worker_row = attrgetter("worker_id", "last_heartbeat_time", "stats", "lease_seconds", "lost_at", "lost", "last_error")
+changed_attempt_row = _changed("key", AttemptState)
+worker_row = _changed("worker_id", WorkerState)
 keep_rollout = attrgetter(*RolloutState.changing)
 keep_attempt = attrgetter(*AttemptState.changing)
 keep_worker = attrgetter(*WorkerState.changing)
