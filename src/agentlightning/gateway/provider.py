@@ -13,6 +13,7 @@ from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from agentlightning.errors import ConfigError
+from agentlightning.transport import Headers
 
 Path = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """What a server may serve, as its dialect's SDK calls it."""
@@ -25,6 +26,15 @@ _USUAL: Final[dict[str, tuple[Path, ...]]] = {
 }
 """What every server of a dialect has."""
 _CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+_PASSED: Final = frozenset(
+    {
+        *(b"x-request-id", b"request-id", b"apim-request-id", b"x-amzn-requestid", b"cf-ray"),
+        *(b"retry-after", b"retry-after-ms", b"openai-processing-ms", b"openai-version"),
+    }
+)
+"""Of an answer's headers: by what its provider finds the call again, how long it took, and when to come back."""
+_PASSED_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
+_LONGEST_HEADER: Final = 1024
 
 
 class Usage(Struct, frozen=True):
@@ -142,3 +152,18 @@ class Provider(BaseModel):
     def url(self, base: str, path: str) -> str:
         """Where a path is served."""
         return f"{base}/v1/{path}" if self.dialect == "anthropic" else f"{base}/{path}"
+
+
+def passed_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Of a provider's answer, the headers that its caller's SDK shows or acts upon, in their order: request ids, rate
+    limits, `retry-after`. Names are in lower case. Whose account it is, cookies and everything of the connection stay
+    here, and so does what would not fit one line of our own answer."""
+    return [
+        (name, value)
+        for name, value in headers
+        if (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and len(value) <= _LONGEST_HEADER and _is_line(value)
+    ]
+
+
+def _is_line(value: bytes) -> bool:
+    return not (b"\r" in value or b"\n" in value or b"\0" in value)
