@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentlightning.gateway.drawn import Drawn, Likeliest
+from agentlightning.gateway.drawn import Drawn, Likeliest, token_logprobs
 from agentlightning.gateway.thoughts import Markers
 from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
 from agentlightning.policy.tool_calls.base import CallReader, held_back
@@ -38,8 +38,46 @@ class Thought:
     text: str
 
 
-Piece = str | ToolCall | Thought
-"""Something to show: more content, one whole tool call, or more of a thought."""
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A thought is whole, and its provider wants this back with it, unchanged."""
+
+    block: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Some more of why the model does not answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool call that will come in parts. Nothing else is shown until it has ended."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """Some more of the arguments of the call that is under way."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The call that was under way is whole."""
+
+    call: ToolCall
+
+
+Piece = str | ToolCall | Thought | Sealed | Refusal | CallBegun | CallPart | CallEnded
+"""Something to show: more content, a tool call (whole or in parts), more of a thought or of a refusal."""
 
 
 class Detokenizer:
@@ -255,6 +293,23 @@ class Answer:
         if self.thought:
             message["reasoning_content"] = self.thought
         return message
+
+    def parts(self) -> list[Piece]:
+        """A whole answer, in order: thoughts, content, whole tool calls."""
+        parts: list[Piece] = [Thought(self.thought)] if self.thought else []
+        return [*parts, *([self.content] if self.content else []), *self.tool_calls]
+
+    def logprobs_of_piece(self) -> list[dict[str, Any]]:
+        """On the wire, of the next piece to be written."""
+        return token_logprobs(self.chat, self.drawn.of_piece())
+
+    def logprobs_of_rest(self) -> list[dict[str, Any]]:
+        """On the wire, of what no piece has shown."""
+        return token_logprobs(self.chat, self.drawn.rest())
+
+    def logprobs_of_all(self) -> list[dict[str, Any]]:
+        """On the wire."""
+        return token_logprobs(self.chat, self.drawn.tokens)
 
     def _show(self, text: str) -> list[Piece]:
         thought, content = self._thoughts.feed(text)

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
-from agentlightning.policy.base import Sample
+from agentlightning.policy.base import ChatFormat, Sample
 
 Likeliest = tuple[tuple[int, float], ...]
 """(token, log-probability), likeliest first."""
@@ -62,3 +63,17 @@ class Drawn:
     def _take(self, end: int) -> list[Token]:
         taken, self._written = self._told[self._written : end], end
         return taken
+
+
+def token_logprobs(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities and the likeliest ones at their places where they were asked for, as chat
+    completions and responses show them."""
+    return [
+        _token(chat, token, value) | {"top_logprobs": [_token(chat, *other) for other in top]}
+        for token, value, top in tokens
+    ]
+
+
+def _token(chat: ChatFormat, token: int, logprob: float) -> dict[str, Any]:
+    text = chat.decode([token])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

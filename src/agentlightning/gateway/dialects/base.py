@@ -28,6 +28,8 @@ class Request:
     prompts: tuple[str | list[int], ...] = ()
     """Raw prompts, as text or as token ids: each is answered `n` times."""
     tools: list[dict[str, Any]] | None = None
+    barred: list[dict[str, Any]] | None = None
+    """Tools it names and forbids to call (`tool_choice` none): an engine is shown none of them."""
     n: int = 1
     stream: bool = False
     logprobs: bool = False
@@ -50,6 +52,12 @@ class Head:
     """Seconds since the epoch."""
     prompt_tokens: int
     """Of all prompts, each counted once; a provider says it with the last of its answer."""
+    cached_tokens: int | None = None
+    """Of the prompt, those a provider had in its cache; None: nobody said."""
+    cached_now_tokens: int | None = None
+    """Of the prompt, those a provider put into its cache; None: nobody said."""
+    thought_tokens: int | None = None
+    """Of the answer, those of a provider's thoughts; None: nobody said."""
 
 
 class Reply(Protocol):

@@ -6,13 +6,13 @@ are accepted, ignored and counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece, Thought
+from agentlightning.gateway.answer import Answer, CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
 from agentlightning.gateway.conversation import text_of
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
@@ -31,10 +31,9 @@ from agentlightning.gateway.dialects.fields import (
     short,
     top_logprobs,
 )
-from agentlightning.gateway.drawn import Token
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
-from agentlightning.policy.base import ChatFormat, Message, SamplingParams
+from agentlightning.policy.base import Message, SamplingParams
 
 _KNOWN: Final = frozenset(
     {
@@ -64,7 +63,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
     refuse(data, _REFUSED)
     tools, dropped = openai.function_tools(data, lambda tool: tool.get("function"))
     choice = data.get("tool_choice")
-    tools = None if choice == "none" else tools
+    tools, barred = (None, tools) if choice == "none" else (tools, None)
     constraint = openai.read_constraint(
         tools,
         openai.tool_choice(choice, nested=True),
@@ -79,6 +78,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         model=optional(data, "model", str),
         messages=_messages(data.get("messages")),
         tools=tools,
+        barred=barred,
         params=sampling_params(
             data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs), "the request"
         ),
@@ -160,18 +160,13 @@ class Reply:
         return b"".join(self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers)
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
-        if isinstance(piece, str):
-            delta: dict[str, Any] = {"content": piece}
-        elif isinstance(piece, Thought):
-            delta = {"reasoning_content": piece.text}
-        else:
-            delta = {"tool_calls": [{"index": piece.index, **piece.wire()}]}
-        return self._chunk(answer, delta, None, self._logprobs(answer, answer.drawn.of_piece()))
+        logprobs = self._logprobs(answer.logprobs_of_piece)
+        delta = _delta(piece)
+        return b"" if delta is None else self._chunk(answer, delta, None, logprobs)
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         closing = [
-            self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer, answer.drawn.rest()))
-            for answer in answers
+            self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer.logprobs_of_rest)) for answer in answers
         ]
         used = self._head("chat.completion.chunk") | {"choices": [], "usage": self._usage(answers)}
         return b"".join(closing) + openai.event(used) + openai.DONE
@@ -179,15 +174,21 @@ class Reply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
 
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
-        return openai.usage(self.head.prompt_tokens, drawn_tokens(answers))
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        head = self.head
+        used: dict[str, Any] = openai.usage(head.prompt_tokens, drawn_tokens(answers))
+        if head.cached_tokens is not None:
+            used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
+        if head.thought_tokens is not None:
+            used["completion_tokens_details"] = {"reasoning_tokens": head.thought_tokens}
+        return used
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {
             "index": answer.index,
             "message": {**answer.message, "refusal": None},
             "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer, answer.drawn.tokens),
+            "logprobs": self._logprobs(answer.logprobs_of_all),
         }
 
     def _chunk(
@@ -196,22 +197,29 @@ class Reply:
         choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
         return openai.event(self._head("chat.completion.chunk") | {"choices": [choice]})
 
-    def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return {"content": token_logprobs(answer.chat, tokens), "refusal": None} if self.logprobs and tokens else None
+    def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
+        content = listed() if self.logprobs else []
+        return {"content": content, "refusal": None} if content else None
 
 
-def token_logprobs(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities and the likeliest ones at their places where they were asked for, as chat
-    completions and responses show them."""
-    return [
-        _token(chat, token, value) | {"top_logprobs": [_token(chat, *other) for other in top]}
-        for token, value, top in tokens
-    ]
-
-
-def _token(chat: ChatFormat, token: int, logprob: float) -> dict[str, Any]:
-    text = chat.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _delta(piece: Piece) -> dict[str, Any] | None:
+    """What a piece adds; None where this dialect has no word for it."""
+    match piece:
+        case str():
+            return {"content": piece}
+        case Thought():
+            return {"reasoning_content": piece.text}
+        case Refusal():
+            return {"refusal": piece.text}
+        case ToolCall():
+            return {"tool_calls": [{"index": piece.index, **piece.wire()}]}
+        case CallBegun():
+            begun = ToolCall(piece.index, piece.id, piece.name, "")
+            return {"tool_calls": [{"index": piece.index, **begun.wire()}]}
+        case CallPart():
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+        case _:
+            return None
 
 
 def _reply(request: Request, head: Head) -> Reply:

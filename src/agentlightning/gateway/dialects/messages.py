@@ -2,7 +2,8 @@
 
 Thinking that a client sends back is kept apart from what was said (`reasoning_content`), for templates that show it.
 Hosted tools are left out and counted; content the model cannot read is refused by name. A tool call whose arguments
-are no JSON object, which this wire cannot carry, travels as `{"_raw_arguments": TEXT}` and comes back as it was.
+are no JSON object, which this wire cannot carry, travels as `{"_raw_arguments": TEXT}`, after what was shown of it as
+an object, and comes back as it was.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece, Thought, ToolCall
+from agentlightning.gateway.answer import (
+    Answer,
+    CallBegun,
+    CallEnded,
+    CallPart,
+    Piece,
+    Refusal,
+    Sealed,
+    Thought,
+    ToolCall,
+)
+from agentlightning.gateway.arguments import ObjectText
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
@@ -50,7 +62,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
     dropped: list[str] = []
     tools = _tools(data, dropped)
     choice = optional(data, "tool_choice", dict) or {}
-    tools = None if choice.get("type") == "none" else tools
+    tools, barred = (None, tools) if choice.get("type") == "none" else (tools, None)
     name, shape = _format(data)
     constraint = openai.read_constraint(
         tools,
@@ -64,6 +76,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         model=optional(data, "model", str),
         messages=messages,
         tools=tools,
+        barred=barred,
         params=sampling_params(data, MESSAGES_PARAMS, SamplingParams(), "the request"),
         stream=bool(optional(data, "stream", bool)),
         constraint=constraint,
@@ -188,7 +201,7 @@ def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
 
 def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     given = block.get("input")
-    if isinstance(given, dict) and set(given) == {RAW_ARGUMENTS} and isinstance(given[RAW_ARGUMENTS], str):
+    if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
         given = given[RAW_ARGUMENTS]
     name = expect(f"{where}.tool_use.name", block.get("name"), str)
     arguments = given if isinstance(given, str) else as_arguments(given)
@@ -215,13 +228,13 @@ class Reply:
     """Of the last block begun."""
     _open: str | None = field(default=None, init=False)
     """Type of the block that is under way, where it grows."""
+    _call: CallBegun | None = field(default=None, init=False)
+    """The call whose arguments are coming, until the first of them is shown."""
+    _arguments: ObjectText = field(default_factory=ObjectText, init=False)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        thought = {"type": "thinking", "thinking": answer.thought, "signature": self._signature}
-        content = [thought] if answer.thought else []
-        content += [{"type": "text", "text": answer.content}] if answer.content else []
-        content += [_tool_use(call, _input(call)) for call in answer.tool_calls]
+        content = [block for part in answer.parts() if (block := self._block(part)) is not None]
         return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(drawn_tokens(answers))})
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
@@ -230,30 +243,75 @@ class Reply:
         return _event("message_start", {"message": message})
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
-        if isinstance(piece, ToolCall):
-            return self._close() + self._whole_call(piece)
-        if isinstance(piece, Thought):
-            begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-            return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
-        begun = self._open_block({"type": "text", "text": ""})
-        return begun + self._delta({"type": "text_delta", "text": piece})
+        match piece:
+            case ToolCall():
+                return self._close() + self._whole_call(piece)
+            case Thought():
+                begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
+            case str() | Refusal():
+                text = piece if isinstance(piece, str) else piece.text
+                return self._open_block({"type": "text", "text": ""}) + self._delta(
+                    {"type": "text_delta", "text": text}
+                )
+            case CallBegun():
+                self._call, self._arguments = piece, ObjectText()
+                return self._close()
+            case CallPart():
+                return self._more_arguments(self._arguments.feed(piece.text))
+            case CallEnded():
+                return self._end_call(piece.call)
+            case Sealed():
+                return self._close()
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         used = {"delta": _stop(answer), "usage": self._usage(drawn_tokens(answers))}
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
+    def _block(self, part: Piece) -> dict[str, Any] | None:
+        match part:
+            case Thought():
+                return {"type": "thinking", "thinking": part.text, "signature": self._signature}
+            case ToolCall():
+                return _tool_use(part, _input(part))
+            case str() | Refusal():
+                return {"type": "text", "text": part if isinstance(part, str) else part.text}
+            case _:
+                return None
+
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
         return head | {"content": content}
 
-    def _usage(self, drawn: int) -> dict[str, int]:
-        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return {"input_tokens": self.head.prompt_tokens, "output_tokens": drawn} | cache
+    def _usage(self, drawn: int) -> dict[str, Any]:
+        """Here, what was cached is not counted as input."""
+        head = self.head
+        read, written = head.cached_tokens or 0, head.cached_now_tokens or 0
+        cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
+        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": drawn} | cache
+        thought = head.thought_tokens
+        return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
 
     def _whole_call(self, call: ToolCall) -> bytes:
         arguments = {"type": "input_json_delta", "partial_json": orjson.dumps(_input(call)).decode()}
         return self._begin(_tool_use(call, {})) + self._delta(arguments) + self._end()
+
+    def _more_arguments(self, shown: str) -> bytes:
+        """The block begins when it is seen that they begin as an object."""
+        begun = b""
+        if (call := self._call) is not None:
+            if not shown.strip():
+                return b""
+            self._call, self._open = None, "tool_use"
+            begun = self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        return begun + self._delta({"type": "input_json_delta", "partial_json": shown}) if shown else begun
+
+    def _end_call(self, call: ToolCall) -> bytes:
+        begun, self._call = self._call is None, None
+        if not begun:
+            return self._whole_call(call)
+        return self._more_arguments(self._arguments.finish(RAW_ARGUMENTS)) + self._close()
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         self._index += 1

@@ -13,10 +13,19 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece, Thought, ToolCall
+from agentlightning.gateway.answer import (
+    Answer,
+    CallBegun,
+    CallEnded,
+    CallPart,
+    Piece,
+    Refusal,
+    Sealed,
+    Thought,
+    ToolCall,
+)
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
-from agentlightning.gateway.dialects.chat import token_logprobs
 from agentlightning.gateway.dialects.fields import (
     OPENAI_REFUSED,
     RESPONSES_PARAMS,
@@ -33,6 +42,7 @@ from agentlightning.gateway.dialects.fields import (
 )
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import Problem, bad
+from agentlightning.gateway.sealed import seal, unseal
 from agentlightning.policy.base import Message, SamplingParams
 
 _KNOWN: Final = frozenset(
@@ -50,6 +60,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
+_ENCRYPTED: Final = "reasoning.encrypted_content"
 _ROLES: Final = ("assistant", "developer", "system", "user")
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a content part -> where its text is."""
@@ -62,7 +73,7 @@ def read_request(body: bytes, recall: Recall) -> Request:
     refuse(data, _REFUSED)
     tools, dropped = openai.function_tools(data, _function)
     choice = data.get("tool_choice")
-    tools = None if choice == "none" else tools
+    tools, barred = (None, tools) if choice == "none" else (tools, None)
     constraint = openai.read_constraint(
         tools,
         openai.tool_choice(choice, nested=False),
@@ -77,6 +88,7 @@ def read_request(body: bytes, recall: Recall) -> Request:
         model=optional(data, "model", str),
         messages=instructions + messages,
         tools=tools,
+        barred=barred,
         params=sampling_params(
             data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs), "the request"
         ),
@@ -113,7 +125,7 @@ def _as_items(value: Any, role: str) -> Any:
 
 def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
     messages: list[Message] = []
-    thought = ""
+    thought, sealed = "", list[dict[str, Any]]()
     for index, item in enumerate(expect(where, items, list)):
         place = f"{where}[{index}]"
         item = expect(place, item, dict)
@@ -121,15 +133,27 @@ def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
             item = recall.item(expect(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
             thought += _thought(place, item)
+            sealed += unseal(item.get("encrypted_content"))
             continue
         begun = len(messages)
         _add_item(place, messages, item)
-        if thought and messages[-1]["role"] != "assistant":
-            messages.insert(begun, {"role": "assistant", "content": "", "reasoning_content": thought})
-        elif thought:
-            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
-        thought = ""
+        if thought or sealed:
+            _add_thought(messages, begun, thought, sealed)
+        thought, sealed = "", []
     return messages
+
+
+def _add_thought(messages: list[Message], begun: int, thought: str, sealed: list[dict[str, Any]]) -> None:
+    """To the turn that follows it, which is at the end of the messages, or else before it."""
+    if messages[-1]["role"] != "assistant":
+        messages.insert(begun, {"role": "assistant", "content": ""})
+        said = messages[begun]
+    else:
+        said = messages[-1]
+    if thought:
+        said["reasoning_content"] = said.get("reasoning_content", "") + thought
+    if sealed:
+        said["sealed"] = [*said.get("sealed", ()), *sealed]
 
 
 def _thought(where: str, item: Mapping[str, Any]) -> str:
@@ -219,103 +243,169 @@ class Reply:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
-        drawn = answer.drawn.of_piece()
-        if isinstance(piece, ToolCall):
-            return self._close(answer) + self._whole_call(piece)
-        if isinstance(piece, Thought):
-            return self._more_thought(piece.text)
-        closed = self._close(answer) if self._open == "reasoning" else b""
-        begun = closed + (b"" if self._open else self._begin_text())
-        part = self.items[-1]["content"][0]
-        part["text"] += piece
-        shown = token_logprobs(answer.chat, drawn) if self.request.logprobs else []
-        return begun + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=shown)
+        logprobs = answer.logprobs_of_piece() if self.request.logprobs else []
+        match piece:
+            case str():
+                return self._more_text(answer, piece, logprobs)
+            case Thought():
+                return self._more_thought(answer, piece.text)
+            case Sealed():
+                return self._seal(answer, piece)
+            case Refusal():
+                return self._more_refusal(answer, piece.text)
+            case ToolCall():
+                begun = self._begin_call(answer, CallBegun(piece.index, piece.id, piece.name))
+                return begun + self._more_arguments(piece.arguments) + self._end_call(piece)
+            case CallBegun():
+                return self._begin_call(answer, piece)
+            case CallPart():
+                return self._more_arguments(piece.text)
+            case CallEnded():
+                return self._end_call(piece.call)
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         begun = b""
         if all(item["type"] == "reasoning" for item in self.items):  # A turn without words is still a message.
-            begun = self._close(answer) + self._begin_text()
+            begun = self._close(answer) + self._begin_message(_text_part(""))
         closed = self._close(answer, last=True)
         final = self._final(answer)
         return begun + closed + self._event(f"response.{final['status']}", response=final)
 
     def _fill(self, answer: Answer) -> None:
         """The items of an answer that nobody watched."""
-        if answer.thought:
-            self.items.append(self._reasoning(answer.thought, "completed"))
-        if answer.content or not answer.tool_calls:
-            self.items.append(self._message(answer.content, "completed"))
-        self.items += [_call(call, call.arguments, "completed") for call in answer.tool_calls]
+        for part in answer.parts():
+            match part:
+                case Thought():
+                    self.items.append(self._reasoning(part.text, "completed"))
+                case Sealed():
+                    self._seal(answer, part)
+                case str() | Refusal():
+                    said = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
+                    self.items.append(self._message(said, "completed"))
+                case ToolCall():
+                    self.items.append(_call(part, part.arguments, "completed"))
+                case _:
+                    pass
+        if all(item["type"] == "reasoning" for item in self.items):
+            self.items.append(self._message(_text_part(""), "completed"))
         self._finish_last(answer)
 
     def _finish_last(self, answer: Answer) -> None:
         last = self.items[-1]
         if last["type"] != "function_call" and answer.finish_reason == "length":
             last["status"] = "incomplete"
-        if last["type"] == "message" and self.request.logprobs:
-            last["content"][0]["logprobs"] = token_logprobs(answer.chat, answer.drawn.tokens)
+        said = [item["content"][0] for item in self.items if item["type"] == "message"]
+        if self.request.logprobs and len(said) == 1 and said[0]["type"] == "output_text":
+            said[0]["logprobs"] = answer.logprobs_of_all()
 
-    def _begin_text(self) -> bytes:
-        self._open = "message"
-        item = self._message("", "in_progress")
+    # -- text, refusals and thoughts ---------------------------------------------------------------------------------
+
+    def _more_text(self, answer: Answer, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        begun = self._open_message(answer, _text_part(""))
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return begun + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+
+    def _more_refusal(self, answer: Answer, text: str) -> bytes:
+        begun = self._open_message(answer, _refusal_part(""))
+        self.items[-1]["content"][0]["refusal"] += text
+        return begun + self._event("response.refusal.delta", **self._place(), delta=text)
+
+    def _open_message(self, answer: Answer, part: dict[str, Any]) -> bytes:
+        """Begin a message of one kind, unless it is under way."""
+        return b"" if self._open == part["type"] else self._close(answer) + self._begin_message(part)
+
+    def _begin_message(self, part: dict[str, Any]) -> bytes:
+        self._open = part["type"]
+        item = self._message(part, "in_progress")
         self.items.append(item)
         place = self._place()
         return self._event(
             "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
-        ) + self._event("response.content_part.added", **place, part=item["content"][0])
+        ) + self._event("response.content_part.added", **place, part=part)
 
-    def _more_thought(self, text: str) -> bytes:
-        begun = b""
-        if self._open is None:
-            self._open = "reasoning"
-            self.items.append(self._reasoning("", "in_progress"))
-            item = self.items[-1] | {"content": []}
-            begun = self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
-        self.items[-1]["content"][0]["text"] += text
+    def _more_thought(self, answer: Answer, text: str) -> bytes:
+        begun = b"" if self._open == "reasoning" else self._close(answer) + self._begin_thought()
+        content = self.items[-1]["content"]
+        if not content:
+            content.append({"type": "reasoning_text", "text": ""})
+        content[0]["text"] += text
         return begun + self._event("response.reasoning_text.delta", **self._place(), delta=text)
+
+    def _begin_thought(self) -> bytes:
+        self._open = "reasoning"
+        self.items.append(self._reasoning("", "in_progress"))
+        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+
+    def _seal(self, answer: Answer, piece: Sealed) -> bytes:
+        """A thought that comes back as it is, where the caller asked for what it needs for that."""
+        if _ENCRYPTED not in (self.request.asked.get("include") or ()):
+            return self._close(answer) if self._open == "reasoning" else b""
+        last = self.items[-1] if self.items else {}
+        begun = b""
+        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no words.
+            begun = self._close(answer) + self._begin_thought()
+        self.items[-1]["encrypted_content"] = seal(piece.block)
+        return begun + self._close(answer)
 
     def _close(self, answer: Answer, last: bool = False) -> bytes:
         """End the text or the thought that is under way."""
         if self._open is None:
+            if last and self.items:
+                self._finish_last(answer)
             return b""
         opened, self._open = self._open, None
         item = self.items[-1]
         item["status"] = "completed"
         if last:
             self._finish_last(answer)
-        part, place = item["content"][0], self._place()
+        whole = self._part_done(opened, item["content"][0]) if item["content"] else b""
+        return whole + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _part_done(self, opened: str, part: dict[str, Any]) -> bytes:
+        place = self._place()
         if opened == "reasoning":
-            said = self._event("response.reasoning_text.done", **place, text=part["text"])
-            return said + self._event("response.output_item.done", output_index=place["output_index"], item=item)
-        return (
-            self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-            + self._event("response.content_part.done", **place, part=part)
-            + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+            return self._event("response.reasoning_text.done", **place, text=part["text"])
+        if opened == "refusal":
+            said = self._event("response.refusal.done", **place, refusal=part["refusal"])
+        else:
+            said = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+        return said + self._event("response.content_part.done", **place, part=part)
+
+    # -- tool calls ------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, answer: Answer, call: CallBegun) -> bytes:
+        closed = self._close(answer)
+        item = _call(ToolCall(call.index, call.id, call.name, ""), "", "in_progress")
+        self.items.append(item)
+        return closed + self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _more_arguments(self, text: str) -> bytes:
+        return self._event("response.function_call_arguments.delta", **self._item(), delta=text)
+
+    def _end_call(self, call: ToolCall) -> bytes:
+        item = self.items[-1] = _call(call, call.arguments, "completed")
+        said = {"name": call.name, "arguments": call.arguments}
+        return self._event("response.function_call_arguments.done", **self._item(), **said) + self._event(
+            "response.output_item.done", output_index=len(self.items) - 1, item=item
         )
 
-    def _whole_call(self, call: ToolCall) -> bytes:
-        item = _call(call, call.arguments, "completed")
-        self.items.append(item)
-        index = len(self.items) - 1
-        place = {"item_id": item["id"], "output_index": index}
-        return (
-            self._event("response.output_item.added", output_index=index, item=_call(call, "", "in_progress"))
-            + self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-            + self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
-            + self._event("response.output_item.done", output_index=index, item=item)
-        )
+    # -- parts of events ---------------------------------------------------------------------------------------------
+
+    def _item(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return self._item() | {"content_index": 0}
 
-    def _message(self, text: str, status: str) -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _message(self, part: dict[str, Any], status: str) -> dict[str, Any]:
         return {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _reasoning(self, text: str, status: str) -> dict[str, Any]:
-        part = {"type": "reasoning_text", "text": text}
-        return {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": status, "content": [part]}
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        return {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": status, "content": content}
 
     def _name(self, prefix: str) -> str:
         """The id of the next item."""
@@ -329,15 +419,17 @@ class Reply:
     def _final(self, answer: Answer) -> dict[str, Any]:
         cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
-        used, drawn = self.head.prompt_tokens, drawn_tokens([answer])
+        head = self.head
+        used, drawn = head.prompt_tokens, drawn_tokens([answer])
+        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cached_now_tokens or 0}
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
             "output": self.items,
             "usage": {
                 "input_tokens": used,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": cached,
                 "output_tokens": drawn,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": head.thought_tokens or 0},
                 "total_tokens": used + drawn,
             },
         }
@@ -367,6 +459,14 @@ class Reply:
             "truncation": "disabled",
             "usage": None,
         }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _refusal_part(text: str) -> dict[str, Any]:
+    return {"type": "refusal", "refusal": text}
 
 
 def _call(call: ToolCall, arguments: str, status: str) -> dict[str, Any]:
