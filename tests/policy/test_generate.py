@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -227,6 +228,20 @@ def test_samples_follow_the_models_distribution() -> None:
     assert degrees > 20
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
     assert_faithful(model, requests[:5], temperature=2.0)
+
+
+@pytest.mark.parametrize("odd", [{"temperature": 1e-39}, {"temperature": 1e-300}, {"top_p": 1e-50}, {"min_p": 1e-50}])
+def test_a_number_too_small_for_the_model_draws_the_likeliest_and_disturbs_nobody(odd: dict[str, float]) -> None:
+    model, prompt = tiny_model(), prompts_of(1, shortest=10)[0]
+    alone = answers(generator(model), [prompt], SamplingParams(seed=7, max_tokens=6))[0]
+    engine = generator(model)
+    beside = engine.submit(prompt, SamplingParams(seed=7, max_tokens=6))
+    cold = engine.submit(prompt, SamplingParams(max_tokens=6, **odd))
+    drain(engine)
+    assert beside.drawn == alone.drawn
+    if "min_p" not in odd:
+        assert cold.drawn == answers(generator(model), [prompt], replace(GREEDY, max_tokens=6))[0].drawn
+        assert cold.logprobs == [0.0] * 6
 
 
 def test_an_end_token_ends_the_answer_and_is_part_of_it() -> None:

@@ -236,6 +236,25 @@ async def test_an_engine_that_failed_tells_every_caller_why_and_works_again(
     torch.testing.assert_close(torch.tensor(sample.logprobs), scored(policy._model, ids, sample), atol=1e-4, rtol=0)
 
 
+async def test_an_engine_that_cannot_even_cancel_tells_every_caller_and_works_again(
+    policy: LocalPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ids, started = prompt(policy), asyncio.Event()
+    left = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200), lambda _: started.set()))
+    await started.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(policy._engine._generator, "cancel", broken)
+        other = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200)))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(PolicyError, match="out of memory"):
+            await asyncio.wait_for(other, 10)
+    assert isinstance(await asyncio.wait_for(policy.sample(ids, PARAMS), 10), Sample)
+
+
 async def test_an_idle_policy_uses_no_processor_time(policy: LocalPolicy) -> None:
     await policy.sample(prompt(policy), PARAMS)
     await asyncio.sleep(0.1)

@@ -104,17 +104,31 @@ class EngineThread:
                 continue
             if command is None:
                 break
-            command()
+            self._obey(command)
         while not self._inbox.empty():  # Whoever called while the door was closing.
             command = self._inbox.get()
             if command is not None:
-                command()
+                self._obey(command)
         self._fail(PolicyError("the policy was closed while this answer was drawn"))
+
+    def _obey(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception as error:  # noqa: BLE001  The boundary: without this thread everybody would wait for ever.
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Nobody knows what the slots hold."""
+        self._generator.abort()
+        self._fail(error)
 
     def _submit(self, call: Call, prompt: Sequence[int], params: SamplingParams) -> None:
         if call.future.cancelled():
             return
-        call.request = self._generator.submit(prompt, params)
+        try:
+            call.request = self._generator.submit(prompt, params)
+        except Exception as error:  # noqa: BLE001  The boundary: the error belongs to whoever asked.
+            return self._tell([News(call, error=as_policy_error(error), final=True)])
         self._calls[call.request] = call
 
     def _cancel(self, call: Call) -> None:
@@ -132,9 +146,7 @@ class EngineThread:
         try:
             drawn = self._generator.step()
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to those who wait for tokens.
-            self._generator.abort()
-            self._fail(error)
-            return
+            return self._give_up(error)
         self._tell([news for request in drawn if (news := self._news(request)) is not None])
 
     def _news(self, request: Request) -> News | None:

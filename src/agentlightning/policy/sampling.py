@@ -19,6 +19,9 @@ from agentlightning.policy.base import SamplingParams
 
 BELOW_ONE = 1.0 - 2.0**-52
 """The largest uniform number used: times a total it stays below that total, so no token of probability 0 is drawn."""
+COLDEST = 1e-30
+"""No lower temperature or top_p is reckoned with: float32 would overflow or lose it, and the likeliest token is as
+certain at this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,12 @@ def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
         return torch.tensor(values, device=device).unsqueeze(1)
 
     return Plan(
-        temperature=column(any(row.temperature != 1 for row in warm), lambda row: row.temperature, 1.0),
+        temperature=column(any(row.temperature != 1 for row in warm), lambda row: max(row.temperature, COLDEST), 1.0),
         greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
         top_k=column(any(row.top_k for row in warm), lambda row: row.top_k or 2**31, 2**31),
-        top_p=column(any(row.top_p < 1 for row in warm), lambda row: row.top_p if row.top_p < 1 else 2.0, 2.0),
+        top_p=column(
+            any(row.top_p < 1 for row in warm), lambda row: max(row.top_p, COLDEST) if row.top_p < 1 else 2.0, 2.0
+        ),
         min_p=column(any(row.min_p for row in warm), lambda row: row.min_p, 0.0),
         penalties=tuple(
             (place, row.presence_penalty, row.frequency_penalty)

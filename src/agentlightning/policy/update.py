@@ -24,6 +24,7 @@ from agentlightning.policy.batch import CostModel, MicroBatch, Sharing, plan, pr
 from agentlightning.policy.losses import PPOLoss, TokenBatch, TokenLoss, token_loss
 from agentlightning.policy.optimizer import Optimizer, OptimizerConfig
 from agentlightning.policy.positions import last_block, only_positions
+from agentlightning.policy.sampling import COLDEST
 from agentlightning.trajectory import TrainingSample
 
 LAUNCH_CPU = 1.5e7
@@ -226,7 +227,7 @@ def _score(logits_NV: Tensor, chosen_N: Tensor, temperatures_N: Tensor | None) -
     """log p of the chosen tokens at their temperatures, and the summed entropy, both float32."""
     logits_NV = logits_NV.float()
     if temperatures_N is not None:
-        logits_NV = logits_NV / temperatures_N[:, None]
+        logits_NV = logits_NV / temperatures_N[:, None].clamp(min=COLDEST)
     logprobs_NV = logits_NV.log_softmax(-1)
     with torch.no_grad():
         entropy = -(logprobs_NV.exp() * logprobs_NV).sum()
