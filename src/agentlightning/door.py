@@ -58,29 +58,40 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.visit(self._app, scope, receive, send)
 
-    async def visit(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have an application serve a scope: this one's own, or one of its routes where it is known which."""
+    async def visit(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, began: float | None = None) -> None:
+        """Have an application serve a scope: this one's own, or one of its routes where it is known which. `began` is
+        of one who `came` before."""
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        visit = _Visit(scope["path"], send)
+        visit = _Visit(scope["path"], send, self.came() if began is None else began)
         self._under_way.add(visit)
         waited.set(visit.waited)
-        if self._metrics is not None:
-            self._metrics.request_began()
         try:
             await visit.run(app, scope, receive)
         finally:
             self._under_way.discard(visit)
             self._note(scope, visit)
 
+    def came(self) -> float:
+        """A request has come; returns when, for `went` or `visit`."""
+        if self._metrics is not None:
+            self._metrics.request_began()
+        return time.perf_counter()
+
+    def went(self, route: str, method: str, status: int, began: float) -> None:
+        """A request that was served by nobody in here is over."""
+        self._ended(route, method, status, time.perf_counter() - began)
+
     def _note(self, scope: Scope, visit: _Visit) -> None:
         """Time that was spent waiting for rollouts is no time to answer."""
         seconds = time.perf_counter() - visit.began - visit.waited.seconds
-        route, method = scope.get(ROUTE, UNKNOWN), scope["method"]
+        self._ended(scope.get(ROUTE, UNKNOWN), scope["method"], visit.status, seconds)
+
+    def _ended(self, route: str, method: str, status: int, seconds: float) -> None:
         if self._metrics is not None:
-            self._metrics.request_ended(route, method, visit.status, seconds)
+            self._metrics.request_ended(route, method, status, seconds)
         if self._slow is not None:
-            self._slow.request_ended(route, method, visit.status, seconds)
+            self._slow.request_ended(route, method, status, seconds)
 
 
 class _Visit:
@@ -88,8 +99,8 @@ class _Visit:
 
     __slots__ = ("_path", "_send", "_sent_away", "_task", "began", "status", "waited")
 
-    def __init__(self, path: str, send: Send) -> None:
-        self.began = time.perf_counter()
+    def __init__(self, path: str, send: Send, began: float) -> None:
+        self.began = began
         self.status = GONE
         self.waited = Waited()
         self._path, self._send = path, send

@@ -1,7 +1,8 @@
 """The short way of a model call from the socket to the gateway and back.
 
 uvicorn's own protocol serves every request; here those that go to the gateway, which are many, skip what they do not
-need: the cycle around an ASGI application, the router, and two writes where one will do. What is unusual (a body that
+need: the cycle around an ASGI application, the router, and two writes where one will do; and where the gateway can
+serve a call without a task, the task. What is unusual (a body that
 is long or of unknown length, `Expect`, pipelining, HTTP/1.0) goes the long way, to the same code. Also closes
 connections on which nothing happens: those between requests, and those whose request does not come to its end, which
 are answered with 408.
@@ -13,15 +14,16 @@ import asyncio
 import http
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from agentlightning.door import GONE, ROUTE, Door
 from agentlightning.gateway.forwarder import HANG_UP
 
 logger = logging.getLogger(__name__)
@@ -39,16 +41,17 @@ _MAX_KNOWN_PATHS: Final = 16384
 _STATUS_LINES: Final = {
     each.value: b"HTTP/1.1 %d %s\r\n" % (each.value, each.phrase.encode()) for each in http.HTTPStatus
 }
+_CLOSE: Final = b"connection: close\r\n"
 _LONG: Final = b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error"}}'
 _LATE: Final = b'{"error":{"message":"the request did not come to its end in time","type":"timeout_error"}}'
 
 
 class Shortcuts:
-    """Which paths take the short way: those of `routes` that are bare applications and take a POST."""
+    """Which paths take the short way: those of `routes` that are bare applications and take a POST. Where the endpoint
+    of one has a way `direct`, a call is first offered to that."""
 
-    def __init__(self, routes: Sequence[Route], visit: Visit, stalled_seconds: float = STALLED_SECONDS) -> None:
-        self.visit = visit
-        """Has an application serve a scope, and sees it come and go."""
+    def __init__(self, routes: Sequence[Route], door: Door, stalled_seconds: float = STALLED_SECONDS) -> None:
+        self.door = door
         self.stalled_seconds = stalled_seconds
         self._routes = [route for route in routes if not inspect.isroutine(route.endpoint)]
         self._known: dict[bytes, tuple[Route, dict[str, Any]]] = {}
@@ -85,9 +88,6 @@ class Shortcuts:
                 each.check(now)
         if connections:
             self.watch(connections)
-
-
-Visit = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 
 
 class ModelCalls(HttpToolsProtocol):
@@ -177,11 +177,7 @@ class ModelCalls(HttpToolsProtocol):
         if found is None or not self._is_usual():
             return super().on_headers_complete()
         route, path_params = found
-        scope = cast("Scope", self.scope)
-        scope["method"], scope["path"], scope["query_string"] = "POST", self.url.decode(), b""
-        scope["raw_path"] = self.url
-        scope["path_params"] = path_params
-        self.cycle = self._incoming = _Call(self, route, scope, self.parser.should_keep_alive())
+        self.cycle = self._incoming = _Call(self, route, path_params, self.parser.should_keep_alive())
 
     def _is_usual(self) -> bool:
         if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
@@ -205,9 +201,7 @@ class ModelCalls(HttpToolsProtocol):
         if call is None:
             return super().on_message_complete()
         self._call = call
-        call.task = task = self.loop.create_task(call.run())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        call.begin()
 
     def on_response_complete(self) -> None:
         """Without a timer for each connection: they are all watched by one."""
@@ -226,25 +220,81 @@ class _Call:
     """One call that takes the short way; to uvicorn's protocol it is a cycle like its own."""
 
     __slots__ = (
-        *("_flow", "_gone", "_head", "_on_gone", "_protocol", "_route", "_scope", "_sized", "disconnected"),
-        *("keep_alive", "parts", "response_complete", "response_started", "task"),
+        *(
+            "_began",
+            "_direct",
+            "_flow",
+            "_gone",
+            "_head",
+            "_on_gone",
+            "_protocol",
+            "_route",
+            "_scope",
+            "_sized",
+            "disconnected",
+        ),
+        *("body", "headers", "keep_alive", "parts", "path_params", "response_complete", "response_started"),
+        "url",
     )
 
-    def __init__(self, protocol: ModelCalls, route: Route, scope: Scope, keep_alive: bool) -> None:
+    def __init__(self, protocol: ModelCalls, route: Route, path_params: dict[str, Any], keep_alive: bool) -> None:
+        self.url, self.headers, self.path_params = protocol.url, protocol.headers, path_params
         self.parts: list[bytes] | None = []
+        """Of the body; None once it was taken."""
+        self.body = b""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.response_started = False
         self.response_complete = False
-        self.task: asyncio.Task[None] | None = None
         self._protocol = protocol
         self._flow = protocol.flow
         self._route = route
-        self._scope = scope
+        self._scope = cast("Scope", protocol.scope)
+        self._began = 0.0
+        self._direct = False
+        """It is being served without a task."""
         self._head: bytes | None = None
         self._sized = False
         self._gone: asyncio.Future[None] | None = None
         self._on_gone: Any = None
+
+    # -- the direct way --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The request is whole."""
+        parts, self.parts = self.parts or [], []
+        self.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._began = self._protocol.shortcuts.door.came()
+        direct = getattr(self._route.endpoint, "direct", None)
+        self._direct = direct is not None and direct(self)
+        if not self._direct:
+            self.hand_over(self._route.app)
+
+    def hand_over(self, app: ASGIApp) -> None:
+        """Have an application serve it, in a task."""
+        self._direct = False
+        task = self._protocol.loop.create_task(self._run(app))
+        self._protocol.tasks.add(task)
+        task.add_done_callback(self._protocol.tasks.discard)
+
+    def reply(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Answer with JSON, without a task."""
+        self._protocol.shortcuts.door.went(self._route.path, "POST", status, self._began)
+        lines = b"".join([b"%s: %s\r\n" % header for header in headers]) if headers else b""
+        self.response_started = True
+        self._protocol.transport.write(
+            b"%scontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
+            % (_STATUS_LINES[status], len(body), lines, b"" if self.keep_alive else _CLOSE, body)
+        )
+        self._completed()
+
+    def _completed(self) -> None:
+        self.response_complete = True
+        if not self.keep_alive:
+            self._protocol.transport.close()
+        self._protocol.on_response_complete()
+
+    # -- what uvicorn's protocol says ------------------------------------------------------------------------------
 
     @property
     def message_event(self) -> _Call:
@@ -260,17 +310,23 @@ class _Call:
             self._gone.set_result(None)
         if self._on_gone is not None:
             self._on_gone()
+        if self._direct:
+            self._protocol.shortcuts.door.went(self._route.path, "POST", GONE, self._began)
 
     def when_gone(self, end: Any) -> None:
         self._on_gone = end
         if end is not None and self.disconnected:
             end()
 
-    async def run(self) -> None:
+    # -- an ASGI connection ----------------------------------------------------------------------------------------
+
+    async def _run(self, app: ASGIApp) -> None:
         scope = self._scope
-        scope[HANG_UP] = self.when_gone
+        scope["method"], scope["path"], scope["query_string"] = "POST", self.url.decode(), b""
+        scope["raw_path"], scope["path_params"], scope[HANG_UP] = self.url, self.path_params, self.when_gone
+        scope[ROUTE] = self._route.path
         try:
-            await self._protocol.shortcuts.visit(self._route.app, scope, self.receive, self.send)
+            await self._protocol.shortcuts.door.visit(app, scope, self.receive, self.send, self._began)
         except Exception:
             logger.exception("a model call failed on its way")
         finally:
@@ -279,8 +335,8 @@ class _Call:
 
     async def receive(self) -> Message:
         if self.parts is not None:
-            parts, self.parts = self.parts, None
-            return {"type": "http.request", "body": parts[0] if len(parts) == 1 else b"".join(parts)}
+            self.parts = None
+            return {"type": "http.request", "body": self.body}
         if not self.disconnected:
             if self._gone is None:
                 self._gone = self._protocol.loop.create_future()
@@ -301,16 +357,13 @@ class _Call:
         else:
             self._go_on(body, more)
         if not more:
-            self.response_complete = True
-            if not self.keep_alive:
-                self._protocol.transport.close()
-            self._protocol.on_response_complete()
+            self._completed()
 
     def _write_head(self, message: Message) -> bytes:
         lines = [_STATUS_LINES[message["status"]]]
         lines += [b"%s: %s\r\n" % header for header in message["headers"]]
         if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
+            lines.append(_CLOSE)
         return b"".join(lines)
 
     def _begin(self, body: bytes, more: bool) -> None:

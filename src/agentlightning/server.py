@@ -75,7 +75,7 @@ class Server:
         self.host = host
         self.port = port
         self._door = Door(self.app, metrics, slow)
-        self._shortcuts = Shortcuts(calls, self._door.visit, stalled_seconds)
+        self._shortcuts = Shortcuts(calls, self._door, stalled_seconds)
         self._grace = grace_seconds
         self._gateway = gateway
         self._listener = listener

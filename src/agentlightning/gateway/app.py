@@ -41,6 +41,7 @@ from agentlightning.gateway.dialects.embeddings import EMBEDDINGS
 from agentlightning.gateway.dialects.fields import forced_params, refuse_unhonoured
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
+from agentlightning.gateway.direct import Direct, Line
 from agentlightning.gateway.exchange import Exchange, Show
 from agentlightning.gateway.forwarder import Forwarder
 from agentlightning.gateway.gate import Gates
@@ -145,6 +146,9 @@ class Gateway:
         )
         self._max_body_bytes = max_body_bytes
         self._slots = Slots(max_concurrency)
+        self._direct = Direct(
+            self._slots, self.attribution, self._forwarder, self.counters, self._resume, max_body_bytes
+        )
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
@@ -204,7 +208,7 @@ class Gateway:
     def _routes_below(self, prefix: str) -> list[Route]:
         return [
             *(
-                Route(prefix + path, _Endpoint(partial(self.serve, dialect)), methods=["POST"])
+                Route(prefix + path, _Endpoint(partial(self.serve, dialect), self._way_of(dialect)), methods=["POST"])
                 for path, dialect in DIALECTS.items()
             ),
             Route(f"{prefix}/v1/messages/count_tokens", _Endpoint(self.serve_count), methods=["POST"]),
@@ -232,6 +236,13 @@ class Gateway:
     async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         """One model call; the boundary where any failure becomes a reply that the caller's SDK understands."""
         await self._serve(dialect, partial(self._call, dialect), scope, receive, send)
+
+    def _way_of(self, dialect: Dialect) -> Callable[[Line], bool]:
+        return partial(self._direct.take, _PATHS[dialect])
+
+    def _resume(self, path: ProviderPath, work: Work) -> ASGIApp:
+        """The rest of a call that cannot go the direct way to its end."""
+        return partial(self._serve, DIALECTS[f"/v1/{path}"], work)
 
     async def serve_count(self, scope: Scope, receive: Receive, send: Send) -> None:
         """How many tokens the prompt of a call would have; nothing is sampled or recorded."""
@@ -421,8 +432,10 @@ Work = Callable[[Scope, Receive, Outlet], Awaitable[None]]
 class _Endpoint:
     """Starlette takes an object, unlike a function, for a bare ASGI application."""
 
-    def __init__(self, serve: ASGIApp) -> None:
+    def __init__(self, serve: ASGIApp, direct: Callable[[Line], bool] | None = None) -> None:
         self._serve = serve
+        self.direct = direct
+        """Serves a call as the socket has it; returns False where it does not."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve(scope, receive, send)

@@ -140,6 +140,21 @@ class _Signed:
         return self.attempt is not None or self.worker_id is not None
 
 
+class _Said(Struct, frozen=True):
+    """What a call says of whose it is."""
+
+    mode: str | None
+    temperature: float | None
+    signed: _Signed
+    found: Ids | None
+    """The attempt that header, URL or key names."""
+    source: Source | None
+    trace_id: str | None
+    parent_id: str | None
+    hints: list[_Hint]
+    passed_over: list[str]
+
+
 class Attribution:
     """Finds out who calls. `secret` is the one that keys are made with; with `require_key` a URL alone is not enough,
     and with `allow_unattributed` a call that names nobody is served. `traces` knows whose those are that are not an
@@ -171,33 +186,56 @@ class Attribution:
         and where nothing names an attempt; 404 for a mode 1.0 does not have and a worker nobody has heard of; 409
         where the worker runs no attempt, or several and nothing says which.
         """
-        mode = path_params.get("mode")
-        if mode is not None and mode not in self._modes:
-            message = f"the URL says mode {mode!r}; use one of {', '.join(self._modes)}"
-            raise Problem(404, message, code="mode_not_found")
-        temperature = None if mode is None else self._modes[mode]
-        signed = self._signed(presented_key(headers))
-        found, source = self._said(headers, path_params, signed)
-        trace_id, parent_id = _trace(headers.get("traceparent"))
-        hints = _hints(trace_id, headers.get("baggage"))
-        passed_over = _passed_over(found, source, path_params, signed)
+        said = self._read(headers, path_params)
+        found, source, worker_id = said.found, said.source, said.signed.worker_id
         if found is None:
-            found, source = await self._look_up(hints, trace_id, signed.worker_id, path_params.get("worker_id"))
-        elif signed.worker_id is not None:
-            await self._check_worker(signed.worker_id, found)
+            found, source = await self._look_up(said.hints, said.trace_id, worker_id, path_params.get("worker_id"))
+        elif worker_id is not None:
+            await self._check_worker(worker_id, found)
+        return self._named(said, found, source)
+
+    def caller_now(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller | None:
+        """The same, where the store need not be asked; else None."""
+        said = self._read(headers, path_params)
+        if said.found is None or said.signed.worker_id is not None:
+            return None
+        return self._named(said, said.found, said.source)
+
+    def _named(self, said: _Said, found: Ids | None, source: Source | None) -> Caller:
+        trace_id, parent_id = said.trace_id, said.parent_id
         if found is None:
-            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
-        ignored = [hint for hint in hints if not hint.fits(found)]
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=said.mode, temperature=said.temperature)
+        ignored = [hint for hint in said.hints if not hint.fits(found)]
         if any(hint.source == "trace" for hint in ignored):  # it is another attempt's
             trace_id = parent_id = None
         elif trace_id is not None and self.traces is not None and trace_id != trace_id_of(found[1]):
             self.traces.claim(trace_id, found)
         if parent_id is not None and parent_id == root_span_id_of(found[1]):  # a stand-in: no such span is kept
             parent_id = None
-        ignoring = (*passed_over, *map(str, ignored))
-        return Caller(*found, trace_id, parent_id, source, mode, temperature, ignoring)
+        ignoring = (*said.passed_over, *map(str, ignored))
+        return Caller(*found, trace_id, parent_id, source, said.mode, said.temperature, ignoring)
 
     # -- what the call itself says -----------------------------------------------------------------------------------
+
+    def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> _Said:
+        mode = path_params.get("mode")
+        if mode is not None and mode not in self._modes:
+            message = f"the URL says mode {mode!r}; use one of {', '.join(self._modes)}"
+            raise Problem(404, message, code="mode_not_found")
+        signed = self._signed(presented_key(headers))
+        found, source = self._said(headers, path_params, signed)
+        trace_id, parent_id = _trace(headers.get("traceparent"))
+        return _Said(
+            mode=mode,
+            temperature=None if mode is None else self._modes[mode],
+            signed=signed,
+            found=found,
+            source=source,
+            trace_id=trace_id,
+            parent_id=parent_id,
+            hints=_hints(trace_id, headers.get("baggage")),
+            passed_over=_passed_over(found, source, path_params, signed),
+        )
 
     def _signed(self, key: str) -> _Signed:
         if not key.startswith("agl-"):

@@ -10,6 +10,10 @@ in the provider's own dialect and `gateway.translate` for others, say what to se
         async for chunk in call.chunks()      or its bytes as they come; raises Problem
         call.settle(Usage(...))               what it used
     call.attributes()                         of its span, failed or not
+
+    if call.start(on_end):                    sent already: the first try is over when `on_end` is called,
+        call.whole                            with its answer in `body`, and `leave` ends the call,
+        async with call                       or else this goes on from there
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -31,7 +36,7 @@ from agentlightning.gateway.health import Health
 from agentlightning.gateway.limits import Limits
 from agentlightning.gateway.provider import Path, Price, Provider, Usage
 from agentlightning.rendezvous import weight
-from agentlightning.transport import Answer, Headers, Transport, TransportError
+from agentlightning.transport import Answer, Arriving, Headers, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -219,14 +224,18 @@ class Call:
     """One call, sent as often as it takes. Use once, as `async with`."""
 
     __slots__ = (
-        *("ask", "body", "cost", "retries", "status", "_answer", "_backend", "_backends", "_chunks", "_events"),
-        *("_expected", "_first", "_reservation", "_settled", "usage"),
+        *("ask", "body", "cost", "headers", "retries", "status", "usage", "whole", "_answer", "_arriving", "_backend"),
+        *("_backends", "_chunks", "_entered", "_events", "_expected", "_failure", "_first", "_reservation", "_settled"),
     )
 
     def __init__(self, backends: Backends, ask: Ask) -> None:
         self.ask = ask
         self.body = b""
         """The whole answer, where it is not streamed."""
+        self.whole = False
+        """What `start` has sent is answered well."""
+        self.headers: Headers = ()
+        """Of the last answer."""
         self.status = 0
         """Of the last answer; 0: there was none."""
         self.retries = 0
@@ -236,6 +245,10 @@ class Call:
         self._backends = backends
         self._backend: Backend | None = None
         self._answer: Answer | None = None
+        self._arriving: Arriving | None = None
+        self._entered = False
+        self._failure: Failure | None = None
+        """Of the first try, where `start` made it."""
         self._chunks: AsyncIterator[bytes] | None = None
         self._first = b""
         self._events = 0
@@ -260,26 +273,94 @@ class Call:
             attributes[names.COST] = self.cost
         return attributes
 
+    def start(self, on_end: Callable[[], None]) -> bool:
+        """Send a call that is not streamed at once, and call `on_end` when that has been answered or has failed. False,
+        and nothing has happened, where something has to be waited for: a turn, a budget, a connection. Raises
+        TransportError for what cannot be sent."""
+        backends, expected = self._backends, self._expect()
+        if backends.budgets.config or not backends.limits.open_to(expected):
+            return False
+        backend = backends.choose(self.ask.affinity)
+        provider = backends.provider
+        arriving = backends.transport.send_now(
+            "POST",
+            provider.url(backend.url, self.ask.path),
+            self._headers(backend),
+            self.ask.body,
+            partial(self._arrived, on_end),
+            timeout_seconds=provider.timeout_seconds,
+        )
+        if arriving is None:
+            return False
+        self._arriving, self._backend, self._entered = arriving, backend, True
+        backend.under_way += 1
+        backends.limits.take(expected)
+        backends.began()
+        return True
+
+    def _arrived(self, on_end: Callable[[], None]) -> None:
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        assert self._backend is not None
+        provider, error = self._backends.provider, arriving.error
+        self.status, self.headers = arriving.status, arriving.headers
+        self._backend.under_way -= 1
+        if error is not None:
+            # A connection that was kept alive and was closed meanwhile says nothing of the server: this was no try.
+            if arriving.began or error.reason != "closed":
+                self._failure = of_transport(provider, error)
+        elif 200 <= self.status < 300:
+            self.body, self.whole = arriving.whole(), True
+            self._backend.health.succeeded()
+        else:
+            self._failure = of_answer(provider, self.status, self.headers, arriving.whole())
+        if self._failure is not None:
+            self._judge(self._failure)
+        on_end()
+
+    def leave(self) -> None:
+        """The end of a call that was started and is answered, or that nobody waits for any more."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.drop()
+            if self._backend is not None:
+                self._backend.under_way -= 1
+        self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else 0)
+
     async def __aenter__(self) -> Self:
-        ask, backends = self.ask, self._backends
-        prompt, most = len(ask.body) // _BYTES_OF_TOKEN, ask.max_output_tokens
-        most = backends.provider.max_output_tokens if most is None else most
-        self._expected = prompt + most
-        if backends.budgets.config:
-            worst = self.price.dollars(Usage(prompt, most)) if self.price else 0.0
-            self._reservation = await backends.budgets.reserve(ask.rollout_id, worst, self._expected)
+        if not self._entered:
+            await self._enter()
         try:
-            await backends.limits.enter(self._expected)
-        except BaseException:
-            self._release()
-            raise
-        try:
-            backends.began()
             await self._send()
         except BaseException:
             await self._end()
             raise
         return self
+
+    async def _enter(self) -> None:
+        """Wait for a turn."""
+        backends, expected = self._backends, self._expect()
+        if backends.budgets.config:
+            prompt = expected - self._most
+            worst = self.price.dollars(Usage(prompt, self._most)) if self.price else 0.0
+            self._reservation = await backends.budgets.reserve(self.ask.rollout_id, worst, expected)
+        try:
+            await backends.limits.enter(expected)
+        except BaseException:
+            self._release()
+            raise
+        self._entered = True
+        backends.began()
+
+    def _expect(self) -> int:
+        """Tokens that the call will use at most, roughly."""
+        self._expected = len(self.ask.body) // _BYTES_OF_TOKEN + self._most
+        return self._expected
+
+    @property
+    def _most(self) -> int:
+        most = self.ask.max_output_tokens
+        return self._backends.provider.max_output_tokens if most is None else most
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -320,7 +401,10 @@ class Call:
 
     async def _send(self) -> None:
         tried: list[Backend] = []
-        while (failure := await self._try(self._backends.choose(self.ask.affinity, tried))) is not None:
+        failure, self._failure = self._failure, None
+        if failure is None:
+            failure = await self._try(self._backends.choose(self.ask.affinity))
+        while failure is not None:
             tried.append(self._backend or self._backends.all[0])
             pause = self._pause(failure, tried)
             if pause is None or not self._backends.may_repeat():
@@ -329,6 +413,7 @@ class Call:
             self._backends.limits.repeated()
             logger.info("asking the provider %r again: %s", self._backends.provider.name, failure.problem.message)
             await asyncio.sleep(pause)
+            failure = await self._try(self._backends.choose(self.ask.affinity, tried))
 
     async def _try(self, backend: Backend) -> Failure | None:
         """Ask one server, up to the first byte that somebody may be shown. Returns what went wrong."""
@@ -353,12 +438,12 @@ class Call:
         answer = self._answer = await self._backends.transport.send(
             "POST",
             provider.url(backend.url, ask.path),
-            (*backend.headers, *_others(ask.headers, backend.headers)) if ask.headers else backend.headers,
+            self._headers(backend),
             ask.body,
             connect_seconds=provider.connect_seconds,
             timeout_seconds=provider.timeout_seconds,
         )
-        self.status = answer.status
+        self.status, self.headers = answer.status, answer.headers
         await answer.__aenter__()
         if not 200 <= answer.status < 300:
             return of_answer(provider, answer.status, answer.headers, await answer.read())
@@ -368,6 +453,10 @@ class Call:
         else:
             self.body = await answer.read()
         return None
+
+    def _headers(self, backend: Backend) -> Headers:
+        own, given = backend.headers, self.ask.headers
+        return (*own, *_others(given, own)) if given else own
 
     def _judge(self, failure: Failure) -> None:
         """What a failure says of the server."""

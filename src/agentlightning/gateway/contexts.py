@@ -49,11 +49,9 @@ class Contexts:
 
     async def get(self, rollout_id: str, attempt_id: str) -> AttemptContext:
         """Raises Problem 404 for unknown ids, 409 where the attempt has ended or was superseded."""
+        if (fresh := self.fresh(rollout_id, attempt_id)) is not None:
+            return fresh
         key, now = (rollout_id, attempt_id), time.monotonic()
-        context = self._known.get(key)
-        if context is not None and now - context.checked < self._recheck:
-            self._known.move_to_end(key)
-            return context
         rollout = await self._check(rollout_id, attempt_id)
         context = self._known.get(key) or AttemptContext(
             rollout_id,
@@ -67,6 +65,15 @@ class Contexts:
         self._known.move_to_end(key)
         while len(self._known) > self._limit:
             self._known.popitem(last=False)
+        return context
+
+    def fresh(self, rollout_id: str, attempt_id: str) -> AttemptContext | None:
+        """None where the store is to be asked."""
+        key = rollout_id, attempt_id
+        context = self._known.get(key)
+        if context is None or time.monotonic() - context.checked >= self._recheck:
+            return None
+        self._known.move_to_end(key)
         return context
 
     def doubt(self, rollout_id: str, attempt_id: str) -> None:

@@ -23,7 +23,7 @@ from agentlightning.gateway.backends import Ask, Call
 from agentlightning.gateway.failures import without_secrets
 from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear
 from agentlightning.gateway.problems import Problem
-from agentlightning.gateway.provider import Path
+from agentlightning.gateway.provider import Path, passed_headers
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.said import OPERATIONS, asked_attributes, reshaped, said_messages
 from agentlightning.gateway.wire import Outlet
@@ -68,19 +68,29 @@ class Forward:
     def stream(self) -> bool:
         return self.data.get("stream") is True
 
-    async def run(self, keep: Keep, outlet: Outlet) -> None:
+    def call(self) -> Call:
+        """The call to the provider, not sent yet."""
+        assert self.route.backends is not None
+        return self.route.backends.call(self._ask())
+
+    async def run(self, keep: Keep, outlet: Outlet, call: Call | None = None) -> None:
         """Ask, answer, record. Raises Problem where the provider fails, and what `keep` raises; a failure is recorded
-        as well."""
-        backends = self.route.backends
-        assert backends is not None
-        call = backends.call(self._ask())
+        as well. `call` is one that was started and has to be gone on with."""
+        call = call or self.call()
         try:
             async with call:
+                outlet.passed = passed_headers(call.headers)
                 await (self._pass_stream if self.stream else self._pass_whole)(call, keep, outlet)
         except BaseException as error:
-            if not self._kept and self.caller.attempt:
-                await _to_the_end(keep(self._failed(call, error)))
+            await to_the_end(self.keep_failure(keep, call, error))
             raise
+
+    def keep_failure(self, keep: Keep, call: Call, error: BaseException) -> Awaitable[None] | None:
+        """Record that it failed, unless it is recorded already. Is kept as `keep` has it."""
+        if self._kept or not self.caller.attempt:
+            return None
+        self._kept = True
+        return keep(self._failed(call, error))
 
     # -- the request -----------------------------------------------------------------------------------------------
 
@@ -150,6 +160,12 @@ class Forward:
     # -- the answer ------------------------------------------------------------------------------------------------
 
     async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        body = self.take(call)
+        await self._keep(keep, call)
+        await outlet.whole(200, body)
+
+    def take(self, call: Call) -> bytes:
+        """Read a whole answer; returns what the caller is shown of it. Raises Problem where it cannot be read."""
         body = call.body
         try:
             answer = orjson.loads(body)
@@ -159,8 +175,7 @@ class Forward:
         call.settle(self.heard.usage)
         if self._strip and self._strip.take_out(answer):
             body = orjson.dumps(answer)
-        await self._keep(keep, call)
-        await outlet.whole(200, body)
+        return body
 
     async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
         events, last = Events(), list[bytes]()
@@ -197,9 +212,12 @@ class Forward:
     # -- the record ------------------------------------------------------------------------------------------------
 
     async def _keep(self, keep: Keep, call: Call) -> None:
+        await to_the_end(self.keep(keep, call))
+
+    def keep(self, keep: Keep, call: Call) -> Awaitable[None] | None:
+        """Record what was answered. Is kept as `keep` has it."""
         self._kept = True
-        if self.caller.attempt:
-            await _to_the_end(keep(self._spans(call)))
+        return keep(self._spans(call)) if self.caller.attempt else None
 
     def _spans(self, call: Call) -> list[Span]:
         """One for each answer. What the call cost is said once."""
@@ -339,7 +357,7 @@ def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
     return True
 
 
-async def _to_the_end(work: Awaitable[None] | None) -> None:
+async def to_the_end(work: Awaitable[None] | None) -> None:
     """Wait for work that is finished even where its caller is cancelled meanwhile."""
     if work is None:
         return

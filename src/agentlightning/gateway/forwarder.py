@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import orjson
 from starlette.types import Receive, Scope
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope
 from agentlightning import span as names
 from agentlightning.gateway.agents import Agents
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.backends import Ask
+from agentlightning.gateway.backends import Ask, Call
 from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
@@ -35,6 +35,14 @@ logger = logging.getLogger(__name__)
 
 HANG_UP: Final = "agentlightning.hang_up"
 """In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
+
+
+class _Led(NamedTuple):
+    """A call for which it is known where it goes."""
+
+    asked: dict[str, Any]
+    caller: Caller
+    route: Route
 
 
 class Forwarder:
@@ -64,6 +72,23 @@ class Forwarder:
 
     async def plan(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
         """The call to make, where it goes to a provider. Raises Problem where it cannot be made."""
+        if (led := self._lead(caller, headers, body)) is None:
+            return None
+        context = None if caller.attempt is None else await self._find_context(caller)
+        return self._prepare(path, headers, led, context)
+
+    def plan_now(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
+        """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be
+        known is at hand; else None."""
+        attempt = caller.attempt
+        if attempt is None or (context := self._contexts.fresh(*attempt)) is None:
+            return None
+        led = self._lead(caller, headers, body)
+        if led is None or led.asked.get("stream") or not can_forward(path, led.route):
+            return None
+        return self._prepare(path, headers, led, context)
+
+    def _lead(self, caller: Caller, headers: Mapping[str, str], body: bytes) -> _Led | None:
         if (asked := _read(body)) is None:
             return None
         caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
@@ -71,13 +96,18 @@ class Forwarder:
         if model is None and "model" in asked and not isinstance(asked["model"], str):
             return None
         route = self._table.resolve(model, caller.agent.name)
-        return await self._prepare(path, route, caller, headers, asked) if route.backends is not None else None
+        return _Led(asked, caller, route) if route.backends is not None else None
 
-    async def run(self, forward: Forward, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+    async def run(
+        self, forward: Forward, scope: Scope, receive: Receive, outlet: Outlet, call: Call | None = None
+    ) -> None:
         """Make it and answer. Raises Problem, StoreError, and ClientGone where the caller hung up; a failure is
-        recorded as well."""
+        recorded as well. `call` is one that was started and has to be gone on with."""
         with _ended_by_hanging_up(scope, receive):
-            await forward.run(self.keep, outlet)
+            await forward.run(self.keep, outlet, call)
+        self.count_usage(forward)
+
+    def count_usage(self, forward: Forward) -> None:
         if (usage := forward.heard.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
@@ -102,18 +132,17 @@ class Forwarder:
         await outlet.whole(200, call.body)
         return True
 
-    async def _prepare(
-        self, path: Path, route: Route, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any]
-    ) -> Forward:
-        resource, forced, trace_id = "", dict[str, Any](), new_trace_id()
-        if caller.attempt is None:
+    def _prepare(self, path: Path, headers: Mapping[str, str], led: _Led, context: AttemptContext | None) -> Forward:
+        asked, caller, route = led
+        resource, forced, trace_id = "", dict[str, Any](), ""
+        if context is None:
             self._counters.unattributed += 1
         else:
-            context = await self._find_context(caller)
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
         if caller.temperature is not None:
             forced = {"temperature": caller.temperature, **forced}
+        trace_id = trace_id or new_trace_id()
         if can_forward(path, route):
             return Forward(path, route, caller, asked, headers, trace_id, forced)
         return self._translator.translate(path, route, caller, asked, trace_id, resource, forced)

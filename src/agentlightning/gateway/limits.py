@@ -71,8 +71,8 @@ class Limits:
     async def enter(self, tokens: int) -> None:
         """Wait for a turn; `tokens` is about what the call will use. Raises Problem 429 where that would take too
         long."""
-        if not self._waiting and self._seconds_until(tokens) == 0 and self.under_way < self._most:
-            return self._take(tokens)
+        if self.open_to(tokens):
+            return self.take(tokens)
         seconds = self._seconds_in_queue(tokens)
         if seconds > self._longest or self._longest == 0:
             raise self._refusal(seconds)
@@ -88,6 +88,18 @@ class Limits:
                 raise self._refusal(1.0) from None
             raise
 
+    def open_to(self, tokens: int) -> bool:
+        """Whether a call that will use about so much need not wait."""
+        return not self._waiting and self.under_way < self._most and self._seconds_until(tokens) == 0
+
+    def take(self, tokens: int) -> None:
+        """A call that need not wait begins."""
+        self.under_way += 1
+        if self._requests is not None:
+            self._requests.take(1)
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
     def repeated(self) -> None:
         """A call under way is sent once more, which is a request like any other and does not wait."""
         if self._requests is not None:
@@ -100,13 +112,6 @@ class Limits:
             self._tokens.take(used - expected)
         if self._waiting:
             self._let_in()
-
-    def _take(self, tokens: int) -> None:
-        self.under_way += 1
-        if self._requests is not None:
-            self._requests.take(1)
-        if self._tokens is not None:
-            self._tokens.take(tokens)
 
     def _seconds_until(self, tokens: int) -> float:
         seconds = self._requests.seconds_until(1) if self._requests is not None else 0.0
@@ -129,7 +134,7 @@ class Limits:
                 return self._wake_in(seconds)
             else:
                 self._waiting.popleft()
-                self._take(tokens)
+                self.take(tokens)
                 turn.set_result(None)
 
     def _wake_in(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ Written against ASGI itself because every model call of every agent passes here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
@@ -65,13 +65,15 @@ class Outlet:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self.passed: Sequence[tuple[bytes, bytes]] = ()
+        """Headers of a provider's answer that the caller sees."""
 
     async def whole(
         self, status: int, body: bytes, retry: bool | None = None, retry_after: float | None = None
     ) -> None:
         """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request, `retry_after` in how many
         seconds at the soonest."""
-        headers = [_JSON, (b"content-length", str(len(body)).encode())]
+        headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.passed]
         if retry is not None:
             headers.append((b"x-should-retry", b"true" if retry else b"false"))
         if retry_after is not None:
@@ -84,7 +86,7 @@ class Outlet:
         """Some more of a stream of events."""
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self.passed]})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self) -> None:

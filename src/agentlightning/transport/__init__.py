@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentlightning.transport.base import Answer, Headers, Transport, TransportError
+from agentlightning.transport.base import Answer, Arriving, Headers, Transport, TransportError
 
-__all__ = ["Answer", "Headers", "Transport", "TransportError", "open_transport"]
+__all__ = ["Answer", "Arriving", "Headers", "Transport", "TransportError", "open_transport"]
 
 
 def open_transport() -> Transport:

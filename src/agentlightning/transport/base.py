@@ -6,7 +6,7 @@ those who call it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -48,6 +48,34 @@ class Answer(Protocol):
     ) -> None: ...
 
 
+class Arriving(Protocol):
+    """An answer that is waited for without a task: it is whole, or has failed, when it says so."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Headers: ...
+
+    @property
+    def error(self) -> TransportError | None:
+        """Why there is no whole answer."""
+        ...
+
+    @property
+    def began(self) -> bool:
+        """Whether any of it has come."""
+        ...
+
+    def whole(self) -> bytes:
+        """The body."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
 class Transport(Protocol):
     """Keeps connections alive between calls; one for an event loop."""
 
@@ -65,6 +93,20 @@ class Transport(Protocol):
 
         A connection that was kept alive and turns out to be closed before a byte of the answer came is replaced once;
         nothing else is sent twice. Raises TransportError."""
+        ...
+
+    def send_now(
+        self,
+        method: str,
+        url: str,
+        headers: Headers,
+        body: bytes,
+        on_end: Callable[[], None],
+        *,
+        timeout_seconds: float = 600.0,
+    ) -> Arriving | None:
+        """Send at once, and call `on_end` when the answer is whole or has failed; it is read there and then. None,
+        and nothing is sent, where no connection is at hand. Raises TransportError for what cannot be sent."""
         ...
 
     async def close(self) -> None: ...

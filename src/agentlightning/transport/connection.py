@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self, cast
@@ -74,12 +74,15 @@ class Connection(asyncio.Protocol):
         """Whether it is the server's turn to say something."""
         return self._answer is not None and not self._answer.held
 
-    def ask(self, request: bytes, timeout_seconds: float, now: float) -> HttpAnswer:
-        """Write a request; the answer's head is there when its `head` future is done."""
+    def ask(
+        self, request: bytes, timeout_seconds: float, now: float, on_end: Callable[[], None] | None = None
+    ) -> HttpAnswer:
+        """Write a request. The answer's head is there when its `head` is done; it is whole, or has failed, when
+        `on_end` is called."""
         assert self._transport is not None
         assert self._answer is None
         self.timeout_seconds, self.last_heard, self._head_bytes = timeout_seconds, now, 0
-        answer = self._answer = HttpAnswer(self)
+        answer = self._answer = HttpAnswer(self, on_end)
         self._transport.write(request)
         return answer
 
@@ -127,9 +130,9 @@ class Connection(asyncio.Protocol):
             )
         elif answer.done:
             self._release(answer)
+            answer.ended()
         elif answer.size > HIGH_WATER and not answer.held:
-            answer.held = True
-            self.hold()
+            answer.grew()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -139,7 +142,7 @@ class Connection(asyncio.Protocol):
             return
         if answer.until_end and exc is None:
             answer.done = True
-            return answer.wake()
+            return answer.ended()
         cause = f": {exc}" if exc else ""
         where = "before it answered" if not answer.began else "in the middle of its answer"
         answer.fail(TransportError(f"{self.origin} closed the connection {where}{cause}", "closed"))
@@ -173,8 +176,7 @@ class Connection(asyncio.Protocol):
         answer.status, answer.keep_alive = status, self._parser.should_keep_alive()
         known = {name for name, _ in answer.headers if name in (b"content-length", b"transfer-encoding")}
         answer.until_end = not known and status not in (204, 304)
-        if not answer.head.done():
-            answer.head.set_result(None)
+        answer.head_came()
 
     def on_body(self, body: bytes) -> None:
         if (answer := self._answer) is not None and answer.status and not answer.done:
@@ -183,7 +185,6 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if (answer := self._answer) is not None and answer.status and not answer.done:
             answer.done = True
-            answer.wake()
 
 
 class Keeper(Protocol):
@@ -205,12 +206,13 @@ class HttpAnswer:
 
     __slots__ = (
         "_connection",
-        "_error",
+        "_head",
+        "_on_end",
         "_parts",
         "_waiter",
         "began",
         "done",
-        "head",
+        "error",
         "headers",
         "held",
         "keep_alive",
@@ -219,10 +221,10 @@ class HttpAnswer:
         "until_end",
     )
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_end: Callable[[], None] | None = None) -> None:
         self.status: int = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: TransportError | None = None
         self.began = False
         """A byte of it has come."""
         self.done = False
@@ -235,18 +237,33 @@ class HttpAnswer:
         """Bytes of the body that nobody has taken yet."""
         self._connection = connection
         self._parts: deque[bytes] = deque()
+        self._head: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._error: TransportError | None = None
+        self._on_end = on_end
+        """Somebody waits for the whole of it, and takes nothing before."""
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises TransportError."""
+        if self.status:
+            return
+        if self.error is not None:
+            raise self.error
+        self._head = asyncio.get_running_loop().create_future()
+        await self._head
+
+    def whole(self) -> bytes:
+        """The body of an answer that has ended."""
+        return self._pop() if len(self._parts) == 1 else b"".join(self._parts)
 
     async def read(self) -> bytes:
-        if self.done and self._error is None and len(self._parts) == 1:
+        if self.done and self.error is None and len(self._parts) == 1:
             return self._pop()
         parts, size = [], 0
         async for part in self.chunks():
             parts.append(part)
             size += len(part)
             if size > MAX_WHOLE_BYTES:
-                error = TransportError(f"the answer is longer than {MAX_WHOLE_BYTES} bytes", "protocol")
+                error = _too_long()
                 self._connection.abort(error)
                 raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -255,11 +272,11 @@ class HttpAnswer:
         while True:
             while self._parts:
                 yield self._pop()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.done:
                 return
-            self._waiter = self.head.get_loop().create_future()
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
@@ -283,37 +300,63 @@ class HttpAnswer:
 
     def drop(self) -> None:
         """Nobody wants the rest."""
+        self._on_end = None
         self._parts.clear()
         self.size = 0
-        if not self.done and self._error is None:
+        if not self.done and self.error is None:
             self._connection.abort()
 
     # -- for the connection --------------------------------------------------------------------------------------
+
+    def head_came(self) -> None:
+        if self._head is not None and not self._head.done():
+            self._head.set_result(None)
 
     def take(self, body: bytes) -> None:
         self._parts.append(body)
         self.size += len(body)
         self.wake()
 
+    def grew(self) -> None:
+        """More has come than is being taken."""
+        if self._on_end is None:
+            self.held = True
+            self._connection.hold()
+        elif self.size > MAX_WHOLE_BYTES:
+            self._connection.abort(_too_long())
+
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def fail(self, error: TransportError) -> None:
-        self._error = error
-        if not self.head.done():
-            self.head.set_exception(error)
+    def ended(self) -> None:
+        """It is whole, or never will be."""
         self.wake()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    def fail(self, error: TransportError) -> None:
+        self.error = error
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(error)
+        self.ended()
+
+
+def _too_long() -> TransportError:
+    return TransportError(f"the answer is longer than {MAX_WHOLE_BYTES} bytes", "protocol")
 
 
 def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, body: bytes) -> bytes:
-    """A request as it is written. Raises TransportError where a header would be more than one line."""
+    """A request as it is written; `host` may bring lines of its own with it. Raises TransportError where a header would
+    be more than one line."""
     lines = [b"%s %s HTTP/1.1\r\nhost: %s" % (method.encode(), target, host)]
     lines += [b"%s: %s" % header for header in headers]
     if body or method not in ("GET", "HEAD"):
         lines.append(b"content-length: %d" % len(body))
     head = b"\r\n".join(lines)
-    if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
+    many = len(lines) + host.count(b"\n")
+    if head.count(b"\n") != many or head.count(b"\r") != many:
         names = ", ".join(name.decode("latin-1") for name, value in headers if b"\r" in value or b"\n" in value)
         raise TransportError(f"a header holds a line break: {names}", "protocol")
     return b"%s\r\n\r\n%s" % (head, body)

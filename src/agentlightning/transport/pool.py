@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -59,6 +60,26 @@ class Pool:
         assert answer is not None
         return answer
 
+    def send_now(
+        self,
+        method: str,
+        url: str,
+        headers: Headers,
+        body: bytes,
+        on_end: Callable[[], None],
+        *,
+        timeout_seconds: float = 600.0,
+    ) -> HttpAnswer | None:
+        """See `Transport.send_now`."""
+        origin, target, host = self._known.get(url) or self._locate(url)
+        if (connection := self._take(origin)) is None:
+            return None
+        now = self.now()
+        answer = connection.ask(request_bytes(method, target, host, headers, body), timeout_seconds, now, on_end)
+        self._busy.add(connection)
+        self._watch(now + min(timeout_seconds, IDLE_SECONDS))
+        return answer
+
     async def close(self) -> None:
         """Drop every connection; calls under way fail."""
         self._closed = True
@@ -78,7 +99,7 @@ class Pool:
         self._busy.add(connection)
         self._watch(now + min(timeout_seconds, IDLE_SECONDS))
         try:
-            await answer.head
+            await answer.head()
         except TransportError as error:
             if fresh or answer.began or error.reason != "closed" or self._closed:
                 raise

@@ -1,0 +1,184 @@
+"""The direct way of a call that is passed on as it is: from socket to socket and into the journal, without a task.
+
+Takes the calls for which nothing has to be waited for but the provider: whose caller is known by its URL or its keys,
+whose attempt was looked at lately, whose answer comes in one piece, for which there is a slot, a turn and a connection.
+That is nearly all of a busy gateway's. Whatever else happens, before or after the call was sent, it hands the call to
+the way that can wait (`Gateway.serve`), which goes on with it where it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from msgspec import structs
+from starlette.types import ASGIApp
+
+from agentlightning.gateway.attribution import Attribution, Caller
+from agentlightning.gateway.backends import Call
+from agentlightning.gateway.counters import Counters
+from agentlightning.gateway.forward import Forward, to_the_end
+from agentlightning.gateway.forwarder import Forwarder
+from agentlightning.gateway.provider import Path, passed_headers
+from agentlightning.gateway.repeats import Repeat
+from agentlightning.gateway.slots import Slots
+from agentlightning.gateway.wire import Outlet
+
+_MAX_KNOWN: Final = 4096
+"""Senders whose callers are remembered."""
+_VARYING: Final = b"content-length"
+"""The header that differs between the calls of one sender."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Line(Protocol):
+    """A call as the socket has it. It is ended by `reply` or by `hand_over`, or by its caller, who hangs up."""
+
+    url: bytes
+    headers: Headers
+    """Names in lower case."""
+    path_params: Mapping[str, str]
+    body: bytes
+
+    def when_gone(self, end: Callable[[], None] | None) -> None:
+        """What is to be called when the caller hangs up."""
+        ...
+
+    def reply(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Answer with JSON."""
+        ...
+
+    def hand_over(self, app: ASGIApp) -> None:
+        """Have an application serve it instead, in a task."""
+        ...
+
+
+Resume = Callable[[Path, Callable[..., Awaitable[None]]], ASGIApp]
+"""Makes an application of the rest of the work on a call: of what takes a scope, `receive` and an outlet."""
+
+
+class Direct:
+    """Made by the gateway, of its parts. `resume` leads back to it."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        attribution: Attribution,
+        forwarder: Forwarder,
+        counters: Counters,
+        resume: Resume,
+        max_body_bytes: int,
+    ) -> None:
+        self.slots, self.forwarder, self.counters, self.resume = slots, forwarder, counters, resume
+        self.unfinished: set[asyncio.Future[None]] = set()
+        """Records of callers that are gone, on their way into a store without a journal."""
+        self._attribution = attribution
+        self._max_body_bytes = max_body_bytes
+        self._callers: dict[tuple[bytes, tuple[tuple[bytes, bytes], ...]], tuple[Caller, dict[str, str]]] = {}
+
+    def take(self, path: Path, line: Line) -> bool:
+        """Serve a call. False, and nothing has happened, where that is for the way that can wait."""
+        if self.slots.full or len(line.body) > self._max_body_bytes:
+            return False
+        try:
+            forward = self._plan(path, line)
+            if forward is None:
+                return False
+            passing = _Passing(self, forward, line)
+            started = passing.call.start(passing.answered)
+        except Exception:  # noqa: BLE001 - it comes up again there, at the boundary, and is recorded and told
+            return False
+        if started:
+            self.slots.take_now()
+            line.when_gone(passing.hung_up)
+        return started
+
+    def _plan(self, path: Path, line: Line) -> Forward | None:
+        if (known := self._caller(line)) is None:
+            return None
+        caller, headers = known
+        caller = structs.replace(caller, repeat=Repeat.of(headers, path, line.body))
+        return self.forwarder.plan_now(path, caller, headers, line.body)
+
+    def _caller(self, line: Line) -> tuple[Caller, dict[str, str]] | None:
+        """Who calls, with the headers of one call of theirs. A sender says the same each time, up to the body."""
+        sender = line.url, tuple([header for header in line.headers if header[0] != _VARYING])
+        if (known := self._callers.get(sender)) is not None:
+            return known
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in line.headers}
+        caller = self._attribution.caller_now(headers, line.path_params)
+        if caller is None or "traceparent" in headers:  # each trace is claimed
+            return None if caller is None else (caller, headers)
+        if len(self._callers) >= _MAX_KNOWN:
+            self._callers.clear()
+        self._callers[sender] = caller, headers
+        return caller, headers
+
+
+class _Passing:
+    """One call under way."""
+
+    __slots__ = ("_direct", "_forward", "_line", "call")
+
+    def __init__(self, direct: Direct, forward: Forward, line: Line) -> None:
+        self._direct, self._forward, self._line = direct, forward, line
+        self.call: Call = forward.call()
+
+    def answered(self) -> None:
+        """The provider has answered, or failed."""
+        direct, forward, call, line = self._direct, self._forward, self.call, self._line
+        line.when_gone(None)
+        direct.slots.give_back()
+        if not call.whole:
+            return self._hand_over(partial(direct.forwarder.run, forward, call=call))
+        try:
+            body = forward.take(call)
+            kept = forward.keep(direct.forwarder.keep, call)
+        except Exception as error:  # noqa: BLE001 - the boundary is there too
+            return self._hand_over(partial(self._fail, error))
+        if kept is not None:
+            return self._hand_over(partial(self._finish, kept, body))
+        self._end()
+        line.reply(200, body, passed_headers(call.headers))
+
+    def hung_up(self) -> None:
+        """The caller is gone before the provider has answered."""
+        self._direct.slots.give_back()
+        self._direct.counters.requests += 1
+        self._direct.counters.cancelled += 1
+        self.call.leave()
+        kept = self._forward.keep_failure(self._direct.forwarder.keep, self.call, asyncio.CancelledError())
+        if kept is not None:
+            work = asyncio.ensure_future(kept)
+            self._direct.unfinished.add(work)
+            work.add_done_callback(self._direct.unfinished.discard)
+
+    def _end(self) -> None:
+        self._direct.counters.requests += 1
+        self.call.leave()
+        self._direct.forwarder.count_usage(self._forward)
+
+    # -- where it has to be waited ---------------------------------------------------------------------------------
+
+    def _hand_over(self, work: Callable[..., Awaitable[None]]) -> None:
+        self._line.hand_over(self._direct.resume(self._forward.path, work))
+
+    async def _finish(self, kept: Awaitable[None], body: bytes, scope: Any, receive: Any, outlet: Outlet) -> None:
+        """The answer waits for its record."""
+        try:
+            await to_the_end(kept)
+        finally:
+            self.call.leave()
+        self._direct.forwarder.count_usage(self._forward)
+        outlet.passed = passed_headers(self.call.headers)
+        await outlet.whole(200, body)
+
+    async def _fail(self, error: Exception, scope: Any, receive: Any, outlet: Outlet) -> None:
+        """The answer cannot be read, or not be kept."""
+        self.call.settle(None)
+        self.call.leave()
+        await to_the_end(self._forward.keep_failure(self._direct.forwarder.keep, self.call, error))
+        raise error
