@@ -129,7 +129,12 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type=type(error).__qualname__, message=_message(error), traceback=text)
+        return cls(type=type(error).__qualname__, message=_kept(_message(error)), traceback=_kept(text))
+
+
+def _kept(text: str) -> str:
+    """As UTF-8 can carry it: half a surrogate pair is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _message(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from agentlightning.errors import ConflictError, Failure, NotFoundError
+from agentlightning.errors import AgentLightningError, ConfigError, ConflictError, Failure, NotFoundError
 from agentlightning.rollouts import AttemptedRollout, trace_id_of
 from agentlightning.span import (
     EXCEPTION,
@@ -22,6 +22,7 @@ from agentlightning.span import (
     new_trace_id,
 )
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.storable import storable
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +81,23 @@ class SpanWriter:
             if not future.done():
                 future.set_result(None)
 
-    async def _write(self, batch: Sequence[Span]) -> None:
+    async def _write(self, batch: Sequence[Span], mended: bool = False) -> None:
         try:
             kept = await self._patiently(lambda: self._store.add_many_spans(batch))
-        except (ConflictError, NotFoundError):
-            if len(batch) == 1:
-                logger.warning("the store refuses span %s of attempt %s", batch[0].name, batch[0].attempt_id)
-                return
-            for span in batch:  # one refused span must not take those of other attempts with it
+        except (ConfigError, ConflictError, NotFoundError) as error:
+            for span in batch if len(batch) > 1 else ():  # a refused span must not take those of others with it
                 await self._write([span])
+            if len(batch) == 1:
+                await self._write_otherwise(batch[0], error, mended)
             return
         for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
             self._on_fenced(attempt_id)
+
+    async def _write_otherwise(self, span: Span, error: AgentLightningError, mended: bool) -> None:
+        """What can be stored of a refused span: whatever an agent emits, it does not end the runner."""
+        if isinstance(error, ConfigError) and not mended:
+            return await self._write([storable(span)], mended=True)
+        logger.warning("the store refuses span %r of attempt %s: %s", span.name, span.attempt_id, error)
 
 
 def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.span import SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.otel import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
+from agentlightning.tracing.storable import number
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """The place of a span within its attempt, where its writer asked the store for one (as 0.x does)."""
@@ -139,7 +139,7 @@ def _read_value(value: AnyValue, depth: int) -> Any:
     if which == "bool_value":
         return value.bool_value
     if which == "double_value":
-        return _number(value.double_value)
+        return number(value.double_value)
     if which == "bytes_value":
         return base64.b64encode(value.bytes_value).decode()
     if depth > MAX_DEPTH:
@@ -149,12 +149,6 @@ def _read_value(value: AnyValue, depth: int) -> Any:
     if which == "kvlist_value":
         return {pair.key: _read_value(pair.value, depth + 1) for pair in value.kvlist_value.values}
     return None
-
-
-def _number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _read_event(event: trace_pb2.Span.Event) -> SpanEvent:
@@ -303,7 +297,7 @@ def _json_double(item: Any, name: str, depth: int) -> float | str:
     if item in ("NaN", "Infinity", "-Infinity"):
         return item
     try:
-        return _number(float(item))
+        return number(float(item))
     except (TypeError, ValueError):
         raise OtlpError(f"{name} is {_shown(item)}; send a number") from None
 
