@@ -139,7 +139,16 @@ async def test_an_answer_that_is_cut_is_no_json_and_the_verdict_says_so(ask):
     assert (attributes[CONSTRAINT], len(attributes[RESPONSE_TOKEN_IDS])) == ("violated", 3)
 
 
-async def test_where_tools_are_offered_an_answer_is_free_to_call_one(ask):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    attributes, _ = await ask("val", tools=tools)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+async def test_where_tools_are_offered_an_answer_is_a_call_or_what_was_asked_for(ask):
+    attributes, text = await ask("val", tools=TOOLS)
+    assert (attributes[CONSTRAINT], attributes[RESHAPED]) == ("enforced", ["grammar"])
+    assert text is None or jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+
+
+async def test_tools_that_are_offered_and_no_more_leave_an_answer_free(ask):
+    attributes, _ = await ask("val", tools=TOOLS, response_format=None)
+    assert CONSTRAINT not in attributes
     assert RESHAPED not in attributes

@@ -219,7 +219,7 @@ class Answer:
     tools: Sequence[dict[str, Any]] | None = None
     """Those the request offered: in some formats they say what type an argument has."""
     held: bool = False
-    """No token was drawn that the asked-for schema forbids."""
+    """No token was drawn that what was asked for forbids."""
     thinks: Markers | None = None
     """How the model marks a thought; None: nothing is told apart."""
     thought: str = ""
@@ -281,8 +281,9 @@ class Answer:
 
     @property
     def stops_after_call(self) -> bool:
-        """No second tool call can be drawn. A model that thinks may write calls in its thoughts: it is let finish."""
-        return self.one_call and self.thinks is None and self.chat.tool_calls.closing is not None
+        """The first tool call ends the drawing. A model that thinks may write calls in its thoughts: it is let finish.
+        So is an answer that is held, which ends by itself and may say in its arguments what ends a call."""
+        return self.one_call and not self.held and self.thinks is None and self.chat.tool_calls.closing is not None
 
     @property
     def message(self) -> Message:

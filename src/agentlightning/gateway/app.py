@@ -339,8 +339,7 @@ class Gateway:
             params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
             learned = context.learned
         refuse_unhonoured(engine, params)
-        tools = request.tools is not None
-        holding = self._holding
+        tools, holding = request.tools, self._holding
         params = await hold(engine, params, request.constraint, tools=tools, learned=learned, holding=holding)
         prompts = self._prompts(caller, request, model, engine)
         self._count_prompts(caller, prompts)

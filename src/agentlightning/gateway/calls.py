@@ -60,6 +60,6 @@ def answer_of(dialect: Dialect, request: Request, engine: Engine, params: Sampli
         one_call=request.constraint.one_call,
         call_prefix=dialect.call_prefix,
         tools=request.tools,
-        held=params.json_schema is not None,
+        held=params.held is not None,
         thinks=None if request.prompts else thought_markers(engine.chat),
     )

@@ -4,11 +4,11 @@ Tokens drawn under a grammar have other probabilities than the policy gives them
 others are all the likelier. What is recorded are the probabilities drawn from, but a trainer computes the policy's
 own, and the two cannot be compared: a token that the grammar forced was drawn with probability 1, however unlikely the
 policy finds it. Worse, a policy that is always held never learns to do it by itself. So an answer that may be learned
-from is drawn freely and then checked; any other is held to its schema where the engine can (`hold`). An answer that was
-held carries `agentlightning.reshaped` on its span, and losses refuse it by that name. The span says how it went
-(`agentlightning.constraint`):
+from is drawn freely and then checked; any other is held to what was asked for where the engine can (`hold`): to a JSON
+schema, or to a grammar of calls as the model writes them. It then carries `agentlightning.reshaped` on its span, and
+losses refuse it by that name. The span says how it went (`agentlightning.constraint`):
 
-    enforced    the answer could not be otherwise: it was held to its schema, or no second tool call could be drawn
+    enforced    the answer could not be otherwise: it was held to its form, or no second tool call could be drawn
     checked     it was free to be otherwise, and has the shape that was asked for
     violated    it has not; `agentlightning.constraint.violations` names the fields of the request it fails
 
@@ -18,7 +18,7 @@ content: the content is still to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -28,7 +28,8 @@ import orjson
 
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.problems import bad
-from agentlightning.gateway.thoughts import thought_markers
+from agentlightning.gateway.thoughts import Markers, thought_markers
+from agentlightning.policy.answer_grammar import Outline, Thought, answer_grammar
 from agentlightning.policy.base import Engine, SamplingParams, holds_to
 
 Verdict = Literal["enforced", "checked", "violated"]
@@ -38,6 +39,7 @@ Holding = Literal["auto", "always", "never"]
 """Which answers are held to their schema: those that nobody learns from (of rollouts in the modes val and test, and of
 no rollout at all), all, or none."""
 
+NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
 
 
@@ -73,9 +75,9 @@ class Constraint:
         failed = [name for name, holds in self._checks(answer) if not holds]
         if failed:
             return "violated", failed
-        free = self.needs_call or self.names is not None or self.arguments
-        free = free or (self.content is not None and not answer.held) or (self.one_call and not answer.stops_after_call)
-        return ("checked" if free else "enforced"), failed
+        free = self.needs_call or self.names is not None or self.arguments or self.content is not None
+        free = free or (self.one_call and not answer.stops_after_call)
+        return ("checked" if free and not answer.held else "enforced"), failed
 
     def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
         calls = answer.tool_calls
@@ -90,17 +92,63 @@ class Constraint:
 
 
 async def hold(
-    engine: Engine, params: SamplingParams, constraint: Constraint, *, tools: bool, learned: bool, holding: Holding
+    engine: Engine,
+    params: SamplingParams,
+    constraint: Constraint,
+    *,
+    tools: Sequence[dict[str, Any]] | None,
+    learned: bool,
+    holding: Holding,
 ) -> SamplingParams:
-    """`params` with the schema that answers are held to, where they are to be and the engine can.
+    """`params` with the schema or grammar that answers are held to, where they are to be and the engine can.
 
-    Never where tools are offered, since an answer may then call one instead, nor for a model that thinks before it
-    answers. `learned`: whether somebody may learn from the answer."""
-    free = holding == "never" or (holding == "auto" and learned)
-    if free or tools or constraint.content is None or thought_markers(engine.chat) is not None:
+    `tools`: those the request offers. `learned`: whether somebody may learn from the answer."""
+    if holding == "never" or (holding == "auto" and learned) or not constraint:
         return params
-    schema = constraint.content.schema
-    return replace(params, json_schema=schema) if await holds_to(engine, schema) else params
+    thought = thought_markers(engine.chat)
+    if not tools and thought is None:
+        schema = constraint.content.schema if constraint.content else None
+        known = schema is not None and await holds_to(engine, schema)
+        return replace(params, json_schema=schema) if known else params
+    if "grammar" in getattr(engine, "reshapes", ()) and _needs_grammar(engine, constraint, thought):
+        for outline in _outlines(constraint, tools or (), thought):
+            grammar = answer_grammar(engine.chat, outline)
+            if grammar is not None and await holds_to(engine, grammar, "grammar"):
+                return replace(params, grammar=grammar)
+    return params
+
+
+def _needs_grammar(engine: Engine, constraint: Constraint, thought: Markers | None) -> bool:
+    """Whether anything is asked for that an end of the drawing after the first call does not see to."""
+    ends = engine.chat.tool_calls.closing is not None and thought is None
+    asks = constraint.needs_call or constraint.names is not None or constraint.arguments or constraint.content
+    return bool(asks) or (constraint.one_call and not ends)
+
+
+def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: Markers | None) -> Iterator[Outline]:
+    """What an answer is to be; then the same with any arguments for tools that are not strict, since their schemas may
+    hold what no answer can be held to."""
+    schemas = _argument_schemas(constraint, tools)
+    loose = {name: schema if name in constraint.arguments else "{}" for name, schema in schemas.items()}
+    for each in (schemas,) if loose == schemas else (schemas, loose):
+        yield Outline(
+            tools=tuple(each.items()),
+            needs_call=constraint.needs_call,
+            one_call=constraint.one_call,
+            content=constraint.content.schema if constraint.content else None,
+            thought=Thought(thought.start, thought.end, thought.opened) if thought else None,
+        )
+
+
+def _argument_schemas(constraint: Constraint, tools: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Of the tools that may be called, by name. One that names no parameters has none."""
+    found: dict[str, str] = {}
+    for function in (tool["function"] for tool in tools):
+        name, given = function["name"], function.get("parameters")
+        if constraint.names is None or name in constraint.names:
+            schema: dict[str, Any] = given if isinstance(given, dict) and given else NO_PARAMETERS
+            found[name] = orjson.dumps(schema).decode()
+    return found
 
 
 def _is_object(text: str) -> bool:

@@ -27,6 +27,9 @@ __all__ = [
     "SamplingParams",
 ]
 
+HeldTo = Literal["json_schema", "grammar"]
+"""The fields of `SamplingParams` that an answer can be held to."""
+
 FinishReason = Literal["stop", "length"]
 """stop: an end-of-turn token or a stop string; length: max_tokens or the end of the context."""
 
@@ -34,7 +37,7 @@ Message = dict[str, Any]
 """A chat message as the OpenAI chat-completions wire has it: role, content, tool_calls, tool_call_id, name."""
 
 
-RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "json_schema")
+RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "json_schema", "grammar")
 """Fields of `SamplingParams` that not every engine honours."""
 
 
@@ -69,6 +72,15 @@ class SamplingParams:
     json_schema: str | None = None
     """The JSON schema, as text, that the answer is held to: tokens that would break it are not drawn. Only for an
     engine that says it can (`holds_to`)."""
+    grammar: str | None = None
+    """The grammar that the answer is held to, as llguidance reads it (`policy.answer_grammar`); likewise."""
+
+    @property
+    def held(self) -> tuple[HeldTo, str] | None:
+        """What the answer is held to."""
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        return None if self.json_schema is None else ("json_schema", self.json_schema)
 
     @property
     def reshaping(self) -> tuple[str, ...]:
@@ -169,10 +181,11 @@ def unhonoured(engine: Engine, params: SamplingParams) -> tuple[str, ...]:
     return tuple(name for name in params.reshaping if name not in honoured)
 
 
-async def holds_to(engine: Engine, schema: str) -> bool:
-    """Whether an engine can hold answers to a JSON schema; one without a method `holds_to` cannot."""
-    asked: Callable[[str], Awaitable[bool]] | None = getattr(engine, "holds_to", None)
-    return asked is not None and await asked(schema)
+async def holds_to(engine: Engine, text: str, kind: HeldTo = "json_schema") -> bool:
+    """Whether an engine can hold answers to a JSON schema, or a grammar; one that does not count it among what it
+    honours (`unhonoured`), or has no method `holds_to`, cannot."""
+    asked: Callable[[str, HeldTo], Awaitable[bool]] | None = getattr(engine, "holds_to", None)
+    return asked is not None and kind in getattr(engine, "reshapes", ()) and await asked(text, kind)
 
 
 class Policy(Engine, Protocol):

@@ -27,10 +27,11 @@ from agentlightning.policy.tool_calls import FORMATS, named
 from agentlightning.policy.tool_calls.base import CallFormat, MarkedFormat, Tools, read_whole
 from agentlightning.policy.tool_calls.declared import declared
 from agentlightning.policy.tool_calls.hermes import HERMES
+from agentlightning.policy.tool_calls.layout import ARGUMENTS, IDS, KEY, NAME, find_layout
 
-_PROBE: Final = "agentlightning_probe"
+_PROBE: Final = KEY
 _TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
-_SHORT_IDS: Final = ("callprobe", "callother")
+_SHORT_IDS: Final = IDS
 _LONG_IDS: Final = ("call_probe1",)
 
 
@@ -55,6 +56,8 @@ class HFChatFormat:
         self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
         """How the model writes tool calls; `tool_calls.name` says which format was found."""
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
+        self.markers: dict[str, int] = _markers(self._tokenizer)
+        """Text -> id of the tokens that are no part of a text."""
         self._find_tool_calls(tool_calls is not None)
 
     def render(
@@ -104,7 +107,7 @@ class HFChatFormat:
 
     def _probed(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
         """What the template writes for a turn of one call for each id; "" where it refuses."""
-        function = {"name": "probe", "arguments": arguments}
+        function = {"name": NAME, "arguments": arguments}
         calls = [{"id": name, "type": "function", "function": function} for name in ids]
         asked: Message = {"role": "user", "content": "?"}
         turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -116,15 +119,16 @@ class HFChatFormat:
 
     def _find_tool_calls(self, chosen: bool) -> None:
         """See the module. `chosen`: which format it is, an option says."""
-        arguments = {_PROBE: "probe"} if self._wants_objects else json.dumps({_PROBE: "probe"})
+        arguments = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
         text = self._probed(arguments)
         if not chosen:
             read = (format for format in FORMATS.values() if self._reads(format, text))
             self.tool_calls = declared(self._tokenizer) or next(read, None) or self._mentioned()
         if _PROBE in text:
-            several = self._probed(arguments, _SHORT_IDS) != ""
+            two = self._probed(arguments, _SHORT_IDS)
             long = self._probed(arguments, _LONG_IDS) != ""
-            self.tool_calls = replace(self.tool_calls, parallel=several, short_ids=not long)
+            found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
+            self.tool_calls = replace(found, layout=find_layout(found, text, two, self._ends()))
 
     def _mentioned(self) -> CallFormat:
         """The format whose marker stands in the template, where no call could be had from it."""
@@ -133,10 +137,14 @@ class HFChatFormat:
         return next((format for format in marked if format.opening in template), HERMES)
 
     def _reads(self, format: CallFormat, text: str) -> bool:
-        for end in filter(None, (self.decode([token]) for token in self.eos_token_ids)):
+        for end in self._ends():
             text = text.partition(end)[0]
         calls = read_whole(format, text).tool_calls
-        return [(call.name, json.loads(call.arguments)) for call in calls] == [("probe", {_PROBE: "probe"})]
+        return [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]
+
+    def _ends(self) -> list[str]:
+        """What ends a turn, as text."""
+        return [end for token in self.eos_token_ids if (end := self.decode([token]))]
 
     def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
         found = {*given, *self._generation_eos(), *self._template_eos()}
@@ -171,6 +179,17 @@ def _fast(tokenizer: Any) -> Any | None:
         backend.no_truncation()
         backend.no_padding()
     return backend
+
+
+def _markers(tokenizer: Any) -> dict[str, int]:
+    """Those that llguidance takes for such: special tokens, and others that look like them. Some tokenizers add runs of
+    spaces as tokens too, which are text."""
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    return {
+        token.content: number
+        for number, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
 def _with_ids(message: Message, format: CallFormat) -> Message:

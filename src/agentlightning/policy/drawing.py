@@ -60,9 +60,9 @@ class Drawing:
     @property
     def goes_on(self) -> bool:
         """Whether another server would draw what is left from the same distribution: penalties count tokens drawn,
-        a schema begins with the first of them, and those of another server are its prompt."""
+        a schema or grammar begins with the first of them, and those of another server are its prompt."""
         params = self._params
-        counts = params.presence_penalty or params.frequency_penalty or params.json_schema is not None
+        counts = params.presence_penalty or params.frequency_penalty or params.held is not None
         return not self.token_ids or not counts
 
     def ask(self, model: str, adapter: bool) -> Ask:

@@ -156,8 +156,8 @@ class TokenGenerator:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
         sampling.check(params)
         sampling.check_tokens(params, self._vocabulary)
-        if params.json_schema is not None and not (self._grammars and self._grammars.knows(params.json_schema)):
-            raise ConfigError("answers cannot be held to this json_schema here; leave it out, and check them")
+        if (held := params.held) is not None and not (self._grammars and self._grammars.knows(held[1], held[0])):
+            raise ConfigError(f"answers cannot be held to this {held[0]} here; leave it out, and check them")
         if not prompt:
             raise PolicyError("the prompt has no tokens; give at least one")
         if len(prompt) >= self.context_length:
@@ -174,7 +174,7 @@ class TokenGenerator:
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request. Raises as `check` does."""
         self.check(prompt, params)
-        room = self.context_length - len(prompt)
+        room, held = self.context_length - len(prompt), params.held
         request = Request(
             tokens=list(prompt),
             prompt_length=len(prompt),
@@ -182,7 +182,7 @@ class TokenGenerator:
             params=params,
             fingerprints=shared.fingerprints(prompt[:-1]) if self._attends else [],
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
-            matcher=self._grammars.matcher(params.json_schema) if self._grammars and params.json_schema else None,
+            matcher=self._grammars.matcher(held[1], held[0]) if self._grammars and held else None,
             random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)

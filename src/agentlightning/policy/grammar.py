@@ -1,8 +1,8 @@
-"""Which tokens may come next in an answer that must fit a JSON schema: llguidance, over a model's own tokenizer.
+"""Which tokens may come next in an answer that is held to a schema or grammar: llguidance, over a model's tokenizer.
 
-Responsible for compiling schemas and for following one answer token by token. Called by whoever draws: `allowed` gives
+Responsible for compiling them and for following one answer token by token. Called by whoever draws: `allowed` gives
 a mask over the vocabulary, applied before probabilities are taken, so that what is recorded are the probabilities of
-the distribution drawn from. It never draws, and it holds an answer to a schema only as far as it is drawn: one cut at
+the distribution drawn from. It never draws, and it holds an answer to its form only as far as it is drawn: one cut at
 max_tokens is cut JSON.
 """
 
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError
+from agentlightning.policy.base import HeldTo
 
 logger = logging.getLogger(__name__)
 
 
 class Matcher:
-    """One answer under a schema."""
+    """One answer under a schema or grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -43,7 +44,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles schemas for one tokenizer. May be used from several threads."""
+    """Compiles schemas and grammars for one tokenizer. May be used from several threads."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
@@ -54,32 +55,31 @@ class Grammars:
         """The tokenizer as llguidance has it; False: it cannot be had."""
         self.compile = lru_cache(maxsize=256)(self._compile)
 
-    def knows(self, schema: str) -> bool:
-        """Whether answers can be held to a schema. The first call takes up to a second, for large vocabularies."""
-        return self.compile(schema) is not None
+    def knows(self, text: str, kind: HeldTo = "json_schema") -> bool:
+        """Whether answers can be held to it. The first call takes up to a second, for large vocabularies."""
+        return self.compile(text, kind) is not None
 
-    def matcher(self, schema: str) -> Matcher:
-        """For one answer. Raises ConfigError for a schema that `knows` says no to."""
-        grammar = self.compile(schema)
-        if grammar is None:
-            raise ConfigError("answers cannot be held to this JSON schema; leave json_schema out, and check them")
-        import llguidance
+    def matcher(self, text: str, kind: HeldTo = "json_schema") -> Matcher:
+        """For one answer. Raises ConfigError for what `knows` says no to."""
+        compiled = self.compile(text, kind)
+        if compiled is None:
+            raise ConfigError(f"answers cannot be held to this {kind}; leave it out, and check them")
+        return Matcher(compiled.deep_copy())
 
-        return Matcher(llguidance.LLMatcher(self._known, grammar, log_level=0))
-
-    def _compile(self, schema: str) -> str | None:
-        """The grammar of a schema; None where llguidance is not there, or cannot hold answers to it."""
+    def _compile(self, text: str, kind: HeldTo) -> Any:
+        """At its beginning, to be copied: that is a thousand times cheaper than to compile it anew. None where
+        llguidance is not there, or cannot hold answers to it."""
         if not (tokenizer := self._open()):
             return None
         import llguidance
 
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text) if kind == "json_schema" else text
         except ValueError:
             return None
         wrong, said = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         # A warning tells of a keyword that would not be held to.
-        return None if wrong or said else grammar
+        return None if wrong or said else llguidance.LLMatcher(tokenizer, grammar, log_level=0)
 
     def _open(self) -> Any:
         with self._lock:
@@ -92,12 +92,12 @@ def _guided(tokenizer: Any, vocabulary: int, eos_token_ids: list[int]) -> Any:
     try:
         import llguidance.hf
     except ImportError:
-        logger.info("answers are not held to JSON schemas, only checked: pip install 'agentlightning[train]'")
+        logger.info("answers are only checked, not held: pip install 'agentlightning[train]'")
         return None
     try:
         return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=eos_token_ids)
     except ValueError as error:  # A tokenizer without a fast form, or of a kind it does not read.
-        logger.warning("answers are not held to JSON schemas, only checked: the tokenizer cannot be read: %s", error)
+        logger.warning("answers are only checked, not held: the tokenizer cannot be read: %s", error)
         return None
 
 

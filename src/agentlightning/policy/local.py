@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
-from agentlightning.policy.base import RESHAPING, Sample, SamplingParams
+from agentlightning.policy.base import RESHAPING, HeldTo, Sample, SamplingParams
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.policy.engine import EngineThread
 from agentlightning.policy.generate import TokenGenerator
@@ -112,9 +112,9 @@ class LocalPolicy:
         """See `policy.base.unhonoured`."""
         return frozenset(RESHAPING)
 
-    async def holds_to(self, schema: str) -> bool:
+    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
         """See `policy.base.holds_to`."""
-        return await asyncio.to_thread(self._grammars.knows, schema)
+        return await asyncio.to_thread(self._grammars.knows, text, kind)
 
     async def sample(
         self,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, ServerError
 from agentlightning.policy.backend import BackendError, End, Run, Served
-from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
+from agentlightning.policy.base import ChatFormat, HeldTo, Sample, SamplingParams
 from agentlightning.policy.drawing import Drawing, Stopped, UnknownWeightsError
 from agentlightning.policy.replica import Adapter, Child, Patience, Replica, Weights
 from agentlightning.rendezvous import weight
@@ -65,7 +65,7 @@ class Replicas:
         self._pushes = 0
         self._adapters: dict[str, Adapter] = {}
         self._schemas: dict[str, bool] = {}
-        """JSON schema -> whether the servers hold answers to it."""
+        """JSON schema or grammar -> whether the servers hold answers to it."""
         self._changing = asyncio.Lock()
         """Held while weights or adapters change."""
         self._some_up = asyncio.Event()
@@ -110,20 +110,20 @@ class Replicas:
         """What of `policy.base.RESHAPING` all servers draw with."""
         return frozenset[str].intersection(*(replica.backend.reshapes for replica in self.replicas))
 
-    async def holds_to(self, schema: str) -> bool:
-        """See `policy.base.holds_to`. Found out by drawing a token, once for each schema."""
-        if "json_schema" not in self.reshapes:
+    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
+        """See `policy.base.holds_to`. Found out by drawing a token, once for each schema or grammar."""
+        if kind not in self.reshapes:
             return False
-        if schema not in self._schemas:
+        if text not in self._schemas:
             if len(self._schemas) >= MOST_SCHEMAS:
                 self._schemas.clear()
-            params = SamplingParams(temperature=0.0, max_tokens=1, json_schema=schema)
+            params = replace(SamplingParams(temperature=0.0, max_tokens=1), **{kind: text})
             try:
                 await self.sample(self.chat.encode("{"), params)
-                self._schemas[schema] = True
+                self._schemas[text] = True
             except ConfigError:
-                self._schemas[schema] = False
-        return self._schemas[schema]
+                self._schemas[text] = False
+        return self._schemas[text]
 
     @property
     def busy(self) -> int:
@@ -434,9 +434,9 @@ class AdapterEngine:
     def reshapes(self) -> frozenset[str]:
         return self.replicas.reshapes
 
-    async def holds_to(self, schema: str) -> bool:
+    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
         """See `policy.base.holds_to`."""
-        return await self.replicas.holds_to(schema)
+        return await self.replicas.holds_to(text, kind)
 
     @property
     def policy_version(self) -> int:

@@ -72,6 +72,8 @@ def check(params: SamplingParams) -> None:
         raise ConfigError(f"min_p={params.min_p} is outside [0, 1]; use 0 for no limit")
     if params.max_tokens is not None and params.max_tokens < 1:
         raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to draw; use at least 1, or None")
+    if params.json_schema is not None and params.grammar is not None:
+        raise ConfigError("json_schema and grammar are both set; an answer is held to one of them")
     if any(not stop for stop in params.stop):
         raise ConfigError("stop contains an empty string, which would end every answer at once; remove it")
 

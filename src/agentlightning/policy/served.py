@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from zlib import crc32
 
 from agentlightning.errors import PolicyError
-from agentlightning.policy.base import ChatFormat, Policy, Sample, SamplingParams
+from agentlightning.policy.base import ChatFormat, HeldTo, Policy, Sample, SamplingParams
 from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.servers import ServersConfig, open_servers
 from agentlightning.policy.weights import WeightsFolder
@@ -83,9 +83,9 @@ class ServedPolicy:
     def reshapes(self) -> frozenset[str]:
         return self.servers.reshapes
 
-    async def holds_to(self, schema: str) -> bool:
+    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
         """See `policy.base.holds_to`."""
-        return await self.servers.holds_to(schema)
+        return await self.servers.holds_to(text, kind)
 
     @property
     def policy_version(self) -> int:

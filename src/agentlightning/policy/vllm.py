@@ -27,6 +27,8 @@ IMPOSSIBLE: Final = -9999.0
 """How vLLM writes the log-probability of what cannot be drawn."""
 LOAD_SECONDS: Final = 600.0
 """The longest a server may take to read its weights."""
+_HELD: Final[Mapping[str, str]] = {"json_schema": "json", "grammar": "grammar"}
+"""What an answer is held to, and how vLLM calls it."""
 PROBE: Final = (1, 2, 3)
 """A prompt that every vocabulary holds."""
 
@@ -243,7 +245,7 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),
-        "structured_outputs": None if params.json_schema is None else {"json": params.json_schema},
+        "structured_outputs": {_HELD[params.held[0]]: params.held[1]} if params.held else None,
         # Stop strings may be special tokens: a tool call's end, say.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

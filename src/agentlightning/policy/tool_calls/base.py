@@ -11,10 +11,12 @@ from __future__ import annotations
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Literal
+
+from agentlightning.policy.tool_calls.lark import Lark
 
 Before = Literal["start", "content", "call"]
 """What stands right before a text: nothing, content, or a tool call."""
@@ -54,6 +56,27 @@ class Reading:
     """Where they end, and the markers that belong to them; 0 where nothing is certain beyond the content."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a model's template writes around the names and the arguments of calls:
+
+        opening name middle arguments (between name middle arguments)... closing
+
+    For Hermes, opening is `<tool_call>\\n{"name": "`, middle `", "arguments": ` and closing `}\\n</tool_call>`. Where a
+    call's id stands, these hold `ID`."""
+
+    opening: str
+    middle: str
+    closing: str
+    between: str | None
+    """None: the template writes no second call."""
+    probed: str
+    """How it wrote the arguments of the call it was given (`tool_calls.layout`)."""
+
+
+ID: Final = "\0"
+
+
 class Malformed(Exception):
     """What looked like a tool call is none."""
 
@@ -74,11 +97,18 @@ class CallFormat(ABC):
     content."""
     short_ids: bool = False
     """Whether ids must be nine letters and digits."""
+    layout: Layout | None = None
+    """How the model's template writes calls; None: it is not known, and no answer can be held to be one."""
 
     @abstractmethod
     def read(self, text: str, before: Before, whole: bool, tools: Tools = None) -> Reading:
         """What `text` begins with. `whole`: nothing comes after it, so nothing is held back. Never raises."""
         ...
+
+    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        """Arguments that fit the JSON schema of an object, as an expression of the grammar; None where they cannot be
+        written so that they are read back as what they are."""
+        return lark.json(schema)
 
     def new_id(self, prefix: str) -> str:
         """An id for a call that has none; `prefix` is how the caller's wire begins them."""

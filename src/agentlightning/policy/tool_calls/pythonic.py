@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from agentlightning.policy.tool_calls.base import (
     Before,
+    Layout,
     Malformed,
     MarkedFormat,
     ParsedToolCall,
@@ -19,7 +21,9 @@ from agentlightning.policy.tool_calls.base import (
     Tools,
     Unfinished,
 )
+from agentlightning.policy.tool_calls.flat import read_parameters
 from agentlightning.policy.tool_calls.jsontext import is_text, skip_space
+from agentlightning.policy.tool_calls.lark import Lark
 
 START: Final = "<|python_start|>"
 END: Final = "<|python_end|>"
@@ -48,6 +52,13 @@ class Pythonic(MarkedFormat):
     def opening(self) -> str:
         return START
 
+    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        parameters = read_parameters(schema)
+        if parameters is None or not all(_NAME.fullmatch(each.name) for each in parameters):
+            return None
+        written = [(f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.needed) for each in parameters]
+        return _listed(lark, written)
+
     def read_unmarked(self, text: str, before: Before) -> Reading:
         if before != "start":
             raise Malformed("only an answer that begins so is a list of calls")
@@ -61,6 +72,24 @@ class Pythonic(MarkedFormat):
         if END.startswith(text[after:]):
             raise Unfinished(f"{END} may follow")
         return calls, end
+
+
+def _value(lark: Lark, schema: Mapping[str, Any]) -> str:
+    """A constant. JSON is one that is read, but Python has other words for a few."""
+    if schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}:
+        return lark.rule('"True"', '"False"')
+    return lark.json(schema)
+
+
+def _listed(lark: Lark, items: list[tuple[str, bool]]) -> str:
+    """Items in their order with commas between them; those that are not needed may be left out."""
+    first, later = '""', '""'
+    for item, needed in reversed(items):
+        # `first`: what may come where nothing has come yet; `later`: where something has.
+        alone = f"{item} {later}"
+        first = alone if needed else lark.rule(alone, first)
+        later = lark.rule(f'", " {alone}') if needed else lark.rule(f'", " {alone}', later)
+    return first
 
 
 def _read_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
-from agentlightning.policy.tool_calls.base import Malformed, MarkedFormat, ParsedToolCall, Tools, Unfinished
+from agentlightning.policy.tool_calls.base import Layout, Malformed, MarkedFormat, ParsedToolCall, Tools, Unfinished
+from agentlightning.policy.tool_calls.flat import DEFINITIONS, SAYS_NOTHING, read_parameters
 from agentlightning.policy.tool_calls.hermes import CALL_END, CALL_START
 from agentlightning.policy.tool_calls.jsontext import is_text, skip_space
+from agentlightning.policy.tool_calls.lark import ANY, Lark, containing, optional
+from agentlightning.policy.tool_calls.layout import KEY, NAME
 
 _FUNCTION: Final = re.compile(r"<function=([^<>\n]+)>")
 _PARAMETER: Final = re.compile(r"<parameter=([^<>\n]+)>")
 _VALUE_END: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 _FUNCTION_END: Final = "</function>"
+_VALUE_CLOSING: Final = "</parameter>"
+_SAYS_NOTHING: Final = SAYS_NOTHING.union(DEFINITIONS)
+_MOST_STEPS: Final = 10
+"""From one reference to the next."""
+_NULLS: Final = ("null", "None")
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
@@ -30,21 +38,61 @@ class QwenCoder(MarkedFormat):
     def opening(self) -> str:
         return CALL_START
 
+    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        parameters = read_parameters(schema)
+        if parameters is None:
+            return None
+        before, _, rest = layout.probed.partition(KEY)
+        middle, _, after = rest.partition(NAME)
+        written: list[str] = []
+        for each in parameters:
+            tag = f"{before.lstrip()}{each.name}>"
+            if _PARAMETER.fullmatch(tag) is None or (value := _value(lark, each.schema)) is None:
+                return None
+            whole = f"{lark.literal(before + each.name + middle)} {value} {lark.literal(after)}"
+            written.append(whole if each.needed else optional(whole))
+        return " ".join(written) or '""'
+
     def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         named, position = _tag(text, skip_space(text, start), _FUNCTION, "<function=")
-        schemas = _schemas(tools, named)
+        root = _schema(tools, named)
+        schemas = root.get("properties") or {}
         values: dict[str, str] = {}
         while not _follows(text, position := skip_space(text, position), _FUNCTION_END):
             key, position = _tag(text, position, _PARAMETER, "<parameter=")
             if (end := _VALUE_END.search(text, position)) is None:
                 raise Unfinished("a parameter is not closed")
-            values[key] = _typed(_bare(text[position : end.start()]), schemas.get(key))
+            values[key] = _typed(_bare(text[position : end.start()]), schemas.get(key), root)
             position = end.end()
         position = skip_space(text, position + len(_FUNCTION_END))
         if not _follows(text, position, CALL_END):
             raise Malformed("the call is not closed")
         arguments = ", ".join(f"{_json(key)}: {value}" for key, value in values.items())
         return (ParsedToolCall(named, "{" + arguments + "}"),), position + len(CALL_END)
+
+
+def _value(lark: Lark, schema: Mapping[str, Any]) -> str | None:
+    """What is read as a value that fits; None where that would take more than JSON or words."""
+    types = set(_types_of(schema, schema))
+    if types and "string" not in types:
+        return lark.json(schema)
+    said = {key: value for key, value in _resolved(schema, schema).items() if key not in _SAYS_NOTHING}
+    if (values := [said["const"]] if "const" in said else said.get("enum")) is None:
+        return lark.pattern(ANY, [containing(_VALUE_CLOSING)]) if _takes_any_text(said, schema) else None
+    words = [
+        value for value in values if isinstance(value, str) and _VALUE_CLOSING not in value and value not in _NULLS
+    ]
+    return lark.rule(*map(lark.literal, words)) if words and said.keys() <= {"type", "const", "enum"} else None
+
+
+def _takes_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether every text fits, as the string that it is read as."""
+    said = {key: value for key, value in _resolved(schema, root).items() if key not in _SAYS_NOTHING}
+    for key in ("anyOf", "oneOf"):
+        if said.keys() == {key}:
+            texts = [choice for choice in said[key] if "string" in set(_types_of(choice, root))]
+            return len(texts) == 1 and _takes_any_text(texts[0], root)
+    return said.keys() <= {"type"}
 
 
 def _tag(text: str, position: int, pattern: re.Pattern[str], begins: str) -> tuple[str, int]:
@@ -70,21 +118,22 @@ def _bare(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def _schemas(tools: Tools, name: str) -> dict[str, Any]:
+def _schema(tools: Tools, name: str) -> dict[str, Any]:
+    """Of a tool's arguments."""
     for tool in tools or ():
         function = tool.get("function", tool)
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
+            schema = function.get("parameters")
+            known = isinstance(schema, dict) and isinstance(schema.get("properties") or {}, dict)
+            return cast("dict[str, Any]", schema) if known else {}
     return {}
 
 
-def _typed(value: str, schema: Any) -> str:
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
     """The value as JSON."""
-    types = set(_types_of(schema))
+    types = set(_types_of(schema, root))
     if not types or "string" in types:
-        fits = "null" in types and value in ("null", "None")
-        return "null" if fits else _json(value)
+        return "null" if "null" in types and value in _NULLS else _json(value)
     spelled = _PYTHON_WORDS.get(value, value)
     try:
         kind = _TYPES.get(type(json.loads(spelled)), "string")
@@ -93,17 +142,33 @@ def _typed(value: str, schema: Any) -> str:
     return spelled if kind in types or (kind == "integer" and "number" in types) else _json(value)
 
 
-def _types_of(schema: Any) -> Iterator[str]:
+def _types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     """The types a schema allows."""
     if not isinstance(schema, dict):
         return
+    schema = _resolved(schema, root)
     said = schema.get("type")
     yield from [said] if isinstance(said, str) else (kind for kind in said or () if isinstance(kind, str))
     for key in ("anyOf", "oneOf"):
         for choice in schema.get(key) or ():
-            yield from _types_of(choice)
-    for value in schema.get("enum") or ():
+            yield from _types_of(choice, root)
+    for value in (schema["const"],) if "const" in schema else schema.get("enum") or ():
         yield _TYPES.get(type(value), "string")
+
+
+def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a schema refers to, where that is defined beside the parameters."""
+    for _ in range(_MOST_STEPS):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            break
+        _, _, path = reference.partition("#/")
+        place, _, name = path.partition("/")
+        found = (root.get(place) or {}).get(name) if place in DEFINITIONS else None
+        if not isinstance(found, dict):
+            break
+        schema = found
+    return schema
 
 
 def _json(text: str) -> str:

@@ -1,0 +1,159 @@
+"""The grammar of an answer: a thought perhaps, then calls of tools, JSON, or free text.
+
+Responsible for what an answer may be in the words of its model: its markers, its way to write calls. Called by the
+gateway where an answer is to be held to what was asked for; an engine compiles it (`SamplingParams.grammar`). What it
+allows, the model's call format reads back as the calls it is; where that cannot be promised there is no grammar.
+
+A call that is asked for comes at once, after the thought of a model that thinks: left free to write first, a model
+that would not call writes for ever. Where a call may come or not, text is free up to what begins a call, and calls end
+the answer. In formats whose calls have no marker (Llama 3, Python), an answer that begins as they do is one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from agentlightning.policy.base import ChatFormat
+from agentlightning.policy.tool_calls.base import ID, CallFormat, Layout, MarkedFormat, read_whole
+from agentlightning.policy.tool_calls.lark import ANY, Lark, beginning, containing, optional
+from agentlightning.policy.tool_calls.layout import written
+
+_GAP: Final = r"\s{1,4}"
+"""Whitespace after a thought."""
+_ID: Final = "[0-9A-Za-z]{9}"
+_OPTIONAL_ID: Final = re.compile(rf'(,\s*"id":\s*"{ID}"|\[CALL_ID\]{ID})')
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """How a model marks what it thinks before it answers."""
+
+    start: str
+    end: str
+    opened: bool
+    """The prompt has begun it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What an answer is to be."""
+
+    tools: tuple[tuple[str, str], ...] = ()
+    """(name, JSON schema of its arguments): those that may be called."""
+    needs_call: bool = False
+    one_call: bool = False
+    """At most one."""
+    content: str | None = None
+    """The JSON schema of an answer that calls nothing; None: any text."""
+    thought: Thought | None = None
+
+
+@lru_cache(maxsize=256)
+def answer_grammar(chat: ChatFormat, outline: Outline) -> str | None:
+    """The grammar; None where the model's format cannot hold an answer to it."""
+    markers: Mapping[str, int] | None = getattr(chat, "markers", None)
+    if markers is None:
+        return None
+    lark = Lark(markers)
+    if any(lark.marked(text) for tool in outline.tools for text in tool) or lark.marked(outline.content or ""):
+        return None  # A text that is spelled like a marker cannot be written in tokens of text.
+    if (body := _body(lark, chat.tool_calls, outline)) is None:
+        return None
+    end = f"<[{','.join(map(str, sorted(chat.eos_token_ids)))}]>"
+    return lark.whole(f"{_thought(lark, outline.thought)} {body} {optional(end)}")
+
+
+def _thought(lark: Lark, thought: Thought | None) -> str:
+    if thought is None:
+        return ""
+    thinks = f"{_to(lark, thought.end)} {optional(lark.pattern(_GAP))}"
+    return thinks if thought.opened else optional(f"{lark.literal(thought.start)} {thinks}")
+
+
+def _to(lark: Lark, end: str, without: Sequence[str] = ()) -> str:
+    """Text up to a marker, and that."""
+    if end not in lark.markers:
+        return lark.until(end, without)
+    return f"{lark.pattern(ANY, [containing(end), *without])} {lark.literal(end)}"
+
+
+def _body(lark: Lark, format: CallFormat, outline: Outline) -> str | None:
+    content = None if outline.content is None else lark.json(json.loads(outline.content))
+    if not outline.tools:
+        return content
+    layout = format.layout
+    if layout is None or (calls := _calls(lark, format, layout, outline)) is None:
+        return None
+    opening = lark.literal(layout.opening)
+    if outline.needs_call:
+        return f"{opening} {calls}"
+    if content is not None:
+        # JSON that begins like a call would be read as one.
+        bare = layout.opening.startswith(("{", "["))
+        return None if bare else lark.rule(f"{opening} {calls}", content)
+    return _free(lark, format, layout, calls, outline.thought)
+
+
+def _free(lark: Lark, format: CallFormat, layout: Layout, calls: str, thought: Thought | None) -> str | None:
+    """Text, and calls where it comes to one."""
+    marker = format.opening if isinstance(format, MarkedFormat) else _first_marker(lark, layout.opening)
+    if marker is None:
+        return None
+    # A marker spelled in text is read as the marker too.
+    without = [beginning(thought.start)] if thought and not thought.opened else []
+    if not layout.opening.startswith(marker):
+        text = lark.pattern(ANY, [*without, beginning(layout.opening[0]), containing(marker)])
+        return lark.rule(f"{lark.literal(layout.opening)} {calls}", text)
+    text = lark.pattern(ANY, [*without, containing(marker)])
+    rest = lark.literal(layout.opening.removeprefix(marker))
+    return lark.rule(text, f"{_to(lark, marker, without)} {rest} {calls}")
+
+
+def _first_marker(lark: Lark, text: str) -> str | None:
+    return next((marker for marker in lark.markers if text.startswith(marker)), None)
+
+
+def _calls(lark: Lark, format: CallFormat, layout: Layout, outline: Outline) -> str | None:
+    """What follows the opening."""
+    choices = [_call(lark, format, layout, name, schema) for name, schema in outline.tools]
+    known = [choice for choice in choices if choice is not None]
+    if len(known) < len(choices):
+        return None
+    call = lark.rule(*known)
+    more = ""
+    if layout.between is not None and format.parallel and not outline.one_call:
+        more = f"({_with_ids(lark, layout.between)} {call})*"
+    return f"{call} {more} {_with_ids(lark, layout.closing)}"
+
+
+def _call(lark: Lark, format: CallFormat, layout: Layout, name: str, schema: str) -> str | None:
+    spelled = json.dumps(name, ensure_ascii=False)[1:-1] if layout.opening.endswith('"') else name
+    read = read_whole(format, written(layout, [spelled], layout.probed)).tool_calls
+    if [call.name for call in read] != [name]:
+        return None
+    if (arguments := format.write_arguments(lark, _of_object(json.loads(schema)), layout)) is None:
+        return None
+    return f"{lark.literal(spelled)} {_with_ids(lark, layout.middle)} {arguments}"
+
+
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object, which arguments are. Without what nobody asked for: a model may else write one more
+    property after the other."""
+    open_ = schema.keys() & {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf"}
+    properties, required = schema.get("properties"), schema.get("required") or []
+    closed = not open_ and isinstance(properties, dict) and all(name in properties for name in required)
+    return {"type": "object", **schema} | ({"additionalProperties": False} if closed else {})
+
+
+def _with_ids(lark: Lark, text: str) -> str:
+    """A text of the layout; the model may write an id where the template writes one."""
+    parts: list[str] = []
+    for part in _OPTIONAL_ID.split(text):
+        written = f" {lark.pattern(_ID)} ".join(lark.literal(piece) for piece in part.split(ID))
+        parts.append(optional(written) if _OPTIONAL_ID.fullmatch(part) else written)
+    return " ".join(part for part in parts if part != '""')

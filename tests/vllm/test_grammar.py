@@ -1,0 +1,57 @@
+"""A real vLLM holds answers to the calls they are to be, by the grammar that the local engine is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentlightning.policy.answer_grammar import Outline, answer_grammar
+from agentlightning.policy.base import SamplingParams, holds_to
+from agentlightning.policy.replicas import Replicas
+from agentlightning.policy.servers import ServersConfig, find_chat, open_servers
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": ["yes", "né 🎉"]}, "number": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["word", "number"],
+}
+TOOLS = (("answer", json.dumps(SCHEMA)), ("give_up", '{"type": "object", "properties": {}}'))
+
+
+@pytest.fixture
+async def engine(server: str, models: list[Path]) -> AsyncIterator[Replicas]:
+    engine = await open_servers(ServersConfig(urls=(server,)), await find_chat(models[0]))
+    yield engine
+    await engine.close()
+
+
+async def test_answers_are_the_calls_that_are_asked_for(engine: Replicas):
+    chat = engine.chat
+    prompt = chat.encode(chat.render([{"role": "user", "content": "What is 12 + 30?"}]))
+    several, one = (answer_grammar(chat, Outline(TOOLS, needs_call=True, one_call=single)) for single in (False, True))
+    assert several is not None
+    assert one is not None
+    assert await holds_to(engine, several, "grammar")
+    assert await holds_to(engine, one, "grammar")
+    drawn = await asyncio.gather(
+        *(engine.sample(prompt, SamplingParams(grammar=one, seed=seed, max_tokens=300)) for seed in range(8)),
+        *(engine.sample(prompt, SamplingParams(grammar=several, seed=seed, max_tokens=300)) for seed in range(8)),
+    )
+    for place, sample in enumerate(drawn):
+        assert min(sample.logprobs) > -50
+        message = chat.parse(chat.decode([token for token in sample.token_ids if token not in chat.eos_token_ids]))
+        for call in message.tool_calls:
+            assert call.name == "give_up" or json.loads(call.arguments)["word"] in ("yes", "né 🎉")
+        if sample.finish_reason == "stop":
+            assert message.tool_calls
+            assert not message.content
+            assert place >= 8 or len(message.tool_calls) == 1
+    assert sum(sample.finish_reason == "stop" for sample in drawn) >= 12
+
+
+async def test_a_grammar_that_is_none_is_said_so_beforehand(engine: Replicas):
+    assert not await holds_to(engine, '%llguidance {}\nstart: %json {"type": "of no kind"}\n', "grammar")
