@@ -16,6 +16,7 @@ import orjson
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
 from agentlightning.policy.base import FinishReason, SamplingParams
+from agentlightning.policy.transfer.base import Courier, Lend
 from agentlightning.transport import Answer, Transport, TransportError
 
 SAID = 300
@@ -123,6 +124,23 @@ class Backend(Protocol):
     async def load_adapter(self, name: str, directory: Path) -> None: ...
 
     async def unload_adapter(self, name: str) -> None: ...
+
+
+class Receiver(Backend, Protocol):
+    """A server that also takes weights without the disk."""
+
+    async def join(self, courier: Courier) -> None:
+        """Have its workers meet `courier`. Raises ConfigError where it was not started for that."""
+        ...
+
+    async def receive(self, courier: Courier, lend: Lend, label: str, ready: Callable[[], None]) -> None:
+        """As `load`, with weights that `courier` brings from where `lend` shows them. Where that fails the server may
+        hold half of each until `load` or `receive` succeeds."""
+        ...
+
+    async def forget_half(self) -> None:
+        """Let go of what came of a transfer that broke off. Returns once the server waits for no more of it."""
+        ...
 
 
 class Http:

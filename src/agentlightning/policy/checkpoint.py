@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from agentlightning.errors import PolicyError
+from agentlightning.policy.weights import INPUT, OUTPUT
 
 TRAINING_STATE = "training_state.pt"
 
@@ -71,6 +74,21 @@ def load_weights(directory: Path, model: PreTrainedModel) -> None:
             "continue with the model it was saved from"
         )
     model.load_state_dict(weights)
+
+
+def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` holds, under the names it has there: not copied where the model keeps it as such.
+
+    A tied output layer comes under its own name too, see `policy.weights`."""
+    state = dict(model.state_dict())
+    has_output = OUTPUT in state
+    for name in model._keys_to_ignore_on_save or ():  # pyright: ignore[reportPrivateUsage]
+        state.pop(name, None)
+    kept = remove_tied_weights_from_state_dict(state, model)
+    named = revert_weight_conversion(model, kept)
+    if has_output and INPUT in named and OUTPUT not in named:
+        named[OUTPUT] = named[INPUT]
+    return named
 
 
 def load_state(directory: Path) -> dict[str, Any]:

@@ -137,6 +137,15 @@ class LocalPolicy:
         )
 
     @property
+    def device(self) -> str:
+        return str(self._model.device)
+
+    async def lend(self, use: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        """`use(weights)`, named as in a checkpoint, in the engine's thread: nothing changes them meanwhile. Raises
+        PolicyError for whatever it raises."""
+        await self._engine.run(lambda: use(checkpoint.named_weights(self._model)))
+
+    @property
     def can_update_in_flight(self) -> bool:
         return True
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from agentlightning.policy.backend import Backend, End
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.backend import Backend, BackendError, End, Receiver
+from agentlightning.policy.transfer.base import Courier, Lend
+
+FORGIVEN = 1
+"""A server whose transfers failed more often gets its weights from the disk for the rest of the run."""
 
 
 class Child(Protocol):
@@ -23,13 +29,63 @@ class Child(Protocol):
     async def close(self) -> None: ...
 
 
+class Source(Protocol):
+    """Where servers get one version of the weights from."""
+
+    @property
+    def lend(self) -> Lend | None:
+        """Shows them where they lie, for servers that take them without the disk; None: they are on disk alone."""
+        ...
+
+    async def directory(self) -> Path:
+        """Where they are on disk; written now, unless they are there. Raises PolicyError where they are gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Weights that were written."""
+
+    path: Path
+    lend: Lend | None = None
+
+    async def directory(self) -> Path:
+        return self.path
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What all servers are to have."""
 
-    directory: Path
+    source: Source
     version: int
     label: str
+
+
+@dataclass(slots=True)
+class Transfer:
+    """How a server takes weights without the disk."""
+
+    receiver: Receiver
+    courier: Courier
+    failures: int = 0
+
+    @property
+    def usable(self) -> bool:
+        return self.failures <= FORGIVEN
+
+    async def give(self, weights: Weights, lend: Lend, ready: Callable[[], None]) -> None:
+        """Raises BackendError or ConfigError; the server may then hold half of each."""
+        try:
+            if not self.courier.joined:
+                await self.receiver.join(self.courier)
+            await self.receiver.receive(self.courier, lend, weights.label, ready)
+        except (PolicyError, ConfigError) as error:
+            self.failures += 1
+            self.courier.abort()
+            if isinstance(error, (BackendError, ConfigError)):
+                raise
+            raise BackendError(f"{self.receiver.url}: {error}", again=True) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +106,10 @@ class Replica:
     """Looks in a row that found it ailing."""
     adapters: dict[str, int] = field(default_factory=dict[str, int])
     """Name -> the version it has of it."""
+    transfer: Transfer | None = None
+    """How it takes weights without the disk; None: it does not."""
+    torn: bool = False
+    """Whether a transfer to it broke off since it was last given weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, 
 from agentlightning.policy.backend import BackendError, End, Run, Served
 from agentlightning.policy.base import ChatFormat, HeldTo, Sample, SamplingParams
 from agentlightning.policy.drawing import Drawing, Stopped, UnknownWeightsError
-from agentlightning.policy.replica import Adapter, Child, Patience, Replica, Weights
+from agentlightning.policy.replica import Adapter, Child, OnDisk, Patience, Replica, Source, Transfer, Weights
 from agentlightning.rendezvous import weight
 from agentlightning.transport import Transport
 
@@ -248,28 +248,33 @@ class Replicas:
 
     # -- weights and adapters --------------------------------------------------------------------------------------
 
-    async def push(self, directory: Path, version: int) -> None:
-        """Give all servers the weights in `directory`, which they read themselves. Returns when all that are up have
-        them; the others get them before they draw again. Raises PolicyError where none can be brought to take them."""
+    async def push(self, weights: Path | Source, version: int) -> None:
+        """Give all servers these weights: those in a directory, which they read themselves, or those of a source.
+        Returns when all that are up have them; the others get them before they draw again, from the disk. Raises
+        PolicyError where none can be brought to take them."""
+        source = OnDisk(weights) if isinstance(weights, Path) else weights
         async with self._changing:
             # A label of its own each time: weights that were gone back to, and what followed, are not the same again.
             self._pushes += 1
-            self._weights = weights = Weights(Path(directory), version, f"{self._prefix}-{self._pushes}")
+            self._weights = given = Weights(source, version, f"{self._prefix}-{self._pushes}")
             # Weights that were not given to it are those of a server that was started again.
             self._labels = {label: known for label, known in self._labels.items() if label.startswith(self._prefix)}
-            self._labels[weights.label] = version
+            self._labels[given.label] = version
             await asyncio.gather(*(self._give(replica) for replica in self.replicas if replica.up))
             self._version = version
         await self._choose("", ())
 
     async def _give(self, replica: Replica) -> None:
+        transfer = replica.transfer if replica.transfer is not None and replica.transfer.usable else None
         try:
-            await self._load(replica)
+            await self._load(replica, transfer)
         except (BackendError, ConfigError) as error:
             # It may hold half of each: nobody draws there until it has the new ones.
             self._take_out(replica, str(error))
+            if transfer is not None and not transfer.usable:
+                log.warning("model server %s gets its weights from the disk from now on", replica.backend.url)
 
-    async def _load(self, replica: Replica) -> None:
+    async def _load(self, replica: Replica, transfer: Transfer | None = None) -> None:
         weights = self._weights
         if weights is None:
             return
@@ -277,7 +282,12 @@ class Replicas:
         def ready() -> None:
             replica.version = weights.version
 
-        await replica.backend.load(weights.directory, weights.label, ready)
+        if transfer is not None and weights.source.lend is not None:
+            replica.torn = True
+            await transfer.give(weights, weights.source.lend, ready)
+        else:
+            await replica.backend.load(await weights.source.directory(), weights.label, ready)
+        replica.torn = False
         replica.label = await replica.backend.label()
         if replica.label not in (None, weights.label):
             raise BackendError(f"{replica.backend.url} has weights {replica.label}, not {weights.label}", again=True)
@@ -349,6 +359,8 @@ class Replicas:
     def _take_out(self, replica: Replica, why: str) -> None:
         """As `_suspect`, and what it is drawing is drawn elsewhere."""
         self._suspect(replica, why)
+        if replica.transfer is not None:
+            replica.transfer.courier.abort()
         replica.version, replica.label, replica.why = -1, None, why
         self._drop(replica)
 
@@ -367,14 +379,17 @@ class Replicas:
         pause, since = FIRST_PAUSE, time.monotonic()
         while True:
             try:
-                if replica.child is not None and replica.child.ended:
+                # What waits for the rest of a transfer may wait for ever: better a new one.
+                if replica.child is not None and (replica.child.ended or replica.torn):
                     await self._restart(replica, replica.child)
                 await replica.backend.health()
+                if replica.torn and replica.transfer is not None:
+                    await replica.transfer.receiver.forget_half()
                 async with self._changing:
                     await self._catch_up(replica)
                     replica.up = True
                 break
-            except (BackendError, ConfigError, ServerError) as error:
+            except (PolicyError, ConfigError, ServerError) as error:
                 replica.why = str(error)
             if time.monotonic() - since > STALLED_SECONDS:
                 self._drop(replica)
@@ -386,7 +401,8 @@ class Replicas:
     async def _restart(self, replica: Replica, child: Child) -> None:
         replica.adapters.clear()
         replica.version, replica.label = -1, None
-        await child.restart(self._weights.directory if self._weights else None)
+        await child.restart(await self._weights.source.directory() if self._weights else None)
+        replica.torn = False
 
     async def _catch_up(self, replica: Replica) -> None:
         label = await replica.backend.label()
@@ -411,6 +427,8 @@ class Replicas:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for transfer in filter(None, (replica.transfer for replica in self.replicas)):
+            transfer.courier.abort()
         await asyncio.gather(*(replica.child.close() for replica in self.replicas if replica.child))
         await self._transport.close()
 

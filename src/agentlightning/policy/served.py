@@ -1,8 +1,8 @@
 """A policy that learns here and is sampled from elsewhere: a local policy, and servers with the same weights.
 
 `ServedPolicy` fulfils `policy.base.Policy`. The local policy trains, saves and loads; after each change of its
-weights they are written to a directory, the servers read them in place, and one token is drawn by both to see that
-they agree. Only then does the update count.
+weights they are written to a directory and the servers read them in place, or they are sent without the disk
+(`policy.transfer`); a few tokens are drawn by both to see that they agree. Only then does the update count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from zlib import crc32
 
-from agentlightning.errors import PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ChatFormat, HeldTo, Policy, Sample, SamplingParams
 from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.servers import ServersConfig, open_servers
+from agentlightning.policy.transfer.base import Lend, Lender
+from agentlightning.policy.transfer.choice import AUTO, DISK, choose
 from agentlightning.policy.weights import WeightsFolder
 from agentlightning.trajectory import TrainingSample
 
@@ -26,17 +28,45 @@ NEAR: Final = {"float32": 0.01}
 """How far log-probabilities may be apart, by dtype."""
 
 
+class Held:
+    """The weights that the learner of `policy` has now, as a `Source` for servers. `path`: where they have been written
+    already."""
+
+    def __init__(self, policy: ServedPolicy, path: Path | None = None) -> None:
+        self.path = path
+        self._policy = policy
+        self._changes = policy.changes
+        self._writing = asyncio.Lock()
+
+    @property
+    def lend(self) -> Lend | None:
+        learner = self._policy.learner
+        return learner.lend if self._policy.transfer != DISK and isinstance(learner, Lender) else None
+
+    async def directory(self) -> Path:
+        async with self._writing:
+            if self.path is None:
+                self.path = await self._policy.write(self._changes)
+            return self.path
+
+
 class ServedPolicy:
     """Trains `learner`, samples from `servers`. Make it with `ServedPolicy.open`; it owns both."""
 
-    def __init__(self, learner: Policy, servers: Replicas, weights: WeightsFolder, tolerance: float) -> None:
+    def __init__(
+        self, learner: Policy, servers: Replicas, weights: WeightsFolder, tolerance: float, transfer: str = DISK
+    ) -> None:
         self.learner = learner
         self.servers = servers
         self.model = servers.model
         self.context_length = min(servers.context_length, learner.context_length)
         self.differences: list[float] = []
         """For each update, how far the servers' log-probabilities of the probed tokens were from the learner's."""
+        self.transfer = transfer
+        """How the weights travel: `disk`, or the name of a courier."""
         self._weights = weights
+        self._changes = 0
+        """How often the learner's weights were changed, or may have been."""
         self._tolerance = tolerance
         self._probe = tuple(learner.chat.encode(learner.chat.render(list(PROBE))))
 
@@ -53,6 +83,7 @@ class ServedPolicy:
         """Start or join the servers of `config`, and give them the learner's weights. `folder` is where their logs
         go, and the weights unless `config.weights` says otherwise. Raises as `open_servers` and `push` do."""
         weights = WeightsFolder(_own_folder(Path(config.weights), folder) if config.weights else folder / "weights")
+        transfer, device = _transfer(learner, config, kind)
         first = await weights.write(learner)
         servers = await open_servers(
             config,
@@ -64,10 +95,12 @@ class ServedPolicy:
             max_context=learner.context_length,
             weights_change=True,
             logs=folder,
+            transfer=transfer,
+            device=device,
         )
-        policy = cls(learner, servers, weights, config.tolerance or NEAR.get(dtype, 0.1))
+        policy = cls(learner, servers, weights, config.tolerance or NEAR.get(dtype, 0.1), transfer)
         try:
-            await policy._give(first)
+            await policy._give(Held(policy, first))
         except BaseException:
             await servers.close()
             raise
@@ -113,6 +146,7 @@ class ServedPolicy:
     ) -> Mapping[str, float]:
         """See `Policy.train`. Raises as the learner does, and PolicyError where the servers do not take the weights."""
         self._nobody(in_flight)
+        self._changes += 1
         metrics = await self.learner.train(samples, **options)
         await self.publish()
         return {**metrics, "server_difference": self.differences[-1]}
@@ -123,18 +157,38 @@ class ServedPolicy:
     async def load(self, directory: Path, *, in_flight: bool = False) -> None:
         """See `Policy.load`. Raises as `train` does."""
         self._nobody(in_flight)
+        self._changes += 1
         await self.learner.load(directory)
         await self.publish()
 
     async def publish(self) -> None:
         """Give the servers the learner's weights, and see that they agree. Raises PolicyError where no server takes
         them, or one then answers otherwise than the learner."""
-        await self._give(await self._weights.write(self.learner))
+        held = Held(self)
+        if self.transfer == DISK:
+            await held.directory()
+        await self._give(held)
 
-    async def _give(self, directory: Path) -> None:
-        await self.servers.push(directory, self.learner.policy_version)
+    async def _give(self, held: Held) -> None:
+        await self.servers.push(held, self.learner.policy_version)
         await self._verify()
-        await self._weights.prune(directory)
+        if not all(replica.up for replica in self.servers.replicas):
+            await held.directory()  # As long as they can be had: the next step changes them.
+        if held.path is not None:
+            await self._weights.prune(held.path)
+
+    async def write(self, changes: int) -> Path:
+        """The weights on disk, as they were after so many changes. Raises PolicyError where they have changed since."""
+        directory = await self._weights.write(self.learner) if changes == self._changes else None
+        if directory is None or changes != self._changes:
+            if directory is not None:  # Its name may be that of others.
+                await self._weights.remove(directory)
+            raise PolicyError("the weights have changed since; the server gets those of the next update")
+        return directory
+
+    @property
+    def changes(self) -> int:
+        return self._changes
 
     def _nobody(self, in_flight: bool) -> None:
         if not in_flight and self.servers.busy:
@@ -163,6 +217,19 @@ class ServedPolicy:
             await self.servers.close()
         finally:
             await self.learner.close()
+
+
+def _transfer(learner: Policy, config: ServersConfig, kind: str) -> tuple[str, str]:
+    """How weights travel, and the device they travel from. Raises ConfigError where they cannot as configured."""
+    if config.transfer == DISK or (config.transfer == AUTO and (kind != "vllm" or not isinstance(learner, Lender))):
+        return DISK, "cpu"
+    if kind != "vllm":
+        raise ConfigError(
+            f'transfer="{config.transfer}" is for vLLM servers; {kind} servers read weights from the disk'
+        )
+    if not isinstance(learner, Lender):
+        raise ConfigError(f'{type(learner).__name__} does not lend its weights; use transfer="disk"')
+    return choose(config.transfer, learner.device, () if config.urls else config.devices), learner.device
 
 
 def _difference(own: Sample, other: Sample) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import shutil
@@ -13,15 +14,18 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.backend import Backend
 from agentlightning.policy.base import ChatFormat, Engine
 from agentlightning.policy.child import Launch, VllmChild
-from agentlightning.policy.replica import Patience, Replica
+from agentlightning.policy.replica import Patience, Replica, Transfer
 from agentlightning.policy.replicas import Replicas
 from agentlightning.policy.sglang import SGLangServer
+from agentlightning.policy.transfer.choice import AUTO, COURIERS, DISK, environment
 from agentlightning.policy.vllm import VllmServer
 from agentlightning.transport import Transport, open_transport
+
+log = logging.getLogger(__name__)
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -55,12 +59,18 @@ class ServersConfig(BaseModel):
     """How long a call waits where no server is up."""
     weights: str | None = None
     """Directory that this machine and the servers see under the same path, for new weights; None: the run's own."""
+    transfer: str = "disk"
+    """How new weights come to vLLM servers: `disk`; `nccl`, from the trainer's GPU to theirs; `ipc`, on one GPU that a
+    server shares with the trainer; `auto`: without the disk wherever servers are started here and `devices` says which
+    GPU is whose. A server where a transfer fails gets them from the disk."""
     tolerance: float | None = Field(default=None, gt=0)
     """How far the servers' log-probability of a token may be from the trainer's before an update counts as failed.
     None: 0.01 for float32, 0.1 for bfloat16, whose rounding makes some hundredths."""
 
     @model_validator(mode="after")
     def _fits(self) -> ServersConfig:
+        if self.transfer not in (AUTO, DISK, *COURIERS):
+            raise ValueError(f"transfer={self.transfer!r}: choose one of {', '.join([DISK, AUTO, *COURIERS])}")
         if self.devices and len(self.devices) != self.count:
             raise ValueError(f"devices names those of {len(self.devices)} servers, count={self.count}; give one each")
         if self.urls and (self.devices or self.args or self.env):
@@ -157,11 +167,14 @@ async def open_servers(
     max_context: int | None = None,
     weights_change: bool = False,
     logs: Path = Path(),
+    transfer: str = DISK,
+    device: str = "cpu",
 ) -> Replicas:
     """The engine over the servers of `config`.
 
     With `config.urls` they are joined. Else vLLM servers are started with `model`, as `name`, and write to files in
-    `logs`; they end with the engine. Raises ConfigError, ServerError where one cannot be started, and as
+    `logs`; they end with the engine. With a `transfer` (a key of `transfer.choice.COURIERS`) they take new weights from
+    a trainer on `device` without the disk. Raises ConfigError, ServerError where one cannot be started, and as
     `Replicas.open` does."""
     config.check(kind)
     transport = open_transport()
@@ -170,8 +183,10 @@ async def open_servers(
         if config.urls:
             replicas = [Replica(_backend(kind, transport, config, url)) for url in config.urls]
         else:
-            launches = _launches(config, model, name, dtype, max_context, logs)
+            launches = _launches(config, model, name, dtype, max_context, logs, transfer)
             replicas = await _start(launches, config, transport, stack)
+        if transfer != DISK:
+            await _join(replicas, transfer, device, required=config.transfer != AUTO)
         engine = await Replicas.open(
             replicas,
             chat,
@@ -191,7 +206,13 @@ def _backend(kind: str, transport: Transport, config: ServersConfig, url: str) -
 
 
 def _launches(
-    config: ServersConfig, model: Path | None, name: str | None, dtype: str, max_context: int | None, logs: Path
+    config: ServersConfig,
+    model: Path | None,
+    name: str | None,
+    dtype: str,
+    max_context: int | None,
+    logs: Path,
+    transfer: str,
 ) -> list[Launch]:
     if model is None:
         raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
@@ -201,14 +222,46 @@ def _launches(
             name=name or "policy",
             log=logs / f"vllm-{index}.log",
             command=shlex.split(config.command),
-            args=config.args,
-            env={**config.env, **({DEVICES: config.devices[index]} if config.devices else {})},
+            args=(*config.args, *_receiving(transfer)),
+            env={**environment(transfer), **config.env, **({DEVICES: config.devices[index]} if config.devices else {})},
             dtype=dtype,
             max_context=max_context,
             seconds=config.start_seconds,
         )
         for index in range(config.count)
     ]
+
+
+def _receiving(transfer: str) -> tuple[str, ...]:
+    return () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
+
+
+async def _join(replicas: Sequence[Replica], transfer: str, device: str, *, required: bool) -> None:
+    """Have their workers meet us. Raises ConfigError or BackendError where one cannot; where it is not `required` that
+    server gets weights from the disk."""
+    for replica in replicas:
+        assert isinstance(replica.backend, VllmServer)
+        replica.transfer = Transfer(replica.backend, COURIERS[transfer](device))
+    try:
+        await asyncio.gather(*(_meet(replica, required) for replica in replicas))
+    except BaseException:
+        for each in filter(None, (replica.transfer for replica in replicas)):
+            each.courier.abort()
+        raise
+
+
+async def _meet(replica: Replica, required: bool) -> None:
+    if replica.transfer is None:
+        return
+    try:
+        await replica.transfer.receiver.join(replica.transfer.courier)
+    except (PolicyError, ConfigError) as error:
+        if required:
+            raise
+        log.warning("weights go to %s by the disk: %s", replica.backend.url, error)
+        replica.transfer = None
+        if replica.child is not None:  # Its workers may wait for us for ever.
+            await replica.child.restart(None)
 
 
 async def _start(

@@ -8,8 +8,11 @@ with token ids. Log-probabilities are those of the distribution a token was draw
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +20,7 @@ from typing import Any, Final
 from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Ask, BackendError, End, Http, Receive, Run, Served, Top, refusal
 from agentlightning.policy.base import RESHAPING, SamplingParams
+from agentlightning.policy.transfer.base import Courier, Lend, TransferError
 from agentlightning.transport import Transport
 
 GENERATE: Final = "/inference/v1/generate"
@@ -55,6 +59,8 @@ class VllmServer:
         self._wanted = model
         self._generates: bool | None = None
         """Whether it has GENERATE; None: not known yet."""
+        self._half = False
+        """Whether a transfer of weights began that did not end."""
 
     @property
     def url(self) -> str:
@@ -150,12 +156,70 @@ class VllmServer:
             raise
         return answer.get("weight_version") if isinstance(answer, dict) else None
 
+    # In this order nothing is drawn by half-loaded weights, and no key or value outlives the weights it is of.
+
     async def load(self, directory: Path, label: str, ready: Callable[[], None]) -> None:
-        # In this order nothing is drawn by half-loaded weights, and no key or value outlives the weights it is of.
         await self._http.post("/pause?mode=keep", seconds=60.0)
+        await self.forget_half()
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._http.post("/collective_rpc", reload, seconds=LOAD_SECONDS)
         await self._set_label(label)
+        await self._go_on_with_new(ready)
+
+    async def join(self, courier: Courier) -> None:
+        await self._ask_to_leave()  # What it still has of another run, or of a courier that broke.
+        world = await self._http.get("/get_world_size")
+        try:
+            invitation = {"init_info": courier.invite(int(world["world_size"]))}
+            asking = asyncio.create_task(
+                self._http.post("/init_weight_transfer_engine", invitation, seconds=LOAD_SECONDS)
+            )
+            await _both(asking, courier)
+        except (TransferError, BackendError) as error:
+            if isinstance(error, BackendError) and error.status in (404, 500):
+                raise ConfigError(
+                    f"{self.url} does not take weights in this way ({error}); start it with --weight-transfer-config, "
+                    'or use transfer = "disk"'
+                ) from error
+            raise BackendError(f"{self.url}: {error}", again=True) from error
+
+    async def receive(self, courier: Courier, lend: Lend, label: str, ready: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(info: dict[str, Any]) -> Future[Any]:
+            call = self._http.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
+            return asyncio.run_coroutine_threadsafe(call, loop)
+
+        await self._http.post("/pause?mode=keep", seconds=60.0)
+        await self.forget_half()
+        self._half = True
+        await self._http.post("/start_weight_update", seconds=60.0)
+        try:
+            await lend(lambda weights: courier.send(weights, tell))
+        except TransferError as error:
+            raise BackendError(f"{self.url} did not get the weights: {error}", again=True) from error
+        except BaseException:
+            courier.abort()  # Nobody waits for it any more.
+            raise
+        await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
+        self._half = False
+        await self._go_on_with_new(ready)
+
+    async def forget_half(self) -> None:
+        """vLLM counts what came of each layer: what is left of a transfer that broke off would be taken for part of
+        the next one. To begin and to end one without any tensor makes it count anew."""
+        if not self._half:
+            return
+        with contextlib.suppress(BackendError):  # It may not know yet that it broke off.
+            await self._http.post("/start_weight_update", seconds=60.0)
+        await self._http.post("/finish_weight_update", seconds=60.0)
+        self._half = False
+
+    async def _ask_to_leave(self) -> None:
+        with contextlib.suppress(BackendError):  # Where it fails it has nothing, or /init_... says what is wrong.
+            await self._http.post("/shutdown_weight_transfer_engine", seconds=60.0)
+
+    async def _go_on_with_new(self, ready: Callable[[], None]) -> None:
         answer = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise self._http.broken("/reset_prefix_cache", "it keeps what the old weights computed")
@@ -196,7 +260,30 @@ class VllmServer:
                 raise ConfigError(f"{self.url} has no /is_paused: {message}") from error
             raise
         if isinstance(answer, dict) and answer.get("is_paused"):
+            self._half = True
+            with contextlib.suppress(BackendError):  # It may take no transfers at all.
+                await self.forget_half()
+            self._half = False
             await self._http.post("/resume", seconds=60.0)
+
+
+async def _both(asking: asyncio.Task[Any], courier: Courier) -> None:
+    """Join while the server does. Raises what the server says, where it says something, and else what NCCL does."""
+
+    def over(done: asyncio.Task[Any]) -> None:
+        if done.cancelled() or done.exception():
+            courier.abort()
+
+    asking.add_done_callback(over)
+    try:
+        await asyncio.to_thread(courier.join)
+        await asking
+    except TransferError:
+        if asking.done():
+            await asking
+        raise
+    finally:
+        asking.cancel()
 
 
 def check(params: SamplingParams) -> None:

@@ -37,6 +37,9 @@ class WeightsFolder:
         """Remove all but `newest` and the last written beside it."""
         await asyncio.to_thread(self._prune, newest)
 
+    async def remove(self, directory: Path) -> None:
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
     def _prune(self, newest: Path) -> None:
         others = [entry for entry in self.path.glob("version-*") if entry != newest]
         others.sort(key=lambda entry: entry.stat().st_mtime)
