@@ -10,12 +10,14 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.rollouts import AttemptedRollout, attempt_environment, attempt_key
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
+from agentlightning.testing.provider import ScriptedProvider
 from agentlightning.testing.tokenizer import tiny_tokenizer
 
 SECRET = "a-secret-nobody-prints"
@@ -113,6 +115,22 @@ async def serve(store):
             server = await exits.enter_async_context(Server(kept, gateway, secret=SECRET))
             attempted = await kept.start_rollout({"question": "6*7"})
             return Service(kept, scripted, gateway, server, attempted, exits)
+
+        yield start
+
+
+@pytest.fixture
+async def ask(serve):
+    """ask(dialect, replies) -> (the service, the provider behind its model "theirs")."""
+    async with AsyncExitStack() as exits:
+
+        async def start(dialect, replies, **options):
+            provider = await exits.enter_async_context(ScriptedProvider(replies))
+            base = provider.url if dialect == "anthropic" else f"{provider.url}/v1"
+            them = {"name": "them", "dialect": dialect, "base_urls": [base], "api_key": "sk-theirs-0123456789"}
+            rule = {"model": "theirs", "provider": "them", "send_model": "big-1"}
+            config = GatewayConfig.model_validate({"providers": [them | options], "routes": [rule]})
+            return await serve([], config=config), provider
 
         yield start
 

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
-from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.images import as_blocks, as_chat, hide
+from agentlightning.gateway.attachments import as_blocks, as_chat, hide
 from agentlightning.testing.provider import (
     Reply,
-    ScriptedProvider,
     chat_answer,
     chat_events,
     messages_answer,
@@ -27,25 +25,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}, "required":
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "hi"}]
 PIXEL = "iVBORw0KGgo="
-
-
-@pytest.fixture
-async def ask(serve):
-    """ask(dialect, replies) -> (the service, the provider behind its model "theirs")."""
-    opened = []
-
-    async def start(dialect, replies, **options):
-        provider = await ScriptedProvider(replies).start()
-        opened.append(provider)
-        base = provider.url if dialect == "anthropic" else f"{provider.url}/v1"
-        them = {"name": "them", "dialect": dialect, "base_urls": [base], "api_key": "sk-theirs-0123456789"}
-        rule = {"model": "theirs", "provider": "them", "send_model": "big-1"}
-        config = GatewayConfig.model_validate({"providers": [them | options], "routes": [rule]})
-        return await serve([], config=config), provider
-
-    yield start
-    for provider in opened:
-        await provider.stop()
 
 
 # -- Anthropic's clients, a server of chat completions ----------------------------------------------------------------
@@ -266,8 +245,9 @@ async def test_an_openai_client_hears_a_stream_of_anthropic_token_by_token(ask):
     chunks = [chunk async for chunk in stream]
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert [delta.content for delta in deltas if delta.content] == ["Hel", "lo."]
-    (call,) = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
-    assert (call.id, json.loads(call.function.arguments)) == ("toolu_1", {"a": 6, "b": 7})
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (calls[0].id, calls[0].function.name, calls[0].index) == ("toolu_1", "add", 0)
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"a": 6, "b": 7}
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
     assert chunks[-1].usage.completion_tokens == 3
 

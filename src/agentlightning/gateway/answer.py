@@ -224,6 +224,8 @@ class Answer:
     """How the model marks a thought; None: nothing is told apart."""
     thought: str = ""
     content: str = ""
+    refused: bool = False
+    """The content is why the model does not answer."""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     sample: Sample | None = None
     received: int = 0

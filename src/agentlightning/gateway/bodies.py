@@ -11,16 +11,21 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from agentlightning.gateway.attachments import as_blocks, as_chat, has_attachments, without
 from agentlightning.gateway.constraint import Constraint
+from agentlightning.gateway.conversation import same_meaning
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.fields import MESSAGES_PARAMS, RESPONSES_PARAMS, short
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
-from agentlightning.gateway.images import as_blocks, as_chat, has_images, without
+from agentlightning.gateway.extras import EXTRAS
 from agentlightning.gateway.problems import bad
 from agentlightning.gateway.provider import Provider
+from agentlightning.gateway.sealed import turn_key
 from agentlightning.policy.base import Message, SamplingParams
 
 Json = dict[str, Any]
+Blocks = Callable[[bytes], list[Json]]
+"""A turn as the provider said it, by its key; empty where nobody knows."""
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
 _NEW_NAME: Final = ("api.openai.com", ".openai.azure.com")
@@ -57,26 +62,39 @@ def _object(data: Mapping[str, Any], name: str) -> Json:
 # -- chat completions ------------------------------------------------------------------------------------------------
 
 
-def chat_body(request: Request, provider: Provider, model: str, params: Json) -> Json:
-    """The body of POST /v1/chat/completions."""
-    body: Json = {"model": model, "messages": _chat_messages(request.messages, thoughts=provider.token_ids)}
+def chat_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
+    """The body of POST /v1/chat/completions. Raises Problem 400 naming what it cannot be asked."""
+    try:
+        messages = _chat_messages(request.messages, thoughts=provider.token_ids)
+    except ValueError as error:
+        raise bad("messages" if "messages" in request.asked else "input", str(error)) from None
+    body: Json = {"model": model, "messages": messages}
     names = {"max_tokens": _limit_name(provider)}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
-    if request.tools:
-        body["tools"] = request.tools
-        if (choice := _chat_choice(request.constraint)) is not None:
-            body["tool_choice"] = choice
-        if request.constraint.one_call:
-            body["parallel_tool_calls"] = False
+    body |= _chat_tools(request)
     if (shape := shape_of(request.asked)) is not None:
         body["response_format"] = shape
     if request.n > 1:
         body["n"] = request.n
     if request.logprobs:
-        raise bad("include", f"log-probabilities are not passed on from the provider {provider.name!r}; leave them out")
+        body["logprobs"] = True
+        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
     if request.stream:
         body["stream"] = True
     return body
+
+
+def _chat_tools(request: Request) -> Json:
+    if request.barred:
+        return {"tools": request.barred, "tool_choice": "none"}
+    if not request.tools:
+        return {}
+    found: Json = {"tools": request.tools}
+    if (choice := _chat_choice(request.constraint)) is not None:
+        found["tool_choice"] = choice
+    if request.constraint.one_call:
+        found["parallel_tool_calls"] = False
+    return found
 
 
 def _on_the_wire(name: str, value: Any) -> Any:
@@ -92,9 +110,10 @@ def _limit_name(provider: Provider) -> str:
 
 def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
     """Images in the result of a tool follow it as a message of the user: a tool's message holds text only."""
+    known = _CHAT_KEYS | ({"reasoning_content"} if thoughts else set())
     sent: list[Json] = []
     shown: list[Json] = []
-    for message in messages:
+    for message in _results_first(messages):
         if message["role"] != "tool" and shown:
             sent.append({"role": "user", "content": shown})
             shown = []
@@ -102,9 +121,28 @@ def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
         if message["role"] == "tool":
             content, images = without(content)
             shown += images
-        kept = {key: value for key, value in message.items() if thoughts or key != "reasoning_content"}
+        kept = {key: value for key, value in message.items() if key in known}
         sent.append(kept | {"content": _chat_content(message, content)})
     return [*sent, {"role": "user", "content": shown}] if shown else sent
+
+
+_CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+
+
+def _results_first(messages: Sequence[Message]) -> list[Message]:
+    """Results of tools right behind the turn that called them, as every provider demands; all else in its order."""
+    sorted_: list[Message] = []
+    answered: list[Message] | None = None
+    others: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            sorted_ += [*others, message]
+            answered, others = [], []
+        elif answered is not None and message["role"] == "tool":
+            sorted_.append(message)
+        else:
+            others.append(message)
+    return sorted_ + others
 
 
 def _chat_content(message: Message, content: str) -> Any:
@@ -125,15 +163,14 @@ def _chat_choice(constraint: Constraint) -> Any:
 # -- Anthropic's messages --------------------------------------------------------------------------------------------
 
 
-def messages_body(request: Request, provider: Provider, model: str, params: Json) -> Json:
+def messages_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
     """The body of POST /v1/messages. Raises Problem 400 naming what Anthropic cannot be asked."""
     _refuse_foreign(request, provider, params)
-    system, messages = _turns(request.messages)
-    body: Json = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": params.get("max_tokens") or provider.max_output_tokens,
-    }
+    system, messages = _turns(_merged(request.messages), blocks)
+    if messages and messages[-1]["role"] == "assistant":
+        message = f"the last message is the assistant's, which the provider {provider.name!r} would go on with instead"
+        raise bad("messages" if "messages" in request.asked else "input", f"{message} of answering; add one of the user")
+    body: Json = {"model": model, "messages": messages, "max_tokens": _most(request, provider, params)}
     if system:
         body["system"] = system
     body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
@@ -145,6 +182,14 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     if request.stream:
         body["stream"] = True
     return body
+
+
+def _most(request: Request, provider: Provider, params: Json) -> int:
+    """The longest answer. Thoughts are part of it: where the caller set no limit, they come on top of ours."""
+    if params.get("max_tokens"):
+        return params["max_tokens"]
+    budget = _object(request.asked, "thinking").get("budget_tokens")
+    return provider.max_output_tokens + (budget if type(budget) is int and budget > 0 else 0)
 
 
 _ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
@@ -160,39 +205,95 @@ def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
         ("response_format", shape, shape is None or shape["type"] == "json_schema"),
     ]
     asked += [(name, value, not value and name != "seed") for name, value in params.items() if name not in _ANTHROPICS]
-    for name, value, fine in asked:
+    for meant, value, fine in asked:
         if not fine:
+            name = _name_of(meant, request.asked)
             message = (
                 f"{name}={short(value)} cannot be asked of the provider {provider.name!r}, which speaks Anthropic's"
             )
             raise bad(name, f"{message} /v1/messages; leave it out")
 
 
-def _turns(messages: Sequence[Message]) -> tuple[str, list[Json]]:
+_ELSEWHERE: Final = {
+    "response_format": ("response_format", "text"),
+    "logprobs": ("logprobs", "top_logprobs", "include"),
+    "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+}
+
+
+def _name_of(meant: str, asked: Mapping[str, Any]) -> str:
+    """What the request calls it."""
+    return next((name for name in _ELSEWHERE.get(meant, ()) if asked.get(name)), meant)
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """The messages of one turn of the assistant as one: clients may send its words and its calls apart."""
+    merged: list[Message] = []
+    for message in _results_first(messages):
+        last = merged[-1] if merged else None
+        if last is None or message["role"] != "assistant" or last["role"] != "assistant":
+            merged.append(message)
+            continue
+        both = {"content": (last.get("content") or "") + (message.get("content") or "")}
+        lists = {
+            key: [*last.get(key, ()), *message.get(key, ())]
+            for key in ("tool_calls", "sealed")
+            if key in last or key in message
+        }
+        merged[-1] = {**last, **both, **lists}
+    return merged
+
+
+def _turns(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]]:
     """(the system prompt, turns of user and assistant by turns). Results of tools are the user's; what the system says
     later on is told by the user."""
     system: list[str] = []
     turns: list[Json] = []
-    for message in messages:
+    for index, message in enumerate(messages):
         if message["role"] == "system" and not turns:
             system.append(message.get("content") or "")
             continue
-        role, blocks = _turn(message)
+        if message["role"] == "assistant":
+            previous = messages[index - 1] if index else None
+            role, content = "assistant", _said(message, blocks(turn_key(previous, message)))
+        else:
+            role, content = "user", _heard(message)
         if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += blocks
-        elif blocks:
-            turns.append({"role": role, "content": blocks})
+            turns[-1]["content"] += content
+        elif content:
+            turns.append({"role": role, "content": content})
     return "\n\n".join(filter(None, system)), turns
 
 
-def _turn(message: Message) -> tuple[str, list[Json]]:
+def _heard(message: Message) -> list[Json]:
     content = message.get("content") or ""
-    if message["role"] == "tool":
-        result: Any = as_blocks(content) if has_images(content) else content
-        return "user", [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": result}]
-    if message["role"] != "assistant":
-        return "user", as_blocks(content)
-    return "assistant", as_blocks(content) + [_tool_use(call) for call in message.get("tool_calls") or ()]
+    if message["role"] != "tool":
+        return as_blocks(content)
+    result: Any = as_blocks(content) if has_attachments(content) else content
+    return [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": result}]
+
+
+def _said(message: Message, before: list[Json]) -> list[Json]:
+    """A turn of the assistant: as the provider said it, where it is still the same; else with its thoughts first."""
+    if before and same_meaning(_message_of(before)) == same_meaning(message):
+        return before
+    thoughts = [block for block in before if block["type"] in _THOUGHTS] or message.get("sealed") or []
+    content = as_blocks(message.get("content") or "")
+    return [*thoughts, *content, *(_tool_use(call) for call in message.get("tool_calls") or ())]
+
+
+_THOUGHTS: Final = ("thinking", "redacted_thinking")
+
+
+def _message_of(blocks: Sequence[Json]) -> Message:
+    """Anthropic's blocks as a message: its words and its calls."""
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    uses = [block for block in blocks if block["type"] == "tool_use"]
+    calls = [
+        {"id": use["id"], "function": {"name": use["name"], "arguments": orjson.dumps(use["input"]).decode()}}
+        for use in uses
+    ]
+    return {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
 
 
 def _tool_use(call: Json) -> Json:
@@ -206,6 +307,9 @@ def _tool_use(call: Json) -> Json:
 
 
 def _tools(request: Request) -> Json:
+    if request.barred:
+        tools = [_tool(tool["function"]) for tool in request.barred]
+        return {"tools": tools, "tool_choice": {"type": "none"}}
     if not request.tools:
         return _tools_of_old(request.messages)
     constraint = request.constraint
@@ -231,12 +335,42 @@ def _tools_of_old(messages: Sequence[Message]) -> Json:
 
 
 def _tool(function: Mapping[str, Any]) -> Json:
-    tool: Json = {"name": function["name"], "input_schema": function.get("parameters") or {"type": "object"}}
+    schema = {"type": "object"} | (function.get("parameters") or {})
+    tool: Json = {"name": function["name"], "input_schema": schema}
     return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}
 
 
-BODIES: Final[Mapping[str, Callable[[Request, Provider, str, Json], Json]]] = {
+_WRITERS: Final[Mapping[str, Callable[[Request, Provider, str, Json, Blocks], Json]]] = {
     "chat/completions": chat_body,
     "messages": messages_body,
 }
 """By the path that is asked instead."""
+
+
+def body_of(
+    path: str, request: Request, provider: Provider, model: str, params: Json, blocks: Blocks
+) -> tuple[Json, tuple[str, ...]]:
+    """(the body for a path, the names of what was left out of it). Raises Problem 400 naming what cannot be left
+    out."""
+    extras, taken = EXTRAS[path](request.asked)
+    body = _with(_WRITERS[path](request, provider, model, params, blocks), extras)
+    lost = tuple(name for name in request.unknown if name not in taken)
+    return body, lost + _lost_inside(path, request)
+
+
+def _with(body: Json, extras: Json) -> Json:
+    """Objects of one name are put together."""
+    for name, value in extras.items():
+        known = body.get(name)
+        body[name] = {**value, **known} if isinstance(known, dict) else value
+    return body
+
+
+def _lost_inside(path: str, request: Request) -> tuple[str, ...]:
+    """What is not passed on of fields that are."""
+    lost: list[str] = []
+    if "effort" in _object(request.asked, "output_config"):
+        lost.append("output_config.effort")
+    if path == "messages" and any("name" in message for message in request.messages):
+        lost.append("messages.name")
+    return tuple(lost)

@@ -1,4 +1,5 @@
-"""Replies that later requests may name, for each attempt: `previous_response_id`, item references, retrieval.
+"""Replies that later requests may name, for each attempt: `previous_response_id`, item references, retrieval; and
+turns that a provider wants back as it said them (`gateway.sealed`).
 
 A conversation is kept as a tree of messages, each stored once, so that a client that sends its whole history with
 every call costs no more than one that sends what is new. Nothing outlives its attempt, or the process.
@@ -37,6 +38,7 @@ class _Memory:
     messages: dict[bytes, tuple[bytes, Message]] = field(default_factory=dict[bytes, tuple[bytes, Message]])
     """Digest of a conversation -> (digest without its last message, that message)."""
     items: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    blocks: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
     size: int = 0
 
 
@@ -67,6 +69,10 @@ class Recall:
         if (item := self._memory.items.get(item_id)) is None:
             raise bad("input", f"the item {item_id!r} is not kept here; send the item itself")
         return item
+
+    def blocks(self, turn: bytes) -> list[dict[str, Any]]:
+        """A turn as its provider said it (`Kept.keep_blocks`); empty where it is not kept."""
+        return self._memory.blocks.get(turn, [])
 
 
 class Kept:
@@ -111,6 +117,17 @@ class Kept:
         memory.size += len(body or b"")
         memory.items.update((item["id"], dict(item)) for item in items)
         self.size += memory.size - before
+        self._make_room()
+
+    def keep_blocks(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
+        """Keep a turn as its provider said it, and wants it back, under its key (`sealed.turn_key`)."""
+        memory = self._attempts.setdefault(attempt, _Memory())
+        self._attempts.move_to_end(attempt)
+        before = memory.blocks.get(turn)
+        grown = len(orjson.dumps(blocks)) - (len(orjson.dumps(before)) if before is not None else 0)
+        memory.blocks[turn] = blocks
+        memory.size += grown
+        self.size += grown
         self._make_room()
 
     def body(self, attempt: Attempt, response_id: str) -> bytes:

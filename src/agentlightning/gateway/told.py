@@ -1,17 +1,36 @@
-"""An answer as a provider tells it, for the writers of another dialect: in pieces as they come, and whole."""
+"""An answer as a provider tells it, for the writers of another dialect: in pieces as they come, and whole.
+
+Pieces are shown one after the other: while a tool call is under way, what belongs behind it waits until the call is
+seen to be whole, so that calls whose arguments come mixed arrive one by one. `gateway.telling` reads the provider's
+words and tells; `gateway.translate` takes the pieces.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.gateway.answer import Answer, Piece, Thought, ToolCall
-from agentlightning.gateway.heard import Call, Choice
+from agentlightning.gateway.answer import (
+    Answer,
+    CallBegun,
+    CallEnded,
+    CallPart,
+    Piece,
+    Refusal,
+    Sealed,
+    Thought,
+    ToolCall,
+)
+from agentlightning.gateway.sealed import Block, is_sealed
 from agentlightning.policy.base import ChatFormat
+
+Json = dict[str, Any]
 
 _NOBODYS: Final = cast("ChatFormat", None)
 """There are no tokens to be read."""
@@ -20,48 +39,205 @@ _REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
 
 
 @dataclass(slots=True)
+class _Growing:
+    """A tool call while it is told."""
+
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list[str])
+    shown: int = 0
+    """How many of them."""
+    begun: CallBegun | None = None
+    ended: bool = False
+    """Its provider says so."""
+    closed: bool = False
+    """Its end was shown."""
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+    def is_whole(self) -> bool:
+        try:
+            orjson.loads(self.arguments)
+        except orjson.JSONDecodeError:
+            return False
+        return True
+
+
+_Piece = tuple[Piece | _Growing, list[Json]]
+"""Something to show, with the log-probabilities of its tokens."""
+
+
+@dataclass(slots=True)
 class Told(Answer):
-    """One choice of a provider. `choice` is what has been heard of it."""
+    """The answer of a provider."""
 
     chat: ChatFormat = _NOBODYS
-    choice: Choice = field(default_factory=Choice)
-    _texts: int = field(default=0, init=False)
-    """Pieces of text that were passed on."""
-    _shown: int = field(default=0, init=False)
+    reason: str | None = None
+    """Why it ended, by chat completions' names; None: not said yet."""
+    stopped_by: str | None = None
+    """The stop string that ended it, where its provider says."""
+    broken: str = ""
+    """What its provider did that cannot be shown any more."""
+    blocks: list[Block] = field(default_factory=list[Block])
+    """All of it as Anthropic said it."""
+    _waiting: deque[_Piece] = field(default_factory=deque[_Piece], init=False)
+    _growing: dict[Hashable, _Growing] = field(default_factory=dict[Hashable, _Growing], init=False)
+    _shown: list[Piece] = field(default_factory=list[Piece], init=False)
+    _logprobs: list[Json] = field(default_factory=list[Json], init=False)
+    _loose: list[Json] = field(default_factory=list[Json], init=False)
+    """Log-probabilities that no piece has shown yet."""
+    _written: deque[list[Json]] = field(default_factory=deque[list[Json]], init=False)
+    """Log-probabilities of each piece that was taken and is not written yet."""
 
     def __post_init__(self) -> None:
         """It comes as text, with its thoughts and calls told apart."""
 
+    # -- telling ---------------------------------------------------------------------------------------------------
+
+    def say(self, text: Any, logprobs: Sequence[Json] = ()) -> None:
+        """Some more content, and what is known of its tokens."""
+        self._logprobs += logprobs
+        self._loose += logprobs
+        if isinstance(text, str) and text:
+            self._waiting.append((text, self._loose))
+            self._loose = []
+
+    def think(self, text: Any) -> None:
+        """Some more of a thought."""
+        if isinstance(text, str) and text:
+            self._waiting.append((Thought(text), []))
+
+    def refuse(self, text: Any) -> None:
+        """Some more of why it does not answer."""
+        if isinstance(text, str) and text:
+            self.refused = True
+            self._waiting.append((Refusal(text), []))
+
+    def keep(self, block: Block) -> None:
+        """A whole block, as Anthropic said it."""
+        self.blocks.append(block)
+        if is_sealed(block):
+            self._waiting.append((Sealed(block), []))
+
+    def call(self, place: Hashable, id: Any, name: Any, arguments: Any) -> None:
+        """A tool call, or some more of one."""
+        call = self._growing.get(place)
+        if call is None:
+            call = self._growing[place] = _Growing()
+            self._waiting.append((call, []))
+        if isinstance(id, str):
+            call.id = call.id or id
+        if isinstance(name, str) and call.begun is None:
+            call.name += name
+        if arguments is None or arguments == "":
+            return
+        text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        if not call.closed:
+            call.pieces.append(text)
+        elif text.strip():
+            self.broken = f"it went on with the tool call {call.name!r} after its end"
+
+    def end_call(self, place: Hashable) -> None:
+        """Nothing more will come of a call."""
+        if call := self._growing.get(place):
+            call.ended = True
+
+    # -- showing ---------------------------------------------------------------------------------------------------
+
+    def news(self, done: bool = False) -> list[Piece]:
+        """What can be shown since the last time; all the rest where it is `done`."""
+        pieces: list[Piece] = []
+        while self._waiting:
+            first, logprobs = self._waiting[0]
+            if not isinstance(first, _Growing):
+                pieces.append(first)
+                self._written.append(logprobs)
+                self._remember(first)
+                self._waiting.popleft()
+                continue
+            ends = done or first.ended or (len(self._waiting) > 1 and first.is_whole())
+            shown = self._grow(first, ends)
+            pieces += shown
+            self._written += [[] for _ in shown]
+            if not ends:
+                break
+            self._waiting.popleft()
+        self._shown += pieces
+        return pieces
+
+    def _remember(self, piece: Piece) -> None:
+        if isinstance(piece, str):
+            self.content += piece
+        elif isinstance(piece, Refusal):
+            self.content += piece.text
+        elif isinstance(piece, Thought):
+            self.thought += piece.text
+
+    def _grow(self, call: _Growing, ends: bool) -> list[Piece]:
+        """Begun with the first of its arguments: its name is whole by then."""
+        pieces: list[Piece] = []
+        if ends and not call.arguments.strip():
+            call.pieces.append("{}")
+        if call.begun is None and call.pieces:
+            call.begun = CallBegun(len(self.tool_calls), self._new_id(call.id), call.name)
+            pieces.append(call.begun)
+        if call.begun is None:
+            return pieces
+        index, news = call.begun.index, "".join(call.pieces[call.shown :])
+        call.shown = len(call.pieces)
+        pieces += [CallPart(index, news)] if news else []
+        if ends:
+            call.closed = True
+            self.tool_calls.append(ToolCall(index, call.begun.id, call.name, call.arguments))
+            pieces.append(CallEnded(self.tool_calls[-1]))
+        return pieces
+
+    def _new_id(self, given: str) -> str:
+        """Its own, where no other call of the answer has it."""
+        taken = any(call.begun is not None and call.begun.id == given for call in self._growing.values())
+        return given if given and not taken else self.call_prefix + secrets.token_hex(12)
+
+    # -- what is known of it -----------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Piece]:
+        parts: list[Piece] = []
+        for kind, run in groupby(self._shown, type):
+            pieces = list(run)
+            if kind is CallEnded:
+                parts += [piece.call for piece in pieces if isinstance(piece, CallEnded)]
+            elif kind in (CallBegun, CallPart):
+                continue
+            elif kind is Sealed:
+                parts += pieces
+            else:
+                parts.append(_joined(pieces))
+        return parts
+
     @property
     def finish_reason(self) -> str:
-        reason = self.choice.reason if self.choice.reason in _REASONS else "stop"
+        reason = self.reason if self.reason in _REASONS else "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason or "stop"
 
     @property
     def stop_string(self) -> str | None:
-        """Providers do not say."""
-        return None
+        return self.stopped_by
 
-    def news(self, done: bool = False) -> list[Piece]:
-        """What has come since the last time. A tool call is passed on whole: once another begins, or all is `done`."""
-        pieces: list[Piece] = [Thought(text) for text in self.choice.thought[self._shown :]]
-        self._shown = len(self.choice.thought)
-        pieces += self.choice.text[self._texts :]
-        self._texts = len(self.choice.text)
-        self.thought = "".join(self.choice.thought)
-        self.content = "".join(self.choice.text)
-        calls = list(self.choice.calls.values())
-        for call in calls[len(self.tool_calls) : None if done else -1]:
-            self.tool_calls.append(self._call(call))
-            pieces.append(self.tool_calls[-1])
-        return pieces
+    def logprobs_of_piece(self) -> list[Json]:
+        return self._written.popleft() if self._written else []
 
-    def _call(self, call: Call) -> ToolCall:
-        name = call.id if isinstance(call.id, str) and call.id else self.call_prefix + secrets.token_hex(12)
-        return ToolCall(len(self.tool_calls), name, call.name, _arguments(call.arguments))
+    def logprobs_of_rest(self) -> list[Json]:
+        rest, self._loose = self._loose, []
+        return rest
+
+    def logprobs_of_all(self) -> list[Json]:
+        return self._logprobs
 
 
-def _arguments(pieces: Sequence[Any]) -> str:
-    if pieces and not isinstance(pieces[0], str):
-        return orjson.dumps(pieces[0]).decode()
-    return "".join(pieces) or "{}"
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one kind as one."""
+    if isinstance(pieces[0], str):
+        return "".join(piece for piece in pieces if isinstance(piece, str))
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Thought | Refusal))
+    return Thought(text) if isinstance(pieces[0], Thought) else Refusal(text)

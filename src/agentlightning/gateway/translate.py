@@ -1,9 +1,10 @@
 """A call whose provider speaks another dialect: read as one of ours, asked in the provider's, answered in the caller's.
 
 `/v1/messages` and `/v1/responses` go to servers of chat completions, `/v1/chat/completions` and `/v1/responses` to
-Anthropic's. Text and thoughts stream as they come, a tool call once it is whole. `previous_response_id` works as with
-our own engines: the history is kept here and sent whole. What is recorded is what the provider was asked and answered.
-Sending, repeating and hanging up are those of `gateway.forward`.
+Anthropic's. Text, thoughts and tool calls stream as they come. `previous_response_id` works as with our own engines:
+the history is kept here and sent whole; so are the signed thoughts that Anthropic wants back (`gateway.sealed`). What
+is recorded is what the provider was asked and answered. Sending, repeating and hanging up are those of
+`gateway.forward`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, Final
 import orjson
 
 from agentlightning import span as names
+from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Call
-from agentlightning.gateway.bodies import BODIES, given_params
+from agentlightning.gateway.bodies import body_of, given_params
 from agentlightning.gateway.conversation import Prompt, extend_digest
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import responses
@@ -28,16 +30,20 @@ from agentlightning.gateway.dialects.fields import forced_params
 from agentlightning.gateway.failures import broken, without_secrets
 from agentlightning.gateway.forward import Forward, Keep
 from agentlightning.gateway.heard import READERS, Choice, Events, event_data, hear
-from agentlightning.gateway.images import hide
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, Provider
 from agentlightning.gateway.routing import Route
+from agentlightning.gateway.sealed import is_sealed, turn_key
+from agentlightning.gateway.telling import Telling
 from agentlightning.gateway.told import Told
 from agentlightning.gateway.wire import Outlet
 from agentlightning.policy.base import Message
 
 _ASKED_INSTEAD: Final[tuple[Path, ...]] = ("chat/completions", "messages")
+_LOST: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
+"""Names of fields that stand anywhere in a conversation and say nothing to other dialects -> how a request that has
+one has it, which no text in it can."""
 _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 
 
@@ -65,11 +71,12 @@ class Translator:
         assert provider is not None
         instead = _path_for(path, provider)
         dialect = self._dialects[path]
-        request = dialect.read(orjson.dumps(hide(asked)), self._kept.recall(caller.attempt))
-        request = replace(request, asked=asked)
-        self._counters.count_unknown(request.unknown)
+        recall = self._kept.recall(caller.attempt)
+        request = replace(dialect.read(hidden := orjson.dumps(hide(asked)), recall), asked=asked)
         params = forced_params(request.params, resource, forced or {})
-        body = BODIES[instead](request, provider, route.send_model, given_params(asked, params, forced or {}))
+        given = given_params(asked, params, forced or {})
+        body, lost = body_of(instead, request, provider, route.send_model, given, recall.blocks)
+        self._counters.count_unknown(lost + tuple(name for name, mark in _LOST.items() if mark in hidden))
         head = Head(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
         return Translation(
             instead,
@@ -80,7 +87,7 @@ class Translator:
             request=replace(request, params=params),
             head=head,
             reply=dialect.reply(replace(request, params=params), head),
-            call_prefix=dialect.call_prefix,
+            telling=Telling(Told(0, call_prefix=dialect.call_prefix), head),
             kept=self._kept,
         )
 
@@ -92,14 +99,13 @@ class Translation(Forward):
     request: Request = field(kw_only=True)
     head: Head = field(kw_only=True)
     reply: Reply = field(kw_only=True)
-    call_prefix: str = field(kw_only=True)
+    telling: Telling = field(kw_only=True)
     kept: Kept = field(kw_only=True)
-    answers: list[Told] = field(default_factory=list[Told], init=False)
 
     async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
         self._hear_whole(call.body)
         self._settle(call)
-        body = self.reply.whole(self.answers)
+        body = self.reply.whole([self.told])
         await self._keep(keep, call)
         self._remember(body)
         await outlet.whole(200, body)
@@ -107,18 +113,15 @@ class Translation(Forward):
     async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
         events, ended, opened = Events(), False, False
         async for chunk in call.chunks():
-            shown: list[bytes] = []
             for event in events.feed(chunk):
                 ended |= self._hear_event(event)
-                shown += [self.reply.piece(answer, piece) for answer in self._told() for piece in answer.news()]
-            if shown:
-                await outlet.write(b"".join(shown if opened else [self.reply.opening(self.answers), *shown]))
+            if shown := self._news():
+                await outlet.write(shown if opened else self.reply.opening([self.told]) + shown)
                 opened = True
         self._check_whole(ended)
         self._settle(call)
-        last = [self.reply.piece(answer, piece) for answer in self.answers for piece in answer.news(done=True)]
-        opening = b"" if opened else self.reply.opening(self.answers)
-        ending = opening + b"".join(last) + self.reply.ending(self.answers)
+        opening = b"" if opened else self.reply.opening([self.told])
+        ending = opening + self._news(done=True) + self.reply.ending([self.told])
         await self._keep(keep, call)
         self._remember(None)
         await outlet.write(ending)
@@ -131,12 +134,10 @@ class Translation(Forward):
             answer = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise broken(self._provider, f"its answer is not JSON: {error}") from None
-        hear(READERS[self.path], self.heard, answer)
-        self._check_failed()
+        self._take(answer)
         if not self.heard.choices:
             raise broken(self._provider, "its answer holds no choice")
-        for answer in self._told():
-            answer.news(done=True)
+        self.told.news(done=True)
 
     def _hear_event(self, event: bytes) -> bool:
         """Whether it was the last. Raises Problem where the provider says that it failed."""
@@ -145,9 +146,20 @@ class Translation(Forward):
             if b"data:" in event and b"[DONE]" not in event:
                 raise broken(self._provider, "an event of its stream is not JSON")
             return b"[DONE]" in event
+        self._take(data)
+        return isinstance(data, dict) and data.get("type") == "message_stop"
+
+    def _take(self, data: Any) -> None:
         hear(READERS[self.path], self.heard, data)
         self._check_failed()
-        return isinstance(data, dict) and data.get("type") == "message_stop"
+        self.telling.take(self.path, data)
+
+    def _news(self, done: bool = False) -> bytes:
+        """What can be shown since the last time."""
+        pieces = self.told.news(done)
+        if self.told.broken:
+            raise broken(self._provider, self.told.broken)
+        return b"".join([self.reply.piece(self.told, piece) for piece in pieces])
 
     def _check_failed(self) -> None:
         """Raises Problem where the provider says, in the place of an answer, that it failed."""
@@ -155,12 +167,9 @@ class Translation(Forward):
             message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
             raise Problem(502, without_secrets(self._provider, message), code="provider_error", retry=False)
 
-    def _told(self) -> Sequence[Told]:
-        """The answers there are by now, in order."""
-        for index in range(len(self.answers), max(self.heard.choices, default=-1) + 1):
-            choice = self.heard.choices.setdefault(index, Choice(index))
-            self.answers.append(Told(index, call_prefix=self.call_prefix, choice=choice))
-        return self.answers
+    @property
+    def told(self) -> Told:
+        return self.telling.told
 
     @property
     def _provider(self) -> Provider:
@@ -169,12 +178,11 @@ class Translation(Forward):
 
     def _settle(self, call: Call) -> None:
         call.settle(self.heard.usage)
-        if not self._told():
+        if not self.heard.choices:
             self.heard.choice(0)
-            self._told()
         if call.usage is not None:
             self.head.prompt_tokens = call.usage.input_tokens
-            self.answers[0].received = call.usage.output_tokens
+            self.told.received = call.usage.output_tokens
 
     # -- the record ------------------------------------------------------------------------------------------------
 
@@ -185,24 +193,29 @@ class Translation(Forward):
     def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
         found = Forward._choice_attributes(self, choice)
         constraint = self.request.constraint
-        if not constraint or choice.index >= len(self.answers):
+        if not constraint or choice.index > 0:
             return found
-        verdict, violations = constraint.judge(self.answers[choice.index])
+        verdict, violations = constraint.judge(self.told)
         return found | {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
 
     def _remember(self, body: bytes | None) -> None:
-        """Keep what a later request may name."""
-        attempt, reply = self.caller.attempt, self.reply
-        if attempt is None or not isinstance(reply, responses.Reply):
+        """Keep what a later request may name, and what the provider wants back."""
+        attempt, reply, told = self.caller.attempt, self.reply, self.told
+        if attempt is None:
+            return
+        if any(is_sealed(block) for block in told.blocks):
+            key = turn_key(self.request.messages[-1] if self.request.messages else None, told.message)
+            self.kept.keep_blocks(attempt, key, told.blocks)
+        if not isinstance(reply, responses.Reply):
             return
         stored = self.request.asked.get("store") is not False
-        body = reply.whole(self.answers) if body is None else body
+        body = reply.whole([told]) if body is None else body
         self.kept.keep(
             attempt,
             self.head.id,
             Prompt([], digests=_digests(self.request.messages)),
             self.request.messages,
-            self.answers[0].message,
+            told.message,
             body if stored else None,
             reply.items if stored else (),
             self.request.leading,

@@ -196,7 +196,7 @@ def messages_answer(blocks: Sequence[Json], usage: tuple[int, int] = (10, 5)) ->
 
 
 def messages_events(blocks: Sequence[Json], usage: tuple[int, int] = (10, 5)) -> list[bytes]:
-    """A stream of Anthropic's messages; a text comes in two parts."""
+    """A stream of Anthropic's messages; texts, thoughts and arguments come in two parts."""
     whole = messages_answer(blocks, usage)
     begun = whole | {"content": [], "stop_reason": None, "usage": {"input_tokens": usage[0], "output_tokens": 1}}
     events: list[Json] = [{"type": "message_start", "message": begun}]
@@ -212,13 +212,21 @@ def messages_events(blocks: Sequence[Json], usage: tuple[int, int] = (10, 5)) ->
 
 
 def _block_events(block: Json) -> tuple[Json, list[Json]]:
+    if block["type"] == "redacted_thinking":
+        return block, []
     if block["type"] == "tool_use":
         arguments = orjson.dumps(block["input"]).decode()
-        return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
+        return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in _halves(arguments)]
     kind = block["type"]
-    text: str = block[kind]
+    deltas: list[Json] = [{"type": f"{kind}_delta", kind: part} for part in _halves(block[kind])]
+    if block.get("signature"):
+        deltas.append({"type": "signature_delta", "signature": block["signature"]})
+    return block | {kind: ""} | ({"signature": ""} if "signature" in block else {}), deltas
+
+
+def _halves(text: str) -> list[str]:
     half = len(text) // 2
-    return block | {kind: ""}, [{"type": f"{kind}_delta", kind: part} for part in (text[:half], text[half:]) if part]
+    return [part for part in (text[:half], text[half:]) if part]
 
 
 def _chat_usage(usage: tuple[int, int]) -> Json:

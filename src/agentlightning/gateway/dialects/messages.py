@@ -344,6 +344,8 @@ class Reply:
 
 def _stop(answer: Answer) -> dict[str, str | None]:
     reason = answer.finish_reason
+    if answer.refused:
+        return {"stop_reason": "refusal", "stop_sequence": None}
     if reason == "stop" and answer.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
     return {"stop_reason": _REASONS[reason], "stop_sequence": None}

@@ -1,0 +1,188 @@
+"""What a provider says, told in order: the events of its stream, or its whole answer, as pieces for another dialect.
+
+Beside `gateway.heard`, which gathers the same words for the record: a translated answer needs them one by one, and
+needs what no record has, signatures and refusals among it. It never fails: what is not as expected is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.gateway.dialects.base import Head
+from agentlightning.gateway.told import Told
+
+Json = dict[str, Any]
+
+_REASONS: Final = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "pause_turn": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+    "function_call": "tool_calls",
+}
+"""Why an answer ended -> by chat completions' names."""
+
+
+@dataclass(slots=True)
+class Telling:
+    """One answer while it is told."""
+
+    told: Told
+    head: Head
+    blocks: dict[Any, Json] = field(default_factory=dict[Any, Json])
+    """Of Anthropic's: those that are not whole, by their index."""
+
+    def take(self, path: str, data: Any) -> None:
+        """Take in a whole answer or one event."""
+        if not isinstance(data, dict):
+            return
+        try:
+            _TELLERS[path](self, cast("Json", data))
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+            return
+
+    def count(self, cached: Any = None, written: Any = None, thought: Any = None) -> None:
+        """Tokens of the prompt and the answer, of which there are also others."""
+        if isinstance(cached, int) and cached >= 0:
+            self.head.cached_tokens = cached
+        if isinstance(written, int) and written >= 0:
+            self.head.cached_now_tokens = written
+        if isinstance(thought, int) and thought >= 0:
+            self.head.thought_tokens = thought
+
+
+# -- chat completions ------------------------------------------------------------------------------------------------
+
+
+def _tell_chat(telling: Telling, data: Json) -> None:
+    if usage := data.get("usage"):
+        prompt, drawn = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
+        telling.count(prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), drawn.get("reasoning_tokens"))
+    for choice in data.get("choices") or ():
+        if not choice.get("index"):
+            _tell_choice(telling.told, choice)
+
+
+def _tell_choice(told: Told, choice: Json) -> None:
+    said = choice.get("message") or choice.get("delta") or {}
+    told.think(said.get("reasoning_content") or said.get("reasoning"))
+    told.say(said.get("content"), _logprobs(choice))
+    told.refuse(said.get("refusal"))
+    for place, call in enumerate(said.get("tool_calls") or ()):
+        function = call.get("function") or {}
+        told.call(call.get("index", place), call.get("id"), function.get("name"), function.get("arguments"))
+    if isinstance(reason := choice.get("finish_reason"), str) and reason:
+        told.reason = _REASONS.get(reason, reason)
+    if isinstance(stop := choice.get("stop_reason"), str):  # vLLM's and SGLang's word for it.
+        told.stopped_by = stop
+
+
+def _logprobs(choice: Json) -> list[Json]:
+    listed = (choice.get("logprobs") or {}).get("content") or ()
+    return [_token(each) | {"top_logprobs": [_token(top) for top in each.get("top_logprobs") or ()]} for each in listed]
+
+
+def _token(given: Json) -> Json:
+    text = given.get("token")
+    text = text if isinstance(text, str) else ""
+    known = given.get("bytes")
+    return {"token": text, "logprob": given["logprob"], "bytes": list(text.encode()) if known is None else known}
+
+
+# -- Anthropic's messages --------------------------------------------------------------------------------------------
+
+
+def _tell_messages(telling: Telling, data: Json) -> None:
+    place = data.get("index")
+    match data.get("type"):
+        case "message":
+            for index, block in enumerate(data.get("content") or ()):
+                _begin(telling, index, block)
+                _end(telling, index)
+            _stopped(telling, data, data.get("usage"))
+        case "message_start":
+            _stopped(telling, {}, data["message"].get("usage"))
+        case "content_block_start":
+            _begin(telling, place, data["content_block"])
+        case "content_block_delta":
+            _more(telling, place, data["delta"])
+        case "content_block_stop":
+            _end(telling, place)
+        case "message_delta":
+            _stopped(telling, data["delta"], data.get("usage"))
+        case _:
+            pass
+
+
+def _stopped(telling: Telling, said: Json, usage: Any) -> None:
+    told = telling.told
+    if isinstance(reason := said.get("stop_reason"), str):
+        told.reason = _REASONS.get(reason, reason)
+    if isinstance(stop := said.get("stop_sequence"), str):
+        told.stopped_by = stop
+    if isinstance(usage, dict):
+        counts = cast("Json", usage)
+        thought = (counts.get("output_tokens_details") or {}).get("thinking_tokens")
+        telling.count(counts.get("cache_read_input_tokens"), counts.get("cache_creation_input_tokens"), thought)
+
+
+def _begin(telling: Telling, place: Any, block: Json) -> None:
+    telling.blocks[place] = dict(block)
+    match block.get("type"):
+        case "text":
+            telling.told.say(block.get("text"))
+        case "thinking":
+            telling.told.think(block.get("thinking"))
+        case "tool_use":
+            telling.told.call(place, block.get("id"), block.get("name"), block.get("input") or None)
+        case _:
+            pass
+
+
+def _more(telling: Telling, place: Any, delta: Json) -> None:
+    block = telling.blocks[place]
+    match delta.get("type"):
+        case "text_delta":
+            _grow(block, "text", delta)
+            telling.told.say(delta.get("text"))
+        case "thinking_delta":
+            _grow(block, "thinking", delta)
+            telling.told.think(delta.get("thinking"))
+        case "signature_delta":
+            block["signature"] = delta["signature"]
+        case "input_json_delta":
+            block["written"] = block.get("written", "") + delta["partial_json"]
+            telling.told.call(place, None, None, delta["partial_json"])
+        case _:
+            pass
+
+
+def _grow(block: Json, name: str, delta: Json) -> None:
+    block[name] = block.get(name, "") + delta[name]
+
+
+def _end(telling: Telling, place: Any) -> None:
+    block = telling.blocks.pop(place)
+    written = block.pop("written", "")
+    if block.get("type") == "tool_use":
+        telling.told.end_call(place)
+        if written:
+            try:
+                block["input"] = orjson.loads(written)
+            except orjson.JSONDecodeError:  # Cut off: it cannot be sent back as it is.
+                return
+    telling.told.keep(block)
+
+
+_TELLERS: Final[Mapping[str, Callable[[Telling, Json], None]]] = {
+    "chat/completions": _tell_chat,
+    "messages": _tell_messages,
+}
+"""By the path that is asked."""
