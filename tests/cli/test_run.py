@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.cli.child import Child
 from agentlightning.cli.inherited import inherited_config
+from agentlightning.cli.run import Options, _judge
 from agentlightning.rollouts import attempt_secret
+from agentlightning.runner.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
-from agentlightning.store import LightningStore
+from agentlightning.store import InMemoryLightningStore, LightningStore
+from agentlightning.tracing.emit import find_final_reward
 
 AGL = str(Path(sys.executable).parent / "agl")
 KEY = "sk-only-the-provider-may-see-this"
@@ -202,6 +206,20 @@ def test_a_reward_function_sees_the_task_and_what_was_printed(run, clean, capfd)
     (clean / "judge.py").write_text("def right(task, output):\n    return float(str(task['answer']) in output)\n")
     code, summary = run("--task", '{"answer": 42}', "--reward", "judge.py:right", "--", "echo", "it is 42")
     assert (code, summary["reward"]) == (0, 1.0)
+
+
+async def test_a_reward_function_that_takes_its_time_holds_up_neither_heartbeat_nor_server():
+    release, store = threading.Event(), InMemoryLightningStore()
+
+    def patient(task, output):
+        return float(release.wait(2))
+
+    started = await store.start_rollout({})
+    asyncio.get_running_loop().call_soon(release.set)
+    options = Options(("true",), (), None, None, None, None, None, RewardFunction.of(patient), None, None)
+    assert await _judge(options, store, started, Child(("true",), {}), None) is None
+    assert find_final_reward(await store.query_spans(started.rollout_id)) == 1.0
+    await store.close()
 
 
 def test_keys_in_a_command_line_are_not_kept(run, monkeypatch):

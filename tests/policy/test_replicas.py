@@ -293,6 +293,15 @@ async def test_where_no_server_is_left_calls_wait_for_one_and_then_fail_by_name(
             await engine.sample(PROMPT, SamplingParams(max_tokens=1))
 
 
+async def test_a_call_that_finds_the_last_server_going_out_waits_until_it_is_back(one: ScriptedModelServer):
+    async with engine_of(one) as engine:
+        call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=3)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it has seen that a server is up, and is about to choose
+        engine._suspect(engine.replicas[0], "a hiccup")
+        assert (await asyncio.wait_for(call, 10)).token_ids == counted(PROMPT[-1], 3)
+
+
 async def test_a_server_that_comes_back_gets_the_newest_weights_before_it_draws(tmp_path: Path):
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(ScriptedModelServer())

@@ -343,6 +343,7 @@ async def _judge(
 ) -> AgentError | None:
     """Record the reward that was asked for. A command that failed has none, unless a number was given for it. Returns
     why there is none."""
+    import asyncio
     import inspect
 
     from agentlightning.errors import AgentError, RewardError
@@ -358,7 +359,8 @@ async def _judge(
     else:
         call = Call(started, {}, {}, started.input)
         try:
-            found = judge.start(call, child.output.decode(errors="replace"))
+            # In a thread: one that asks a model must not hold up the heartbeat, nor our own server.
+            found = await asyncio.to_thread(judge.start, call, child.output.decode(errors="replace"))
             value = check_reward(await found if inspect.isawaitable(found) else found, judge.source)
         except (AgentError, RewardError) as failure:
             return AgentError(str(failure))

@@ -7,6 +7,7 @@ and a client that repeats it once more multiplies an outage.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
@@ -23,6 +24,8 @@ _SAME: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
 """What the caller can understand as its own affair."""
 _LONGEST_MESSAGE: Final = 2000
 _HIDDEN: Final = "***"
+_LONGEST_REST: Final = 86_400.0
+"""Seconds; nobody waits for a server that asks for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,19 @@ def retry_after(headers: Headers) -> float | None:
     found = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
     try:
         if b"retry-after-ms" in found:
-            return max(0.0, float(found[b"retry-after-ms"]) / 1000)
+            return _rest(float(found[b"retry-after-ms"]) / 1000)
         if b"retry-after" not in found:
             return None
         text = found[b"retry-after"].decode("latin-1")
         if text.replace(".", "", 1).isdecimal():
-            return float(text)
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time())
-    except ValueError:
+            return _rest(float(text))
+        return _rest(parsedate_to_datetime(text).timestamp() - time())
+    except (ValueError, OverflowError):
         return None
+
+
+def _rest(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else min(max(0.0, seconds), _LONGEST_REST)
 
 
 def _said(body: bytes) -> tuple[str, str | None, str | None]:

@@ -236,11 +236,12 @@ class Replicas:
     async def _choose(self, affinity: str, tried: Sequence[Replica]) -> Replica:
         """A server that is up, rather one that has not failed this call. Raises PolicyError where none is in time."""
         try:
-            await asyncio.wait_for(self._some_up.wait(), self._patience.wait_seconds)
+            async with asyncio.timeout(self._patience.wait_seconds):
+                while not (up := [replica for replica in self.replicas if replica.up]):
+                    await self._some_up.wait()
         except TimeoutError:
             reasons = "; ".join(f"{replica.backend.url}: {replica.why}" for replica in self.replicas)
             raise PolicyError(f"no model server was up for {self._patience.wait_seconds:g} s ({reasons})") from None
-        up = [replica for replica in self.replicas if replica.up]
         fresh = [replica for replica in up if replica not in tried] or up
         if affinity:
             return max(fresh, key=lambda replica: weight(affinity, replica.backend.url))
