@@ -60,6 +60,7 @@ from agentlightning.policy.base import Engine, SamplingParams
 from agentlightning.span import CONSTRAINT, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.transport import Transport, open_transport
+from agentlightning.transport.dial import Dial
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Gateway:
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.counters = Counters()
-        self._transport: Transport | None = None
+        self._transports: dict[Dial, Transport] = {}
         self.conversations = Conversations()
         self.kept = Kept()
         self.gates = Gates()
@@ -120,7 +121,8 @@ class Gateway:
         config = config or GatewayConfig()
         self.budgets = Budgets(config.budget, store, budget_file)
         self.providers = {
-            provider.name: Backends(provider, self._open_transport, self.budgets) for provider in config.providers
+            provider.name: Backends(provider, partial(self._open_transport, provider.dial()), self.budgets)
+            for provider in config.providers
         }
         self.table = Routes(
             engines,
@@ -188,16 +190,16 @@ class Gateway:
         """Hang up on providers. A call that comes later calls them anew."""
         for backends in self.providers.values():
             await backends.close()
-        transport, self._transport = self._transport, None
-        if transport is not None:
+        transports, self._transports = self._transports, {}
+        for transport in transports.values():
             await transport.close()
         self.budgets.close()
 
-    def _open_transport(self) -> Transport:
-        """One for all providers."""
-        if self._transport is None:
-            self._transport = open_transport()
-        return self._transport
+    def _open_transport(self, dial: Dial) -> Transport:
+        """One for all providers that are reached in the same way."""
+        if (transport := self._transports.get(dial)) is None:
+            transport = self._transports[dial] = open_transport(dial)
+        return transport
 
     # -- the routes ----------------------------------------------------------------------------------------------
 

@@ -51,12 +51,19 @@ def of_transport(provider: Provider, error: TransportError) -> Failure:
         message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
         return Failure(Problem(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
     said, code = {
+        "tls": ("cannot be talked to in private", "provider_tls"),
+        "proxy": ("cannot be reached through its proxy", "proxy_refused"),
         "connect": ("cannot be reached", "provider_unreachable"),
         "closed": ("closed the connection before its answer was whole", "provider_closed"),
         "protocol": ("sent what is no answer", "provider_protocol"),
     }[error.reason]
     problem = Problem(502, f"{whose} {said}: {text}", code=code, retry=False)
-    return Failure(problem, repeatable=error.reason != "protocol", sick=True, unreachable=error.reason == "connect")
+    return Failure(
+        problem,
+        repeatable=error.reason in ("connect", "closed"),
+        sick=error.reason != "proxy",
+        unreachable=error.reason in ("connect", "tls"),
+    )
 
 
 def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
@@ -68,6 +75,9 @@ def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) ->
         # Its words name the key; and it is not the caller's key that was refused.
         said = f"the provider {provider.name!r} refused the key it is configured with (status {status})"
         return Failure(Problem(502, said, code="provider_key_refused", retry=False), repeatable=False, sick=False)
+    if status == 407:  # It is for whoever called the proxy, and that are we.
+        said = f"the provider {provider.name!r} cannot be reached through its proxy: it wants credentials, or others"
+        return Failure(Problem(502, said, code="proxy_refused", retry=False), repeatable=False, sick=False)
     if status in _REPEATED:
         problem = Problem(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
         return Failure(problem, repeatable=True, sick=True, rest_seconds=after)

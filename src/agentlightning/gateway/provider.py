@@ -10,10 +10,12 @@ import os
 from typing import Final, Literal
 
 from msgspec import Struct
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
 
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Headers
+from agentlightning.transport.dial import Dial
+from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
 
 Path = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """What a server may serve, as its dialect's SDK calls it."""
@@ -111,6 +113,11 @@ class Provider(BaseModel):
     """Without a byte from it for so long, the call has failed."""
     retries: int = Field(default=1, ge=0)
     """How many times a call that failed before its first byte is sent again, to another server where there is one."""
+    proxy: SecretStr | Literal[False] | None = None
+    """The proxy its servers are reached through, `http://[USER:PASSWORD@]HOST:PORT` or `https://`; false: none. Not
+    set: the one HTTPS_PROXY or HTTP_PROXY names, unless NO_PROXY excepts the server; never for this machine itself."""
+    ca_file: str | None = None
+    """A file with the certificates (PEM) of authorities to believe besides those of the system, or of SSL_CERT_FILE."""
     health_seconds: float = Field(default=10.0, gt=0)
     """How often servers that stand in for one another are asked whether they are well."""
     token_ids: bool = False
@@ -123,6 +130,19 @@ class Provider(BaseModel):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is no address; give one as its SDK takes it, such as http://host:8000/v1")
         return tuple(url.rstrip("/") for url in urls)
+
+    @field_validator("proxy")
+    @classmethod
+    def _check_proxy(cls, proxy: SecretStr | Literal[False] | None) -> SecretStr | Literal[False] | None:
+        if isinstance(proxy, SecretStr):
+            if "//***@" in (url := proxy.get_secret_value()):
+                raise ValueError("a configuration that was written down has no passwords; leave proxy to HTTPS_PROXY")
+            Proxy.parse(url, "proxy")
+        return proxy
+
+    @field_serializer("proxy", when_used="unless-none")
+    def _show_proxy(self, proxy: SecretStr | Literal[False]) -> str | Literal[False]:
+        return without_credentials(proxy.get_secret_value()) if isinstance(proxy, SecretStr) else False
 
     @field_validator("api_key")
     @classmethod
@@ -145,9 +165,19 @@ class Provider(BaseModel):
         raise ConfigError(f"the provider {self.name!r} takes its key from {self.api_key_env}, which is not set; set it")
 
     def secrets(self) -> list[str]:
-        """What must not be shown: its key, and the values of its headers."""
+        """What must not be shown: its key, its proxy's password, and the values of its headers."""
         keys = [self.api_key.get_secret_value() if self.api_key else "", os.environ.get(self.api_key_env or "", "")]
+        if isinstance(self.proxy, SecretStr):
+            keys += secrets_of(self.proxy.get_secret_value())
         return [secret for secret in (*keys, *self.headers.values()) if len(secret) >= 8]
+
+    def dial(self) -> Dial:
+        """How its servers are reached. Raises ConfigError where a proxy or a file of certificates cannot be used."""
+        proxy = self.proxy.get_secret_value() if isinstance(self.proxy, SecretStr) else self.proxy
+        dial = Dial.of(proxy, self.ca_file)
+        for url in self.base_urls:
+            dial.check(url)
+        return dial
 
     def url(self, base: str, path: str) -> str:
         """Where a path is served."""

@@ -16,10 +16,16 @@ Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case."""
 
 
-class TransportError(AgentLightningError):
-    """No answer, or not all of one. `reason` says what happened."""
+Reason = Literal["connect", "timeout", "closed", "protocol", "tls", "proxy"]
+"""What happened: no way there, silence, a connection that was closed, what is no HTTP, a certificate that is not to be
+trusted (or no agreement on TLS), a proxy that refuses. The last two stay as they are until somebody changes a
+setting."""
 
-    def __init__(self, message: str, reason: Literal["connect", "timeout", "closed", "protocol"]) -> None:
+
+class TransportError(AgentLightningError):
+    """No answer, or not all of one."""
+
+    def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
         self.reason = reason
 

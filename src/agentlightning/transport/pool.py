@@ -7,7 +7,6 @@ all calls, since one for each call would cost as much as the call.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from agentlightning.transport.base import Headers, TransportError
 from agentlightning.transport.connection import Connection, HttpAnswer, Origin, request_bytes
+from agentlightning.transport.dial import Dial, Dialer
 
 IDLE_SECONDS: Final = 55.0
 """A connection that was not used for so long is closed: many servers do so after a minute."""
@@ -26,11 +26,11 @@ MAX_KNOWN_URLS: Final = 1024
 class Pool:
     """A `Transport` over asyncio and httptools."""
 
-    def __init__(self) -> None:
+    def __init__(self, dial: Dial) -> None:
+        self._dialer = Dialer(dial)
         self._idle: dict[Origin, deque[Connection]] = {}
         self._busy: set[Connection] = set()
         self._known: dict[str, tuple[Origin, bytes, bytes]] = {}
-        self._tls: ssl.SSLContext | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -124,26 +124,7 @@ class Pool:
     async def _connect(self, origin: Origin, seconds: float) -> Connection:
         if self._closed:
             raise TransportError("the transport was closed", "closed")
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(seconds):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self, origin),
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls_context() if origin.secure else None,
-                    server_hostname=origin.host if origin.secure else None,
-                )
-        except TimeoutError:
-            raise TransportError(f"{origin} took no connection within {seconds:g} s", "connect") from None
-        except OSError as error:
-            raise TransportError(f"{origin} cannot be reached: {error}", "connect") from error
-        return connection
-
-    def _tls_context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
+        return await self._dialer.open(origin, lambda: Connection(self, origin), seconds)
 
     def idle(self, connection: Connection) -> None:
         """It may be used again."""
@@ -191,7 +172,8 @@ class Pool:
     # -- addresses -----------------------------------------------------------------------------------------------
 
     def _locate(self, url: str) -> tuple[Origin, bytes, bytes]:
-        """(where to, the path and query, the Host header). Raises TransportError for what is no URL of HTTP."""
+        """(where to, the path and query, the Host header); what a proxy passes on names the server with its path, and
+        the proxy is told who asks beside the host. Raises TransportError for what is no URL of HTTP."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -203,7 +185,11 @@ class Pool:
         origin = Origin(secure, parts.hostname, port or (443 if secure else 80))
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
+        asking = b""
+        if not secure and (proxy := self._dialer.proxy(origin)) is not None:
+            target = f"http://{host}{target}"
+            asking = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
         if len(self._known) >= MAX_KNOWN_URLS:
             self._known.clear()
-        self._known[url] = found = (origin, target.encode(), host.encode())
+        self._known[url] = found = (origin, target.encode(), host.encode() + asking)
         return found
