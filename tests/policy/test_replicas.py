@@ -370,6 +370,46 @@ async def test_a_server_that_cannot_read_the_weights_draws_nothing_until_it_can(
         assert not bad.paused
 
 
+async def test_weights_that_cannot_be_had_from_the_disk_are_given_to_that_server_later(two: Any, tmp_path: Path):
+    class Disk:
+        """Full when it is asked first."""
+
+        lend = None
+        asked = 0
+
+        async def directory(self) -> Path:
+            self.asked += 1
+            if self.asked == 1:
+                raise PolicyError("the disk is full")
+            return tmp_path
+
+    async with engine_of(*two) as engine:
+        await engine.push(Disk(), 1)
+        assert engine.policy_version == 1
+        await until(lambda: all(replica.up and replica.version == 1 for replica in engine.replicas))
+
+
+async def test_a_server_that_cannot_be_started_at_once_is_started_again(one: ScriptedModelServer):
+    class Program:
+        """Cannot write its log the first time."""
+
+        ended = True
+        starts = 0
+
+        async def restart(self, directory: Path | None) -> None:
+            self.starts += 1
+            if self.starts == 1:
+                raise OSError(28, "No space left on device")
+            self.ended = False
+
+        async def close(self) -> None: ...
+
+    async with engine_of(one) as engine:
+        engine.replicas[0].child = program = Program()
+        await until(lambda: engine.replicas[0].up and not program.ended)
+        assert program.starts == 2
+
+
 async def test_an_update_that_no_server_takes_fails(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one, wait_seconds=0.2) as engine:
         one.failures["/collective_rpc"] = [500] * 100

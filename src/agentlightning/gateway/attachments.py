@@ -28,9 +28,12 @@ _OF_RESPONSES: Final = ("input_image", "input_file")
 
 
 def hide(value: Any) -> Any:
-    """A request with each image and file as text. What is none is left as it is, and nothing is changed in place."""
+    """A request with each image and file as text. What is none is left as it is, but for text that looks like one of
+    ours; nothing is changed in place."""
     if isinstance(value, list):
         return [hide(each) for each in cast("list[Any]", value)]
+    if isinstance(value, str) and _START in value:
+        return value.replace(_START, _START[1:])  # A page that an agent read must not become an image that is fetched.
     if not isinstance(value, dict):
         return value
     known = cast("Part", value)

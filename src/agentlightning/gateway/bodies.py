@@ -169,7 +169,9 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     system, messages = _turns(_merged(request.messages), blocks)
     if messages and messages[-1]["role"] == "assistant":
         message = f"the last message is the assistant's, which the provider {provider.name!r} would go on with instead"
-        raise bad("messages" if "messages" in request.asked else "input", f"{message} of answering; add one of the user")
+        raise bad(
+            "messages" if "messages" in request.asked else "input", f"{message} of answering; add one of the user"
+        )
     body: Json = {"model": model, "messages": messages, "max_tokens": _most(request, provider, params)}
     if system:
         body["system"] = system
@@ -261,7 +263,7 @@ def _turns(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += content
         elif content:
-            turns.append({"role": role, "content": content})
+            turns.append({"role": role, "content": [*content]})  # A turn that is kept is not to grow.
     return "\n\n".join(filter(None, system)), turns
 
 

@@ -269,7 +269,7 @@ class Replicas:
         transfer = replica.transfer if replica.transfer is not None and replica.transfer.usable else None
         try:
             await self._load(replica, transfer)
-        except (BackendError, ConfigError) as error:
+        except (PolicyError, ConfigError) as error:
             # It may hold half of each: nobody draws there until it has the new ones.
             self._take_out(replica, str(error))
             if transfer is not None and not transfer.usable:
@@ -390,7 +390,7 @@ class Replicas:
                     await self._catch_up(replica)
                     replica.up = True
                 break
-            except (PolicyError, ConfigError, ServerError) as error:
+            except (PolicyError, ConfigError, ServerError, OSError) as error:  # OSError: of a server's log, say.
                 replica.why = str(error)
             if time.monotonic() - since > STALLED_SECONDS:
                 self._drop(replica)

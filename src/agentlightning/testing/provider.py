@@ -216,7 +216,9 @@ def _block_events(block: Json) -> tuple[Json, list[Json]]:
         return block, []
     if block["type"] == "tool_use":
         arguments = orjson.dumps(block["input"]).decode()
-        return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in _halves(arguments)]
+        return block | {"input": {}}, [
+            {"type": "input_json_delta", "partial_json": part} for part in _halves(arguments)
+        ]
     kind = block["type"]
     deltas: list[Json] = [{"type": f"{kind}_delta", kind: part} for part in _halves(block[kind])]
     if block.get("signature"):
