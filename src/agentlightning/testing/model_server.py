@@ -34,7 +34,8 @@ def logprob_of(token: int, label: str) -> float:
 
 class ScriptedModelServer:
     """Use as `async with`. `generates` and `labels` false: as vLLM without `--enable-scale-out`, and of before it
-    labelled weights. `admin` false: without VLLM_SERVER_DEV_MODE. `raw` true: log-probabilities of temperature 1."""
+    labelled weights. `admin` false: without VLLM_SERVER_DEV_MODE. `raw` true: log-probabilities of temperature 1.
+    `receives` true: its `workers` take weights without the disk."""
 
     def __init__(
         self,
@@ -46,6 +47,8 @@ class ScriptedModelServer:
         labels: bool = True,
         admin: bool = True,
         raw: bool = False,
+        receives: bool = False,
+        workers: int = 1,
         token: str | None = None,
         port: int = 0,
     ) -> None:
@@ -55,6 +58,12 @@ class ScriptedModelServer:
         self.label = "default"
         self.weights: str | None = None
         """The directory they were read from."""
+        self.invited: dict[str, Any] | None = None
+        """What its workers were told of those who send weights."""
+        self.received: list[dict[str, Any]] = []
+        """What it was told of tensors that came since weights were last replaced."""
+        self.silent = False
+        """Tensors are waited for, for ever."""
         self.adapters: dict[str, str] = {}
         self.calls: list[tuple[str, Any]] = []
         """Path with query, and body, of each call."""
@@ -72,6 +81,8 @@ class ScriptedModelServer:
         """Seconds before each token."""
         self.port = port
         self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
+        self._receives, self._workers = receives, workers
+        self._updating = self._half = False
         self._token = token
         self._going = asyncio.Event()
         self._going.set()
@@ -92,7 +103,7 @@ class ScriptedModelServer:
 
     def paths(self) -> list[str]:
         """Of the calls that change something, in order."""
-        quiet = ("/v1/models", "/health", "/weight_info", "/is_paused", "/get_model_info")
+        quiet = ("/v1/models", "/health", "/weight_info", "/is_paused", "/get_model_info", "/get_world_size")
         return [path.split("?")[0] for path, _ in self.calls if not path.startswith(quiet)]
 
     async def __aenter__(self) -> Self:
@@ -129,8 +140,13 @@ class ScriptedModelServer:
         own = self._vllm() if self.dialect == "vllm" else self._sglang()
         if path in ("/inference/v1/generate", "/v1/completions", "/generate") and self._draws(path):
             return await self._draw(request, body)
+        if path == "/update_weights" and self.silent:
+            await asyncio.Event().wait()
         action = {**common, **own}.get(path)
-        return _error(404, "Not Found") if action is None else web.json_response(action(body))
+        try:
+            return _error(404, "Not Found") if action is None else web.json_response(action(body))
+        except _NotNow as error:
+            return _error(500, str(error))
 
     def _draws(self, path: str) -> bool:
         known = {"/generate"} if self.dialect == "sglang" else {"/v1/completions"}
@@ -152,6 +168,12 @@ class ScriptedModelServer:
             "/collective_rpc": self._reload,
             "/reset_prefix_cache": lambda body: {"success": True},
             **(labels if self._labels else {}),
+            "/get_world_size": lambda body: {"world_size": self._workers},
+            "/init_weight_transfer_engine": self._invite,
+            "/shutdown_weight_transfer_engine": lambda body: {},
+            "/start_weight_update": self._start,
+            "/update_weights": self._take,
+            "/finish_weight_update": self._finish,
         }
         return {**adapters, **(admin if self._admin else {})}
 
@@ -178,8 +200,36 @@ class ScriptedModelServer:
         return {"status": "resumed"}
 
     def _reload(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        self.weights = body["kwargs"]["weights_path"]
+        # Like vLLM, which takes what came of a transfer that did not end for part of what it reads.
+        self.weights = "a mixture" if self._half else body["kwargs"]["weights_path"]
         return {"results": [None]}
+
+    def _invite(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._receives:
+            raise _NotNow("Weight transfer not configured.")
+        self.invited = dict(body["init_info"])
+        return {}
+
+    def _start(self, _: Any) -> dict[str, Any]:
+        if not self._receives or self._updating:
+            raise _NotNow("start_weight_update called while a weight update is already active")
+        self._updating, self.received = True, []
+        return {}
+
+    def _take(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._updating:
+            raise _NotNow("start_weight_update must be called before update_weights.")
+        self._half = True
+        self.received.append(dict(body["update_info"]))
+        return {}
+
+    def _finish(self, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        if not self._updating:
+            raise _NotNow("finish_weight_update called without a matching start_weight_update.")
+        self._updating = self._half = False
+        if body and body.get("weight_version"):
+            self.label, self.weights = body["weight_version"], None
+        return {}
 
     def _relabel(self, body: Mapping[str, Any]) -> dict[str, Any]:
         self.label = body["new_version"]
@@ -200,6 +250,7 @@ class ScriptedModelServer:
     def start_again(self) -> None:
         """As after a restart: the weights of the start, and nothing of what it was given."""
         self.label, self.weights = "default", None
+        self.invited, self._updating, self._half = None, False, False
         self.adapters.clear()
 
     # -- drawing ---------------------------------------------------------------------------------------------------
@@ -223,6 +274,10 @@ class ScriptedModelServer:
 
     def logprob(self, token: int, sampling: Mapping[str, Any]) -> float:
         return 0.0 if sampling.get("top_k") == 1 and not self._raw else logprob_of(token, self.label)
+
+
+class _NotNow(Exception):
+    """What vLLM's workers refuse, which it answers 500."""
 
 
 class _Drawn:
