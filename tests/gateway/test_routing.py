@@ -15,7 +15,7 @@ from agentlightning.gateway.provider import Price, Provider
 from agentlightning.gateway.routing import Routes
 from agentlightning.settings import load_settings
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, messages_answer
 from agentlightning.transport import open_transport
 
 ENGINES = {name: ScriptedEngine([], model=name) for name in ("policy", "reference")}
@@ -58,6 +58,53 @@ def test_the_default_serves_calls_without_a_name_and_strangers_only_if_it_is_tol
         table().resolve(None)
     led = table({"model": "gpt-*", "provider": "them"}, default_model="gpt-5")
     assert (led.resolve(None).name, led.resolve(None).send_model) == ("gpt-5", "gpt-5")
+
+
+def test_a_rule_may_be_for_callers_of_one_dialect():
+    both = {name: Backends(Provider(name=name, base_urls=("http://host/v1",)), open_transport) for name in ("a", "o")}
+    routes = table(
+        {"model": "claude-*", "dialect": "anthropic", "provider": "a"},
+        {"model": "claude-*", "provider": "o"},
+        {"model": "only-messages", "dialect": "anthropic", "engine": "policy"},
+        {"model": "reference", "dialect": "openai", "provider": "o"},
+        them=both,
+    )
+    assert routes.resolve("claude-x", path="messages").provider.name == "a"
+    for path in ("chat/completions", "responses", "completions", "embeddings"):
+        assert routes.resolve("claude-x", path=path).provider.name == "o"
+    assert routes.resolve("claude-x", path="messages").provider.name == "a"
+    assert routes.resolve("reference", path="messages").engine is ENGINES["reference"]
+    assert routes.resolve("only-messages", path="messages").engine is ENGINES["policy"]
+    with pytest.raises(Problem, match="'only-messages' is not served here to callers of this dialect"):
+        routes.resolve("only-messages", path="responses")
+    assert routes.names("openai") == ["policy", "reference"]
+    assert routes.names("anthropic") == ["policy", "reference", "only-messages"]
+
+
+async def test_one_model_name_goes_to_the_provider_that_speaks_as_its_caller_does(serve):
+    def counted(seen):
+        return (
+            Reply({"input_tokens": 7})
+            if seen.path.endswith("count_tokens")
+            else Reply(messages_answer([{"type": "text", "text": "Salut."}]))
+        )
+
+    async with ScriptedProvider(counted) as native, ScriptedProvider([Reply(chat_answer("Hello."))]) as other:
+        config = {
+            "providers": [
+                {"name": "native", "dialect": "anthropic", "base_urls": [native.url]},
+                {"name": "other", "base_urls": [f"{other.url}/v1"]},
+            ],
+            "routes": [{"dialect": "anthropic", "provider": "native"}, {"provider": "other"}],
+        }
+        service = await serve([], config=GatewayConfig.model_validate(config))
+        asked = {"model": "claude-x", "messages": [{"role": "user", "content": "hi"}]}
+        said = await (await service.anthropic()).messages.create(**asked, max_tokens=9)
+        count = await (await service.anthropic()).messages.count_tokens(**asked)
+        heard = await (await service.client()).chat.completions.create(**asked)
+    assert (said.content[0].text, count.input_tokens) == ("Salut.", 7)
+    assert heard.choices[0].message.content == "Hello."
+    assert (len(native.seen), len(other.seen)) == (2, 1)
 
 
 def test_a_price_of_the_rule_wins_over_the_providers():

@@ -307,7 +307,7 @@ class Gateway:
         if await self._forwarder.count(caller, headers, body, outlet):
             return
         caller, request = self._read(MESSAGES, headers, caller, body)
-        model, engine = self._resolve(caller)
+        model, engine = self._resolve(caller, "messages")
         if _attempt(caller):
             await self._context(caller)
         (prompt,) = self._prompts(caller, request, model, engine)
@@ -334,7 +334,7 @@ class Gateway:
         return caller.spoken_by(agent, self.table), request
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
-        model, engine = self._resolve(caller)
+        model, engine = self._resolve(caller, _PATHS[dialect])
         params, trace_id, learned = _in_mode(caller, request.params), "", False
         if _attempt(caller):
             context = await self._context(caller)
@@ -357,8 +357,8 @@ class Gateway:
         exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
         return exchange, dialect.reply(request, head)
 
-    def _resolve(self, caller: Caller) -> tuple[str, Engine]:
-        route = self.table.resolve(caller.agent.model, caller.agent.name)
+    def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
+        route = self.table.resolve(caller.agent.model, caller.agent.name, path)
         if route.engine is None:
             raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine

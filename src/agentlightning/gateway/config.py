@@ -28,6 +28,8 @@ class Rule(BaseModel):
     """The name that is asked for: as it is, or a pattern with `*`, `?` and `[...]`."""
     agent: str = "*"
     """The agent that asks: as it is, or a pattern. A call whose agent is not known fits `*` only."""
+    dialect: Literal["openai", "anthropic"] | None = None
+    """Whose calls: anthropic, those to `/v1/messages`; openai, those to all other paths. None: both."""
     engine: str | None = None
     """The engine that serves them, by its name: the policy, an adapter, a frozen reference."""
     provider: str | None = None
@@ -45,7 +47,15 @@ class Rule(BaseModel):
             raise ValueError("send_model and price are for a provider; an engine has neither")
         return self
 
-    def fits(self, model: str | None, agent: str | None) -> bool:
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it fits more than one name."""
+        return bool(set(self.model) & set("*?["))
+
+    def fits(self, model: str | None, agent: str | None, dialect: str | None = None) -> bool:
+        """`dialect` is the caller's; None: any will do."""
+        if self.dialect is not None and dialect is not None and self.dialect != dialect:
+            return False
         return fnmatchcase(model or "", self.model) and (self.agent == "*" or fnmatchcase(agent or "", self.agent))
 
 

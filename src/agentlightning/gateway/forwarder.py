@@ -72,7 +72,7 @@ class Forwarder:
 
     async def plan(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
         """The call to make, where it goes to a provider. Raises Problem where it cannot be made."""
-        if (led := self._lead(caller, headers, body)) is None:
+        if (led := self._lead(path, caller, headers, body)) is None:
             return None
         context = None if caller.attempt is None else await self._find_context(caller)
         return self._prepare(path, headers, led, context)
@@ -83,19 +83,19 @@ class Forwarder:
         attempt = caller.attempt
         if attempt is None or (context := self._contexts.fresh(*attempt)) is None:
             return None
-        led = self._lead(caller, headers, body)
+        led = self._lead(path, caller, headers, body)
         if led is None or led.asked.get("stream") or not can_forward(path, led.route):
             return None
         return self._prepare(path, headers, led, context)
 
-    def _lead(self, caller: Caller, headers: Mapping[str, str], body: bytes) -> _Led | None:
+    def _lead(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> _Led | None:
         if (asked := _read(body)) is None:
             return None
         caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
         model = caller.agent.model
         if model is None and "model" in asked and not isinstance(asked["model"], str):
             return None
-        route = self._table.resolve(model, caller.agent.name)
+        route = self._table.resolve(model, caller.agent.name, path)
         return _Led(asked, caller, route) if route.backends is not None else None
 
     async def run(
@@ -118,7 +118,7 @@ class Forwarder:
         if (asked := _read(body)) is None:
             return False
         agent = self._agents.identify(headers, asked, self._table)
-        route = self._table.resolve(agent.model, agent.name)
+        route = self._table.resolve(agent.model, agent.name, "messages")
         if route.backends is None or not can_forward("messages", route):
             return False
         if caller.attempt is not None:

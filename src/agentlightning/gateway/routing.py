@@ -55,9 +55,9 @@ class Routes:
     ) -> None:
         self._engines, self._rules, self._backends = dict(engines), tuple(rules), dict(backends or {})
         self._accept_any = accept_any_model
-        self._known: dict[tuple[str | None, str | None], Route] = {}
+        self._known: dict[tuple[str | None, str | None, str], Route] = {}
         self._check_rules()
-        named = [rule.model for rule in rules if not set(rule.model) & set("*?[")]
+        named = [rule.model for rule in rules if not rule.is_pattern]
         self.models: tuple[str, ...] = tuple(dict.fromkeys([*engines, *named]))
         """The names that are served, patterns left out."""
         if default_model is None and len(engines) == 1:
@@ -75,23 +75,44 @@ class Routes:
             return True
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
-    def resolve(self, model: str | None, agent: str | None = None) -> Route:
-        """Raises Problem 400 where no model is named, 404 for an unknown one."""
-        if (known := self._known.get((model, agent))) is not None:
+    def resolve(self, model: str | None, agent: str | None = None, path: str = "") -> Route:
+        """Where a call to `path` goes ("messages", say). Raises Problem 400 where no model is named, 404 for an unknown
+        one."""
+        dialect = "anthropic" if path == "messages" else "openai"
+        if (known := self._known.get((model, agent, dialect))) is not None:
             return known
-        route = self._find(model, agent)
+        route = self._find(model, agent, dialect)
         if route is None and self._default is not None and (self._accept_any or model is None):
-            route = self._find(self._default, agent)
+            route = self._find(self._default, agent, dialect)
         if route is None:
             raise self._unknown(model)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[model, agent] = route
+        self._known[model, agent, dialect] = route
         return route
 
-    def _find(self, model: str | None, agent: str | None) -> Route | None:
+    def names(self, dialect: str) -> list[str]:
+        """Those of `models` that are served to callers of a dialect."""
+        own = {rule.model for rule in self._rules if rule.dialect in (None, dialect)}
+        return [name for name in self.models if name in own or name in self._engines]
+
+    def open_ended(self, dialect: str) -> list[Backends]:
+        """The providers of whose models any may be asked for, as a rule leads there by a pattern."""
+        found = [
+            self._backends[rule.provider]
+            for rule in self._rules
+            if rule.provider is not None and rule.is_pattern and rule.dialect in (None, dialect)
+        ]
+        return list(dict.fromkeys(found))
+
+    def leads(self, model: str, dialect: str, backends: Backends) -> bool:
+        """Whether a provider's model is asked for under its own name."""
+        route = None if "@" in model else self._find(model, None, dialect)
+        return route is not None and route.backends is backends and route.send_model == model
+
+    def _find(self, model: str | None, agent: str | None, dialect: str | None = None) -> Route | None:
         for rule in self._rules:
-            if rule.fits(model, agent) and (route := self._lead(rule, model)) is not None:
+            if rule.fits(model, agent, dialect) and (route := self._lead(rule, model)) is not None:
                 return route
         return Route(model, self._engines[model]) if model in self._engines else None
 
@@ -109,7 +130,8 @@ class Routes:
         known = ", ".join(self.models) or "none, start the server with one: agl serve --model DIR"
         if model is None:
             return bad("model", f"the request names no model; this server has: {known}")
-        message = f"the model {model!r} is not served here; known: {known}"
+        whose = " to callers of this dialect" if self._find(model, None) is not None else ""
+        message = f"the model {model!r} is not served here{whose}; known: {known}"
         return Problem(404, message, code="model_not_found", param="model")
 
     def _check_rules(self) -> None:
