@@ -155,6 +155,38 @@ async def test_tokens_that_a_server_of_chat_completions_reports_are_recorded(ask
     assert span.attributes[names.TOKENS] == "provider"
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 6, "b": oops}', "6*7", '{"a": 6} and more'])
+async def test_arguments_that_are_no_object_reach_anthropics_client_and_come_back_as_they_were(ask, arguments):
+    call = CALL | {"function": {"name": "add", "arguments": arguments}}
+    service, provider = await ask("openai", [Reply(events=chat_events([], [call])), Reply(chat_answer("Sorry."))])
+    client = await service.anthropic()
+    options = {"model": "theirs", "max_tokens": 50, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+    async with client.messages.stream(messages=HI, **options) as stream:
+        (use,) = (await stream.get_final_message()).content
+    assert use.input["_raw_arguments"] == arguments
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "no JSON", "is_error": True}
+    said = [{"role": "assistant", "content": [use.model_dump()]}, {"role": "user", "content": [result]}]
+    await client.messages.create(messages=HI + said, **options)
+    sent = provider.seen[1].json["messages"][1]["tool_calls"][0]["function"]
+    assert sent == {"name": "add", "arguments": arguments}
+
+
+async def test_a_refusal_and_what_was_cached_are_told_in_the_callers_words(ask):
+    answer = chat_answer(None, usage=(11, 3))
+    answer["choices"][0]["message"]["refusal"] = "I will not."
+    answer["usage"] |= {"prompt_tokens_details": {"cached_tokens": 4}}
+    answer["usage"] |= {"completion_tokens_details": {"reasoning_tokens": 2}}
+    service, _ = await ask("openai", lambda seen: Reply(answer))
+    message = await (await service.anthropic()).messages.create(model="theirs", max_tokens=50, messages=HI)
+    assert (message.stop_reason, message.content[0].text) == ("refusal", "I will not.")
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (7, 4)
+    response = await (await service.client()).responses.create(model="theirs", input="hi")
+    assert response.output[0].content[0].refusal == "I will not."
+    assert response.status == "completed"
+    assert response.usage.input_tokens_details.cached_tokens == 4
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+
+
 # -- the responses API ------------------------------------------------------------------------------------------------
 
 

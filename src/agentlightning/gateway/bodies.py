@@ -371,7 +371,7 @@ def _with(body: Json, extras: Json) -> Json:
 def _lost_inside(path: str, request: Request) -> tuple[str, ...]:
     """What is not passed on of fields that are."""
     lost: list[str] = []
-    if "effort" in _object(request.asked, "output_config"):
+    if path != "messages" and "effort" in _object(request.asked, "output_config"):
         lost.append("output_config.effort")
     if path == "messages" and any("name" in message for message in request.messages):
         lost.append("messages.name")

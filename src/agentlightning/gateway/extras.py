@@ -63,7 +63,11 @@ def messages_extras(asked: Mapping[str, Any]) -> Extras:
     if tier in ("auto", "default"):
         taken.add("service_tier")
         body |= {"service_tier": "standard_only"} if tier == "default" else {}
-    for name in ("thinking", "cache_control"):  # Anthropic's own words, from who knows whom they talk to.
+    for name in (
+        "thinking",
+        "output_config",
+        "cache_control",
+    ):  # Its own words, from who knows them.
         if isinstance(value := asked.get(name), dict):
             body[name] = value
             taken.add(name)

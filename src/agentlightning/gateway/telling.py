@@ -50,12 +50,13 @@ class Telling:
 
     def count(self, cached: Any = None, written: Any = None, thought: Any = None) -> None:
         """Tokens of the prompt and the answer, of which there are also others."""
-        if isinstance(cached, int) and cached >= 0:
-            self.head.cached_tokens = cached
-        if isinstance(written, int) and written >= 0:
-            self.head.cached_now_tokens = written
-        if isinstance(thought, int) and thought >= 0:
-            self.head.thought_tokens = thought
+        self.head.cached_tokens = _count(cached, self.head.cached_tokens)
+        self.head.cached_now_tokens = _count(written, self.head.cached_now_tokens)
+        self.head.thought_tokens = _count(thought, self.head.thought_tokens)
+
+
+def _count(given: Any, before: int | None) -> int | None:
+    return given if type(given) is int and 0 <= given < 2**53 else before
 
 
 # -- chat completions ------------------------------------------------------------------------------------------------

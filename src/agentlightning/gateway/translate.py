@@ -18,6 +18,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning import span as names
+from agentlightning.gateway.answer import Piece
 from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Call
@@ -101,6 +102,7 @@ class Translation(Forward):
     reply: Reply = field(kw_only=True)
     telling: Telling = field(kw_only=True)
     kept: Kept = field(kw_only=True)
+    _opened: bool = field(default=False, init=False)
 
     async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
         self._hear_whole(call.body)
@@ -111,17 +113,15 @@ class Translation(Forward):
         await outlet.whole(200, body)
 
     async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
-        events, ended, opened = Events(), False, False
+        events, ended = Events(), False
         async for chunk in call.chunks():
             for event in events.feed(chunk):
                 ended |= self._hear_event(event)
-            if shown := self._news():
-                await outlet.write(shown if opened else self.reply.opening([self.told]) + shown)
-                opened = True
+            if pieces := self._news():
+                await outlet.write(self._written(pieces))
         self._check_whole(ended)
         self._settle(call)
-        opening = b"" if opened else self.reply.opening([self.told])
-        ending = opening + self._news(done=True) + self.reply.ending([self.told])
+        ending = self._written(self._news(done=True)) + self.reply.ending([self.told])
         await self._keep(keep, call)
         self._remember(None)
         await outlet.write(ending)
@@ -154,12 +154,18 @@ class Translation(Forward):
         self._check_failed()
         self.telling.take(self.path, data)
 
-    def _news(self, done: bool = False) -> bytes:
-        """What can be shown since the last time."""
+    def _news(self, done: bool = False) -> list[Piece]:
+        """What can be shown since the last time. Raises Problem where the provider has spoilt it."""
         pieces = self.told.news(done)
         if self.told.broken:
             raise broken(self._provider, self.told.broken)
-        return b"".join([self.reply.piece(self.told, piece) for piece in pieces])
+        return pieces
+
+    def _written(self, pieces: Sequence[Piece]) -> bytes:
+        """The events of some pieces; before the first, those that open the reply."""
+        opening = b"" if self._opened else self.reply.opening([self.told])
+        self._opened = True
+        return opening + b"".join([self.reply.piece(self.told, piece) for piece in pieces])
 
     def _check_failed(self) -> None:
         """Raises Problem where the provider says, in the place of an answer, that it failed."""

@@ -1,0 +1,117 @@
+"""Promises of translated answers that are shown while they are written, as the SDKs' stream helpers hear them."""
+
+import json
+
+from agentlightning.testing.provider import Reply, chat_answer, chat_events, messages_events
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+HI = [{"role": "user", "content": "hi"}]
+
+
+# -- tool calls as they are written -----------------------------------------------------------------------------------
+
+
+async def test_arguments_are_heard_before_the_answer_is_whole(ask):
+    """The provider falls silent in the middle of a call: what it wrote of it has been heard."""
+    chat, said = chat_events([], [CALL])[:2], messages_events([USE])[:3]
+    service, _ = await ask("openai", lambda seen: Reply(events=chat, end="hang"))
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    client = await service.anthropic()
+    async with client.messages.stream(model="theirs", max_tokens=50, messages=HI, tools=[tool]) as stream:
+        events = [event async for event in until(stream, "input_json")]
+    assert next(event.type for event in events if event.type.startswith("content_block")) == "content_block_start"
+    assert events[-1].partial_json == '{"a": 6,'
+    flat = {"type": "function"} | ADD["function"]
+    client = await service.client()
+    async with client.responses.stream(model="theirs", input="hi", tools=[flat]) as stream:
+        events = [event async for event in until(stream, "response.function_call_arguments.delta")]
+    assert (events[-1].delta, events[-2].item.name, events[-2].item.call_id) == ('{"a": 6,', "add", "call_1")
+    service, _ = await ask("anthropic", lambda seen: Reply(events=said, end="hang"))
+    client = await service.client()
+    async with client.chat.completions.stream(model="theirs", messages=HI, tools=[ADD]) as stream:
+        events = [event async for event in until(stream, "tool_calls.function.arguments.delta")]
+    assert events[-1].name == "add"
+
+
+async def until(stream, kind):
+    """The events up to the first of a kind that says something."""
+    async for event in stream:
+        yield event
+        if event.type == kind and getattr(event, "arguments", "x"):
+            return
+
+
+TWICE = [CALL | {"id": "tool-1"}, CALL | {"id": "tool-2"}]
+
+
+async def test_several_calls_are_heard_one_by_one_in_every_sdk(ask):
+    """Their arguments come mixed."""
+    *head, first, rest, second, other, last, usage, done = chat_events(["Let me."], TWICE)
+    service, _ = await ask("openai", lambda seen: Reply(events=[*head, first, second, rest, other, last, usage, done]))
+    client = await service.anthropic()
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    async with client.messages.stream(model="theirs", max_tokens=50, messages=HI, tools=[tool]) as stream:
+        kinds = [event.type async for event in stream]
+        message = await stream.get_final_message()
+    assert [(block.id, block.input) for block in message.content[1:]] == [(call["id"], USE["input"]) for call in TWICE]
+    starts, stops = kinds.count("content_block_start"), kinds.count("content_block_stop")
+    assert (starts, stops, message.stop_reason) == (3, 3, "tool_use")
+    client = await service.client()
+    flat = {"type": "function"} | ADD["function"]
+    async with client.responses.stream(model="theirs", input="hi", tools=[flat]) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    calls = response.output[1:]
+    assert len({call.id for call in calls}) == 2
+    assert [(call.call_id, json.loads(call.arguments)) for call in calls] == [
+        (call["id"], USE["input"]) for call in TWICE
+    ]
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [event.arguments for event in done] == [call.arguments for call in calls]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_the_chat_sdks_stream_helper_hears_anthropics_calls(ask):
+    blocks = [{"type": "text", "text": "Let me."}, USE, USE | {"id": "toolu_2", "input": {}}]
+    service, _ = await ask("anthropic", [Reply(events=messages_events(blocks))])
+    client = await service.client()
+    async with client.chat.completions.stream(model="theirs", messages=HI, tools=[ADD]) as stream:
+        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+        completion = await stream.get_final_completion()
+    assert [json.loads(event.arguments) for event in done] == [USE["input"], {}]
+    choice = completion.choices[0]
+    assert [call.id for call in choice.message.tool_calls] == ["toolu_1", "toolu_2"]
+    assert (choice.message.content, choice.finish_reason) == ("Let me.", "tool_calls")
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def known(text, logprob):
+    top = [{"token": text, "logprob": logprob, "bytes": [*text.encode()]}]
+    return {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": top}
+
+
+async def test_log_probabilities_of_chat_completions_reach_a_response(ask):
+    whole, events = chat_answer("Hello."), chat_events(["Hel", "lo."])
+    tokens = [known("Hel", -0.5), known("lo.", -0.25)]
+    whole["choices"][0]["logprobs"] = {"content": tokens, "refusal": None}
+    for place, token in ((1, tokens[0]), (2, tokens[1])):
+        chunk = json.loads(events[place].removeprefix(b"data: "))
+        chunk["choices"][0]["logprobs"] = {"content": [token], "refusal": None}
+        events[place] = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    service, provider = await ask(
+        "openai", lambda seen: Reply(events=events) if "stream" in seen.json else Reply(whole)
+    )
+    client = await service.client()
+    options = {"model": "theirs", "input": "hi", "top_logprobs": 1, "include": ["message.output_text.logprobs"]}
+    response = await client.responses.create(**options)
+    assert (provider.seen[0].json["logprobs"], provider.seen[0].json["top_logprobs"]) == (True, 1)
+    assert [each.model_dump() for each in response.output[0].content[0].logprobs] == tokens
+    async with client.responses.stream(**options) as stream:
+        deltas = [event async for event in stream if event.type == "response.output_text.delta"]
+        response = await stream.get_final_response()
+    assert [(event.delta, event.logprobs[0].logprob) for event in deltas] == [("Hel", -0.5), ("lo.", -0.25)]
+    assert [each.model_dump() for each in response.output[0].content[0].logprobs] == tokens
