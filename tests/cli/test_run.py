@@ -62,6 +62,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def do_GET(self):
+        known = self.headers["Authorization"] or self.headers["x-api-key"]
+        name = f"claude-{known[-4:]}" if "anthropic-version" in self.headers else f"gpt-{known[-4:]}"
+        data = json.dumps({"data": [{"id": name}], "has_more": False}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
     def log_message(self, *args):
         pass
 
@@ -157,11 +166,14 @@ def test_each_provider_of_the_environment_gets_its_own_models(run, provider, mon
         monkeypatch.setenv(f"{name}_BASE_URL", f"{provider.url}/{name}")
         monkeypatch.setenv(f"{name}_API_KEY", f"{KEY}-{name}")
     claude = chat("claude-x", "$ANTHROPIC_BASE_URL", "x-api-key: $ANTHROPIC_API_KEY", "v1/messages")
-    code, summary = run("--", "bash", "-c", f"{chat('gpt-4o')} && {claude}")
+    listed = 'curl -sS -f -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_BASE_URL/models > models.json'
+    code, summary = run("--", "bash", "-c", f"{chat('gpt-4o')} && {claude} && {listed}")
     assert (code, summary["calls"], summary["failed_calls"]) == (0, 2, 0)
     assert [asked["path"] for asked in provider.seen] == ["/OPENAI/chat/completions", "/ANTHROPIC/v1/messages"]
     assert provider.seen[0]["headers"]["authorization"] == f"Bearer {KEY}-OPENAI"
     assert provider.seen[1]["headers"]["x-api-key"] == f"{KEY}-ANTHROPIC"
+    models = json.loads(Path("models.json").read_text())["data"]
+    assert [model["id"] for model in models] == ["claude-OPIC", "gpt-ENAI"]
 
 
 def test_what_was_recorded_can_be_read(run, invoke, provider, monkeypatch):

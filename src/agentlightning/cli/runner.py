@@ -206,7 +206,8 @@ async def has_model(server: str) -> bool:
     async with httpx.AsyncClient(timeout=10) as client:
         try:
             reply = await client.get(f"{server}/v1/models")
-            return reply.status_code == 200 and bool(reply.json().get("data"))
+            said = reply.json()
+            return reply.status_code == 200 and bool(said.get("data") or said.get("patterns"))
         except (httpx.HTTPError, ValueError, AttributeError):
             return False
 

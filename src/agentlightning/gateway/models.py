@@ -1,19 +1,29 @@
-"""`/v1/models`: what is served, as OpenAI's and Anthropic's clients want to be told."""
+"""`/v1/models`: what is served, as OpenAI's and Anthropic's clients want to be told.
+
+Names of our own come first, then those of providers that may be asked for any of their models, as these say.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from typing import Any, Final, Literal
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
-from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.listing import Listing, anthropic_model, openai_model, written_time
+from agentlightning.gateway.problems import Problem, bad
 from agentlightning.gateway.routing import Routes
+
+Json = dict[str, Any]
+
+_LONGEST_PAGE: Final = 1000
 
 
 class Models:
@@ -22,38 +32,81 @@ class Models:
     def __init__(self, table: Routes) -> None:
         self._table = table
         self._created = int(time.time())
+        self._listings: dict[Backends, Listing] = {}
 
     async def list(self, request: Request) -> Response:
-        """GET /v1/models."""
-        data = [self._model(request, name) for name in self._table.models]
-        if is_anthropic(request):
-            edges = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-            return json_reply({"data": data, "has_more": False, "first_id": None, "last_id": None} | edges)
-        return json_reply({"object": "list", "data": data})
-
-    async def show(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
+        """GET /v1/models. Anthropic's `limit`, `after_id` and `before_id` are honoured; without a limit all come."""
+        dialect = dialect_of(request)
+        models = await self._models(dialect)
+        if dialect == "openai":
+            patterns = self._table.patterns(dialect)
+            more = {"patterns": patterns} if patterns else {}
+            return json_reply({"object": "list", "data": list(models.values())} | more)
         try:
-            route = self._table.resolve(request.path_params["model"])
+            return json_reply(_page(list(models.values()), request.query_params))
         except Problem as problem:
             return refusal(request, problem)
-        return json_reply(self._model(request, route.name))
 
-    def _model(self, request: Request, name: str) -> dict[str, str | int]:
-        if is_anthropic(request):
-            created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            return {"type": "model", "id": name, "display_name": name, "created_at": created}
+    async def show(self, request: Request) -> Response:
+        """GET /v1/models/NAME. A name that a pattern fits is served though its provider may not list it: aliases are
+        not listed."""
+        dialect, name = dialect_of(request), request.path_params["model"]
+        try:
+            route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
+        except Problem as problem:
+            return refusal(request, problem)
+        listed = await self._models(dialect) if route.name == name else {}
+        return json_reply(listed.get(name) or self._own(dialect, route.name))
+
+    async def _models(self, dialect: Dialect) -> dict[str, Json]:
+        """By name."""
+        found = {name: self._own(dialect, name) for name in self._table.names(dialect)}
+        open_ended = self._table.open_ended(dialect)
+        lists = await asyncio.gather(*(self._listing(backends).models() for backends in open_ended))
+        shown = anthropic_model if dialect == "anthropic" else openai_model
+        for backends, models in zip(open_ended, lists, strict=True):
+            for model in models:
+                if model["id"] not in found and self._table.leads(model["id"], dialect, backends):
+                    found[model["id"]] = shown(model)
+        return found
+
+    def _listing(self, backends: Backends) -> Listing:
+        if (listing := self._listings.get(backends)) is None:
+            listing = self._listings[backends] = Listing(backends)
+        return listing
+
+    def _own(self, dialect: Dialect, name: str) -> Json:
+        if dialect == "anthropic":
+            return {"type": "model", "id": name, "display_name": name, "created_at": written_time(self._created)}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
 
 
-def is_anthropic(request: Request) -> bool:
-    """Whether it was made by an Anthropic client."""
-    return "anthropic-version" in request.headers
+Dialect = Literal["openai", "anthropic"]
+
+
+def dialect_of(request: Request) -> Dialect:
+    """Whose client made it, where the path does not say."""
+    return "anthropic" if "anthropic-version" in request.headers else "openai"
+
+
+def _page(models: list[Json], query: Mapping[str, str]) -> Json:
+    """Raises Problem 400 for a limit that is none."""
+    limit, names = query.get("limit"), [model["id"] for model in models]
+    if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _LONGEST_PAGE):
+        raise bad("limit", f"limit={limit!r} is no number from 1 to {_LONGEST_PAGE}")
+    after, before = query.get("after_id"), query.get("before_id")
+    first = names.index(after) + 1 if after in names else 0
+    last = names.index(before) if before in names else len(names)
+    shown, more = models[first:last], False
+    if limit is not None and len(shown) > int(limit):
+        shown, more = (shown[-int(limit) :] if before in names and after is None else shown[: int(limit)]), True
+    edges = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "has_more": more, "first_id": edges[0], "last_id": edges[1]}
 
 
 def refusal(request: Request, problem: Problem) -> Response:
     """An error as the caller's client knows it, where the path does not say whose client it is."""
-    dialect = MESSAGES if is_anthropic(request) else CHAT
+    dialect = MESSAGES if dialect_of(request) == "anthropic" else CHAT
     return Response(dialect.refusal(problem), problem.status, media_type="application/json")
 
 

@@ -96,6 +96,11 @@ class Routes:
         own = {rule.model for rule in self._rules if rule.dialect in (None, dialect)}
         return [name for name in self.models if name in own or name in self._engines]
 
+    def patterns(self, dialect: str) -> list[str]:
+        """What else may be asked for: the patterns of the rules that callers of a dialect are led by."""
+        found = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
+        return list(dict.fromkeys(found))
+
     def open_ended(self, dialect: str) -> list[Backends]:
         """The providers of whose models any may be asked for, as a rule leads there by a pattern."""
         found = [

@@ -60,6 +60,8 @@ class ScriptedProvider:
         self.hung_up = asyncio.Event()
         """Somebody closed a connection whose answer was not whole."""
         self.healthy = healthy
+        self.models: Callable[[Seen], Reply] | None = None
+        """Answers what asks for models; None: `{}`."""
         self._script = script if callable(script) else iter(list(script))
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -109,6 +111,8 @@ class ScriptedProvider:
         if seen.method == "GET":
             self.probes += 1
             reply = Reply(status=200 if self.healthy else 503)
+            if self.models is not None and "/models" in seen.path:
+                reply = self.models(seen)
         else:
             self.seen.append(seen)
             reply = self._script(seen) if callable(self._script) else next(self._script, Reply(status=500))
