@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.gateway import backends as backends_module
 from agentlightning.gateway.backends import RETRY_FLOOR, Ask, Backends
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.problems import Problem
@@ -188,6 +189,15 @@ async def test_an_outage_is_not_multiplied():
 
         await asyncio.gather(*(one() for _ in range(calls)))
         assert calls < len(server.seen) <= calls * 1.2 + RETRY_FLOOR
+
+
+async def test_an_outage_that_goes_on_is_not_multiplied_either(monkeypatch):
+    monkeypatch.setattr(backends_module, "_BACKOFF_SECONDS", 0.0)
+    async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as backends:
+        for _ in range(60):  # one after the other: each might have saved up for its own repetition
+            with pytest.raises(Problem):
+                await call(backends)
+        assert 60 + RETRY_FLOOR <= len(server.seen) <= 60 * 1.2 + RETRY_FLOOR
 
 
 async def test_who_asks_to_be_left_alone_for_long_is_not_asked_again_and_the_caller_may_be():

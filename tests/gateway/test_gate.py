@@ -75,6 +75,16 @@ async def test_those_who_wait_are_let_in_in_the_order_they_came_and_before_those
     assert gate.inside == 0
 
 
+async def test_a_call_that_comes_right_after_the_gate_opens_goes_behind_those_who_have_waited(gate, calls):
+    gate.close()
+    await calls.start("early 1", "early 2")
+    gate.open()
+    visitor = await asyncio.wait_for(gate.enter("late"), 5)
+    assert calls.entered == ["early 1", "early 2"]
+    gate.leave(visitor)
+    await calls.end("early 1", "early 2")
+
+
 async def test_a_call_that_hangs_up_while_it_waits_is_forgotten(gate, calls):
     gate.close()
     await calls.start("first", "second", "third")

@@ -132,7 +132,7 @@ def test_a_full_store_forgets_the_oldest_and_stays_right(sequences: list[list[in
     store = PrefixStore(8 * limit)
     for tokens in sequences:
         store.insert(tokens, lambda start, stop, tokens=tokens: segment(tokens, start, stop))
-        assert store.num_bytes <= 8 * limit
+        assert store.num_bytes == sum(node.num_bytes for node in store._order) <= 8 * limit
         for other in sequences:
             marks = stored(store, other)
             assert marks == segment(other, 0, len(marks))[0].flatten().tolist()

@@ -151,6 +151,19 @@ async def test_a_record_that_was_cut_off_ends_the_journal_and_costs_nothing_else
     assert [span.name for span in spans] == [f"call {number}" for number in range(4)]
 
 
+async def test_a_record_that_the_disk_spoilt_is_not_believed(database, bare, attempted):
+    left = journal_module.Journal(database.with_name(f"{database.name}-calls"))
+    for number in range(5):
+        left.append(journal_module._write([span_of(attempted, f"call {number}")]))
+        left.taken(1)
+    left.close(keep=True)
+    (path,) = database.parent.glob("*-calls-*")
+    path.write_bytes(path.read_bytes().replace(b"call 3", b"call 9"))
+    await take_over(bare)
+    spans = await bare.query_spans(attempted.rollout_id)
+    assert [span.name for span in spans] == [f"call {number}" for number in range(3)]
+
+
 async def test_what_is_in_the_store_already_is_not_written_twice(database, bare, attempted):
     span = span_of(attempted)
     async with journaled(bare, database) as first:
