@@ -25,7 +25,7 @@ def shown_of(text, cuts=(), name="raw"):
     return early, early + given_text.finish(name)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(OBJECTS, st.sampled_from([None, 1]), st.booleans(), st.lists(st.integers(0, 60), max_size=4))
 def test_an_object_is_shown_as_it_was_written(value, indent, ascii_only, cuts):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
@@ -34,7 +34,7 @@ def test_an_object_is_shown_as_it_was_written(value, indent, ascii_only, cuts):
     assert early == text[:-1]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(OBJECTS, st.integers(0, 60), ODD, st.integers(0, 60))
 def test_what_is_shown_is_an_object_whatever_was_written(value, place, odd, length):
     text = json.dumps(value, ensure_ascii=False)

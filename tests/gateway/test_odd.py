@@ -15,23 +15,25 @@ from agentlightning.testing.provider import Reply, ScriptedProvider
 
 FIELDS = {
     "chat/completions": "messages tools tool_choice response_format n stop stream stream_options logprobs top_logprobs "
-    "temperature seed max_tokens parallel_tool_calls functions logit_bias metadata",
+    "temperature seed max_tokens parallel_tool_calls functions logit_bias metadata reasoning_effort thinking user "
+    "service_tier",
     "completions": "prompt n stop stream logprobs echo suffix best_of max_tokens logit_bias",
     "responses": "input instructions tools tool_choice text previous_response_id store stream reasoning include "
-    "max_output_tokens truncation",
-    "messages": "messages system tools tool_choice stream stop_sequences max_tokens thinking metadata thread",
+    "max_output_tokens truncation top_logprobs metadata service_tier",
+    "messages": "messages system tools tool_choice stream stop_sequences max_tokens thinking metadata thread "
+    "output_config service_tier",
     "messages/count_tokens": "messages system tools",
     "embeddings": "input dimensions encoding_format",
 }
 INNER = [
     *("role", "content", "type", "text", "name", "tool_calls", "id", "function", "arguments", "call_id"),
     *("output", "input", "image_url", "source", "schema", "json_schema", "parameters", "input_schema"),
-    *("tool_use_id", "summary"),
+    *("tool_use_id", "summary", "file", "file_data", "filename", "encrypted_content", "effort", "user_id", "title"),
 ]
 WORDS = [
     *("user", "assistant", "system", "tool", "text", "image_url", "function", "tool_use", "tool_result"),
     *("input_text", "function_call", "message", "auto", "required", "json_schema", "json_object", "object"),
-    *("reasoning", "thinking", "x"),
+    *("reasoning", "thinking", "redacted_thinking", "document", "file", "input_file", "agl1.e30=", "x"),
 ]
 USUAL = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "max_tokens": 16}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -3,7 +3,7 @@
 import base64
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.kept import Kept
@@ -100,6 +100,7 @@ async def test_a_response_that_is_continued_by_its_id_keeps_its_thoughts(ask):
     assert turns(provider.seen[1]) == [TURN]
 
 
+@settings(max_examples=25)
 @given(st.text() | st.binary().map(lambda data: "agl1." + base64.b64encode(data).decode()) | st.none() | st.integers())
 def test_what_is_no_thought_of_ours_is_nothing(content):
     assert unseal(content) == []

@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.answer import CallBegun, CallEnded, CallPart, Refusal, Sealed, Thought
 from agentlightning.gateway.dialects.base import Head
+from agentlightning.gateway.dialects.chat import CHAT as CHAT_COMPLETIONS
+from agentlightning.gateway.dialects.messages import MESSAGES as ANTHROPIC
+from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.heard import event_data
+from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.telling import Telling
 from agentlightning.gateway.told import Told
 from agentlightning.testing.provider import chat_answer, chat_events, messages_answer, messages_events
 
 CHAT, MESSAGES = "chat/completions", "messages"
+HI = [{"role": "user", "content": "hi"}]
+ITEMS = {"input": HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
 
 
 def telling():
@@ -180,7 +186,19 @@ def test_what_is_not_as_expected_is_passed_over(path, place, odd):
     events = [event_data(event) for event in (chat_events(["x"], [call]) if path == CHAT else messages_events(BLOCKS))]
     events = [event for event in events if event is not None]
     events[place % len(events)] = odd
-    heard(path, events)
+    pieces, answer = heard(path, events)
+    assert_written(pieces, answer)
     text = orjson.dumps(chat_answer("x", [call]) if path == CHAT else messages_answer(BLOCKS)).decode()
     name = ["choices", "message", "content", "tool_calls", "usage"][place % 5]
-    heard(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))])
+    assert_written(*heard(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))]))
+
+
+def assert_written(pieces, answer):
+    """Every dialect has words for it."""
+    for dialect, body in ((CHAT_COMPLETIONS, {"messages": HI}), (ANTHROPIC, {"messages": HI}), (RESPONSES, ITEMS)):
+        request = dialect.read(orjson.dumps(body), Recall())
+        reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
+        parts = [reply.opening([answer.told]), *(reply.piece(answer.told, piece) for piece in pieces)]
+        events = b"".join([*parts, reply.ending([answer.told])]).split(b"\n\n")
+        assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)
+        assert orjson.loads(whole.whole([answer.told]))
