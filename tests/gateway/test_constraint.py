@@ -73,6 +73,21 @@ async def test_every_answer_is_given_and_its_span_says_whether_it_is_what_was_as
     assert service.gateway.counters.violated == (verdict == "violated")
 
 
+async def test_no_tool_is_called_where_none_may_be_whatever_the_model_writes(serve):
+    service = await serve([call()] * 3)
+    choice = (await service.ask(tools=[F], tool_choice="none")).choices[0]
+    assert (choice.message.tool_calls, choice.message.content, choice.finish_reason) == (None, call(), "stop")
+    client = await service.client()
+    tools = [{"type": "function", **F["function"]}]
+    reply = await client.responses.create(model="scripted", input="hi", tools=tools, tool_choice="none")
+    assert ([item.type for item in reply.output], reply.output_text) == (["message"], call())
+    asked = {"model": "scripted", "max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
+    tools = [{"name": "f", "input_schema": ARGUMENTS}]
+    asked |= {"tools": tools, "tool_choice": {"type": "none"}}
+    message = await (await service.anthropic()).messages.create(**asked)
+    assert ([block.type for block in message.content], message.stop_reason) == (["text"], "end_turn")
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_where_one_call_is_allowed_no_second_one_is_drawn(serve, streams):
     service = await serve(["So: " + call() + "\n" + call() + " and more", "ok"])

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from agentlightning.policy.base import ChatFormat
 from agentlightning.policy.tool_calls.base import ID, CallFormat, Layout, MarkedFormat, read_whole
@@ -27,6 +27,11 @@ _GAP: Final = r"\s{1,4}"
 """Whitespace after a thought."""
 _ID: Final = "[0-9A-Za-z]{9}"
 _OPTIONAL_ID: Final = re.compile(rf'(,\s*"id":\s*"{ID}"|\[CALL_ID\]{ID})')
+
+
+_FOR_PEOPLE: Final = ("title", "description", "$comment")
+_VALUES: Final = ("enum", "const")
+"""What stands under these is no schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,11 @@ def answer_grammar(chat: ChatFormat, outline: Outline) -> str | None:
     if markers is None:
         return None
     lark = Lark(markers)
-    if any(lark.marked(text) for tool in outline.tools for text in tool) or lark.marked(outline.content or ""):
+    tools = tuple((name, _told(schema)) for name, schema in outline.tools)
+    content = None if outline.content is None else _told(outline.content)
+    if any(lark.marked(text) for tool in tools for text in tool) or lark.marked(content or ""):
         return None  # A text that is spelled like a marker cannot be written in tokens of text.
+    outline = replace(outline, tools=tools, content=content)
     if (body := _body(lark, chat.tool_calls, outline)) is None:
         return None
     end = f"<[{','.join(map(str, sorted(chat.eos_token_ids)))}]>"
@@ -139,6 +147,21 @@ def _call(lark: Lark, format: CallFormat, layout: Layout, name: str, schema: str
     if (arguments := format.write_arguments(lark, _of_object(json.loads(schema)), layout)) is None:
         return None
     return f"{lark.literal(spelled)} {_with_ids(lark, layout.middle)} {arguments}"
+
+
+def _told(schema: str) -> str:
+    return json.dumps(_plain(json.loads(schema)), ensure_ascii=False)
+
+
+def _plain(schema: Any) -> Any:
+    """A schema without what is written for people: it may be long, and spelled like a marker."""
+    if isinstance(schema, list):
+        return [_plain(each) for each in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    known = cast("dict[str, Any]", schema)
+    told = {key: value for key, value in known.items() if not (key in _FOR_PEOPLE and isinstance(value, str))}
+    return {key: value if key in _VALUES else _plain(value) for key, value in told.items()}
 
 
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any, Final, cast
 
 SAYS_NOTHING: Final = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
 """Keywords of a schema that forbid no value."""
-_KNOWN: Final = frozenset(
-    {"type", "properties", "required", "additionalProperties", "$schema", "strict", *SAYS_NOTHING}
-)
 DEFINITIONS: Final = ("$defs", "definitions")
+_PARAMETERS: Final = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
+_KNOWN: Final = SAYS_NOTHING.union(DEFINITIONS, _PARAMETERS)
 _REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
 
 
