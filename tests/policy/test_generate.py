@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.policy import shared
+from agentlightning.policy import kv, shared
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.generate import Request, TokenGenerator
+from agentlightning.policy.kv import read_layout
 from agentlightning.testing.models import Architecture, tiny_model, tiny_tokenizer
 
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")
@@ -329,6 +330,23 @@ def test_more_requests_than_memory_wait_and_all_are_answered() -> None:
     assert [request.tokens for request in requests] == expected
     assert tight._cache.slots * tight._cache.capacity <= 3 * 64
     assert_faithful(model, requests)
+
+
+def test_a_request_that_waits_for_memory_while_the_weights_change_knows_which_drew_what() -> None:
+    model = tiny_model()
+    room = 2 * kv.BLOCK * read_layout(model).bytes_per_token
+    engine = generator(model, kv_cache_bytes=room, prefix_cache_bytes=0)
+    params = SamplingParams(max_tokens=kv.BLOCK)
+    first, second = (engine.submit(prompt, params) for prompt in prompts_of(2, shortest=40, longest=40))
+    while not (engine._waiting and second.logprobs):
+        engine.step()
+    assert list(engine._waiting) == [second]  # There is memory for one of so many tokens.
+    drawn = [len(request.logprobs) for request in (first, second)]
+    engine.forget(in_flight=True)
+    engine.policy_version = 1
+    drain(engine)
+    for request, before in zip((first, second), drawn, strict=True):
+        assert request.versions == ((0, before), (1, kv.BLOCK - before))
 
 
 def test_a_small_prefix_store_stays_small() -> None:

@@ -206,7 +206,7 @@ class TokenGenerator:
                 "requests are under way; wait for them before the weights change, or change them with in_flight=True"
             )
         under_way = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
-        for request in under_way:
+        for request in (*under_way, *self._waiting):  # One that waits may have drawn before it lost its slot.
             request.changes.append((self.policy_version, len(request.logprobs)))
         self._rows, self._prefilling = [], []
         self._wait_again(under_way)
