@@ -31,6 +31,7 @@ from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.budget import Budgets, Reservation
+from agentlightning.gateway.estimate import most_tokens
 from agentlightning.gateway.failures import Failure, of_answer, of_transport
 from agentlightning.gateway.health import Health
 from agentlightning.gateway.limits import Limits
@@ -46,8 +47,6 @@ RETRY_FLOOR: Final = 10.0
 """Retries saved up at most, and there from the start."""
 _BACKOFF_SECONDS: Final = 0.25
 _MAX_CONVERSATIONS: Final = 65536
-_BYTES_OF_TOKEN: Final = 2
-"""At the least, for an estimate that is rather too high: most text has three or four."""
 
 
 @dataclass(slots=True)
@@ -354,8 +353,14 @@ class Call:
 
     def _expect(self) -> int:
         """Tokens that the call will use at most, roughly."""
-        self._expected = len(self.ask.body) // _BYTES_OF_TOKEN + self._most
+        counted = self._backends.budgets.config or self._backends.provider.tokens_per_minute
+        self._expected = (self._prompt if counted else 0) + self._most
         return self._expected
+
+    @property
+    def _prompt(self) -> int:
+        """Tokens of the request at most."""
+        return most_tokens(self.ask.body, self._backends.provider.image_tokens)
 
     @property
     def _most(self) -> int:
@@ -367,7 +372,7 @@ class Call:
     ) -> None:
         if not self._settled and self._answer is not None:
             # Cut off: what was sent of it was drawn, and will be charged.
-            self.settle(Usage(len(self.ask.body) // (2 * _BYTES_OF_TOKEN), self._events))
+            self.settle(Usage(self._prompt // 2, self._events))
         await self._end()
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -390,7 +395,7 @@ class Call:
         if self._settled:
             return
         self._settled = True
-        self.usage = usage or Usage(len(self.ask.body) // (2 * _BYTES_OF_TOKEN), self._events or len(self.body) // 4)
+        self.usage = usage or Usage(self._prompt // 2, self._events or len(self.body) // 4)
         if self.price is not None:
             self.cost = self.price.dollars(self.usage)
             self._backends.dollars += self.cost

@@ -99,6 +99,9 @@ class Provider(BaseModel):
     max_output_tokens: int = Field(default=8192, ge=1)
     """The longest answer to a call that sets no limit itself: what a budget reckons with, and what is asked of
     Anthropic where the caller's dialect needs no limit."""
+    image_tokens: int = Field(default=6500, ge=1)
+    """What a budget and `tokens_per_minute` reckon with for an image, until its true cost is known. More than most
+    charge at most: Anthropic about 1,600, OpenAI 1,500 to 3,800, Together 6,404; but gpt-4o-mini up to 48,000."""
     max_concurrency: int = Field(default=256, ge=1)
     """Calls under way at once; more wait."""
     requests_per_minute: int | None = Field(default=None, ge=1)
