@@ -51,6 +51,12 @@ def emptied(group: int) -> bool:
     return False
 
 
+@pytest.fixture(params=["as here", "as on macOS"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "as on macOS":  # before Python 3.13
+        monkeypatch.delattr(os, "waitid")
+
+
 def test_the_task_is_in_the_environment_and_on_stdin(make_call: Any) -> None:
     output = sh('printf "%s|" "$AGL_TASK"; cat').start(make_call({"q": "é"}))
     assert output == '{"q":"é"}|{"q":"é"}'
@@ -72,6 +78,7 @@ def test_the_end_of_a_long_output_is_kept(make_call: Any) -> None:
     assert output.endswith("the end\n")
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_an_exit_code_is_a_failure_with_stderr_as_its_traceback(make_call: Any) -> None:
     with pytest.raises(CommandError, match="ended with exit code 3") as caught:
         sh("echo what went wrong >&2; exit 3").start(make_call())
@@ -88,6 +95,7 @@ def test_a_program_that_cannot_be_started_is_named(make_call: Any, tmp_path: Pat
         Command((str(tmp_path / "no-such-program"),)).start(make_call())
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_what_a_program_leaves_behind_ends_with_it(make_call: Any, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     output = sh(f"sleep 600 & echo $! > {pid}; echo done").start(make_call())
@@ -95,6 +103,7 @@ def test_what_a_program_leaves_behind_ends_with_it(make_call: Any, tmp_path: Pat
     assert gone(int(wait_for(pid)))
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_daemon_that_keeps_the_pipes_does_not_keep_the_attempt(make_call: Any, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     output = sh(f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & while [ ! -s {pid} ]; do sleep 0.01; done; echo ok")
@@ -103,6 +112,7 @@ def test_a_daemon_that_keeps_the_pipes_does_not_keep_the_attempt(make_call: Any,
 
 
 @pytest.mark.parametrize("script", ["sleep 600 & sleep 600", "trap '' TERM; sleep 600 & while :; do sleep 1; done"])
+@pytest.mark.usefixtures("anywhere")
 def test_a_stopped_program_is_gone_with_its_children_even_if_it_ignores_sigterm(
     make_call: Any, tmp_path: Path, script: str
 ) -> None:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, cast
@@ -143,12 +144,24 @@ class Running:
                         return  # a daemon in a group of its own still holds them
 
     def _ended(self) -> bool:
-        """Whether the program has ended. It is not waited for: its process group keeps its id."""
-        state = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return state is not None
+        """Whether the program has ended. Where the system can be asked so, it is not waited for: its process group
+        keeps its id."""
+        if not _can_look():
+            return self._waited_for()
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _waited_for(self) -> bool:
+        """What a program left behind is killed at once: nobody else can have got the group's id meanwhile."""
+        with self._lock:
+            if self.process.returncode is None and self.process.poll() is not None:
+                _signal_group(self.process.pid, signal.SIGKILL)
+            return self.process.returncode is not None
 
     def _reap(self) -> None:
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        if _can_look():
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        while not self._ended():
+            time.sleep(POLL_SECONDS)
         self._signal(signal.SIGKILL)
         with self._lock:
             self.process.wait()
@@ -157,6 +170,11 @@ class Running:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def _can_look() -> bool:
+    """Whether a program can be looked at without being waited for: not on macOS before Python 3.13."""
+    return hasattr(os, "waitid")
 
 
 class _Tail:
