@@ -15,6 +15,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import AttemptedRollout, attempt_environment
 from agentlightning.server import Server
 from agentlightning.span import Span
@@ -97,14 +98,16 @@ def programs() -> Callable[[str], Path]:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Start]:
-    """serve(script) starts a gateway whose engine, of any name, follows the script, and one attempt."""
+    """serve(script) starts a gateway whose engine, of any name, follows the script, and one attempt. `config` says
+    what goes elsewhere."""
     async with contextlib.AsyncExitStack() as exits:
 
-        async def start(script: Any) -> Service:
+        async def start(script: Any, config: GatewayConfig | None = None) -> Service:
             store = InMemoryLightningStore()
             exits.push_async_callback(store.close)
             engine = ScriptedEngine(script, context_length=1_000_000, tokens_per_step=16)
-            gateway = Gateway(store, {"policy": engine}, secret=SECRET, default_model="policy", accept_any_model=True)
+            options = {"default_model": "policy", "accept_any_model": True, "config": config}
+            gateway = Gateway(store, {"policy": engine}, secret=SECRET, **options)
             server = await exits.enter_async_context(Server(store, gateway, secret=SECRET))
             return Service(store, engine, gateway, server, await store.start_rollout({"question": "6*7"}))
 

@@ -166,7 +166,7 @@ def _chat_choice(constraint: Constraint) -> Any:
 def messages_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
     """The body of POST /v1/messages. Raises Problem 400 naming what Anthropic cannot be asked."""
     _refuse_foreign(request, provider, params)
-    system, messages = _turns(_merged(request.messages), blocks)
+    system, messages = _turns(turns_of(request.messages), blocks)
     if messages and messages[-1]["role"] == "assistant":
         message = f"the last message is the assistant's, which the provider {provider.name!r} would go on with instead"
         raise bad(
@@ -228,8 +228,9 @@ def _name_of(meant: str, asked: Mapping[str, Any]) -> str:
     return next((name for name in _ELSEWHERE.get(meant, ()) if asked.get(name)), meant)
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """The messages of one turn of the assistant as one: clients may send its words and its calls apart."""
+def turns_of(messages: Sequence[Message]) -> list[Message]:
+    """A conversation with the messages of one turn of the assistant as one, since clients may send its words and its
+    calls apart, and the results of its calls right behind it."""
     merged: list[Message] = []
     for message in _results_first(messages):
         last = merged[-1] if merged else None

@@ -22,7 +22,7 @@ from agentlightning.gateway.answer import Piece
 from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Call
-from agentlightning.gateway.bodies import body_of, given_params
+from agentlightning.gateway.bodies import body_of, given_params, turns_of
 from agentlightning.gateway.conversation import Prompt, extend_digest
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import responses
@@ -210,8 +210,8 @@ class Translation(Forward):
         if attempt is None:
             return
         if any(is_sealed(block) for block in told.blocks):
-            key = turn_key(self.request.messages[-1] if self.request.messages else None, told.message)
-            self.kept.keep_blocks(attempt, key, told.blocks)
+            answered = turns_of(self.request.messages)[-1]
+            self.kept.keep_blocks(attempt, turn_key(answered, told.message), told.blocks)
         if not isinstance(reply, responses.Reply):
             return
         stored = self.request.asked.get("store") is not False
