@@ -29,11 +29,11 @@ PDF = base64.b64encode(b"%PDF").decode()
 NOTE = base64.b64encode("Grüße".encode()).decode()
 
 
-def put(dialect, asked, provider):
+def put(dialect, asked, provider, model="big-1"):
     """(the body, what was left out) of a request to a provider of the other dialect."""
     request = replace(dialect.read(orjson.dumps(hide(asked)), Recall()), asked=asked)
     path = "chat/completions" if provider is OPENAI else "messages"
-    return body_of(path, request, provider, "big-1", given_params(asked, request.params, {}), lambda turn: [])
+    return body_of(path, request, provider, model, given_params(asked, request.params, {}), lambda turn: [])
 
 
 def chat_of(**asked):
@@ -212,6 +212,26 @@ def test_how_hard_to_think_is_told_in_anthropics_words():
     assert (body["thinking"], "output_config" in body, lost) == ({"type": "disabled"}, False, ())
     with pytest.raises(Problem, match="use none, minimal, low"):
         messages_of(reasoning_effort="some")
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "thinking"),
+    [
+        ("claude-sonnet-4-5-20250929", {}, {"type": "enabled", "budget_tokens": 8192}),
+        ("claude-opus-4-1", {"max_tokens": 3000}, {"type": "enabled", "budget_tokens": 2999}),
+        ("claude-3-7-sonnet-latest", {"max_tokens": 500}, None),
+        ("claude-3-5-haiku-latest", {}, None),
+        ("claude-opus-4-6", {}, {"type": "adaptive"}),
+        ("claude-opus-4-6", {"tools": [ADD], "tool_choice": "required"}, None),
+    ],
+)
+def test_a_model_is_asked_to_think_as_it_can(model, asked, thinking):
+    body, _ = put(CHAT, {"messages": HI, "reasoning_effort": "medium"} | asked, ANTHROPIC, model)
+    assert body.get("thinking") == thinking
+    assert ("output_config" in body) == (model == "claude-opus-4-6")
+    if "max_tokens" not in asked:
+        more = thinking.get("budget_tokens", 0) if thinking else 0
+        assert body["max_tokens"] == ANTHROPIC.max_output_tokens + more
 
 
 def test_thoughts_come_on_top_of_the_longest_answer_where_the_caller_sets_no_limit():

@@ -172,7 +172,8 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
         raise bad(
             "messages" if "messages" in request.asked else "input", f"{message} of answering; add one of the user"
         )
-    body: Json = {"model": model, "messages": messages, "max_tokens": _most(request, provider, params)}
+    most = params.get("max_tokens") or provider.max_output_tokens
+    body: Json = {"model": model, "messages": messages, "max_tokens": most}
     if system:
         body["system"] = system
     body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
@@ -184,14 +185,6 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     if request.stream:
         body["stream"] = True
     return body
-
-
-def _most(request: Request, provider: Provider, params: Json) -> int:
-    """The longest answer. Thoughts are part of it: where the caller set no limit, they come on top of ours."""
-    if params.get("max_tokens"):
-        return params["max_tokens"]
-    budget = _object(request.asked, "thinking").get("budget_tokens")
-    return provider.max_output_tokens + (budget if type(budget) is int and budget > 0 else 0)
 
 
 _ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
@@ -355,8 +348,11 @@ def body_of(
 ) -> tuple[Json, tuple[str, ...]]:
     """(the body for a path, the names of what was left out of it). Raises Problem 400 naming what cannot be left
     out."""
-    extras, taken = EXTRAS[path](request.asked)
+    extras, taken = EXTRAS[path](request, model)
     body = _with(_WRITERS[path](request, provider, model, params, blocks), extras)
+    if "max_tokens" not in params:  # Thoughts are part of an answer: they come on top of the limit that is ours.
+        budget = _object(body, "thinking").get("budget_tokens")
+        body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
     lost = tuple(name for name in request.unknown if name not in taken)
     return body, lost + _lost_inside(path, request)
 
