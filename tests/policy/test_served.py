@@ -178,6 +178,12 @@ def test_a_run_can_be_taken_up_from_another_directory(tmp_path: Path, monkeypatc
     assert ServersConfig().with_absolute_paths() == ServersConfig()
 
 
+@pytest.mark.parametrize("setting", [{"transfer": "nccl"}, {"weights": "/shared"}, {"tolerance": 0.5}])
+def test_what_is_said_of_new_weights_is_refused_where_nobody_trains(setting: dict[str, Any]):
+    with pytest.raises(ValidationError, match=f"{next(iter(setting))} is about new weights, and nobody trains m"):
+        ServedModel(model="m", servers=ServersConfig(**setting))
+
+
 def test_servers_we_start_are_told_that_there_are_adapters():
     adapters = {"a": "/a", "b": "/b"}
     started = ServedModel(model="m", adapters=adapters, servers=ServersConfig(args=("--x",))).with_adapters()

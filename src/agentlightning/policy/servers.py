@@ -128,6 +128,14 @@ class ServedModel(BaseModel):
     """Tokens of prompt and answer together; None: what the servers have."""
     tool_calls: str | None = None
     """The format of its tool calls, such as `hermes` or `mistral`; None: as its chat template shows."""
+
+    @model_validator(mode="after")
+    def _nobody_trains_it(self) -> ServedModel:
+        for name in ("transfer", "weights", "tolerance"):
+            if getattr(self.servers, name) != ServersConfig.model_fields[name].default:
+                raise ValueError(f"servers.{name} is about new weights, and nobody trains {self.model}; leave it out")
+        return self
+
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
     """LoRA adapters on it, each a model of its own: name -> directory."""
 
