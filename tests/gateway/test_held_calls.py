@@ -2,21 +2,24 @@
 and the tokens on the span are those that were drawn."""
 
 import json
+import shutil
 from contextlib import AsyncExitStack
 
 import httpx2
 import jsonschema_rs
 import pytest
 from openai import AsyncOpenAI
+from tokenizers import AddedToken
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.tiny import make_tokenizer
 from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.server import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS, VIOLATIONS
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.testing.models import tiny_checkpoint
+from agentlightning.testing.models import TEXTS, tiny_checkpoint
 
 SECRET = "s"
 SCHEMA = {
@@ -74,10 +77,10 @@ class Service:
 async def serve(checkpoint):
     """serve(mode, holding) -> a rollout of that mode, served by an untrained model."""
     async with AsyncExitStack() as exits:
-        policy = LocalPolicy.open(LocalPolicyConfig(model=checkpoint, device="cpu", name="m"))
-        exits.push_async_callback(policy.close)
 
-        async def start(mode="val", holding="auto"):
+        async def start(mode="val", holding="auto", model=checkpoint):
+            policy = LocalPolicy.open(LocalPolicyConfig(model=model, device="cpu", name="m"))
+            exits.push_async_callback(policy.close)
             store = InMemoryLightningStore()
             exits.push_async_callback(store.close)
             gateway = Gateway(store, {"m": policy}, secret=SECRET, config=GatewayConfig(structured_output=holding))
@@ -233,3 +236,38 @@ async def test_messages_answer_with_the_call_whole_and_streamed(serve, choice):
         assert (reply.stop_reason, block.type) == ("tool_use", "tool_use")
         jsonschema_rs.validate(SCHEMA, block.input)
         assert choice["type"] == "any" or block.name == "g"
+
+
+THINKING = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{{- m.content }}{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n{"name": "' + call.function.name
++ '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+
+
+@pytest.fixture
+def thinking(checkpoint, tmp_path):
+    """The same model behind a template that has it think first, with the markers as tokens: (directory, the one that
+    ends a thought)."""
+    tokenizer = make_tokenizer(TEXTS, vocabulary=300, context_length=1024)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
+    tokenizer.chat_template = THINKING
+    shutil.copytree(checkpoint, tmp_path / "thinking")
+    tokenizer.save_pretrained(tmp_path / "thinking")
+    return tmp_path / "thinking", tokenizer.convert_tokens_to_ids("</think>")
+
+
+async def test_a_model_that_thinks_is_held_once_it_has_thought(serve, thinking):
+    directory, end = thinking
+    service = await serve(model=directory)
+    options = {"logit_bias": {str(end): 100}, "parallel_tool_calls": False}
+    answer = await service.ask(tools=[F], tool_choice="required", **options)
+    assert fits(answer.message.tool_calls[0].function) == "f"
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    assert end in (await service.span())[RESPONSE_TOKEN_IDS]
+    shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    answer = await service.ask(response_format=shape, **options)
+    jsonschema_rs.validate(SCHEMA, json.loads(answer.message.content))
+    span = await service.span()
+    assert (span[CONSTRAINT], span[RESHAPED]) == ("enforced", ["logit_bias", "grammar"])

@@ -1,7 +1,6 @@
 """What is drawn under the grammar of an answer is read back as what was asked for, in every format of tool calls."""
 
 import json
-import re
 
 import jsonschema_rs
 import pytest
@@ -21,8 +20,6 @@ from agentlightning.testing.tokenizer import tiny_tokenizer
 
 THINKS = ("<think>", "</think>")
 LONGEST = 500
-HALF_A_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-"""JSON Schema allows its escape in a string, and no reader of JSON does."""
 
 
 class Model:
@@ -122,7 +119,7 @@ def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
             return
         assert model.grammars.knows(grammar, "grammar")
         drawn, whole = model.draw(grammar, seed)
-        if not whole or HALF_A_CHARACTER.search(model.chat.decode(drawn)):
+        if not whole:
             return
         ended += 1
         offered = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in tools.items()]

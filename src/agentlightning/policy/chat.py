@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +33,8 @@ from agentlightning.policy.tool_calls.layout import ARGUMENTS, IDS, KEY, NAME, f
 _PROBE: Final = KEY
 _TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
 _SHORT_IDS: Final = IDS
+_BEGUN: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
+"""The marker that a prompt ends with."""
 _LONG_IDS: Final = ("call_probe1",)
 
 
@@ -113,9 +116,11 @@ class HFChatFormat:
         turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             before = self._apply([asked], None, True)
-            return self._apply([asked, turn], None, False).removeprefix(before)
+            text = self._apply([asked, turn], None, False)
         except _TEMPLATE_ERRORS:
             return ""
+        # Some templates begin a thought for the model that they leave out of a turn without one.
+        return text.removeprefix(before if text.startswith(before) else _BEGUN.sub("", before))
 
     def _find_tool_calls(self, chosen: bool) -> None:
         """See the module. `chosen`: which format it is, an option says."""

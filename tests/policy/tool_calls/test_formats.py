@@ -51,6 +51,42 @@ def test_the_format_is_the_one_its_template_writes(chats, name):
     assert chats[name].tool_calls.name == FAMILIES[name].name
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_format_is_found_behind_a_thought_that_the_template_begins(chats, name):
+    family = FAMILIES[name]
+    template = family.template + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    chat = HFChatFormat(tiny_tokenizer(template, special=family.special, eos=family.eos))
+    assert chat.tool_calls == chats[name].tool_calls
+    assert chat.tool_calls.layout is not None
+
+
+LAYOUTS = {
+    "hermes": ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+    "qwen_coder": ("<tool_call>\n<function=", ">", "</function>\n</tool_call>"),
+    "llama3": ('{"name": "', '", "parameters": ', "}"),
+    "pythonic": ("[", "(", ")]"),
+    "mistral": ('[TOOL_CALLS] [{"name": "', '", "arguments": ', ', "id": "\0"}]'),
+    "mistral_named": ("[TOOL_CALLS]", "[CALL_ID]\0[ARGS]", ""),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_fenced": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_how_a_template_writes_calls_is_found_out(chats, name):
+    layout = chats[name].tool_calls.layout
+    assert (layout.opening, layout.middle, layout.closing) == LAYOUTS[name]
+    assert (layout.between is None) == (name == "llama3")
+
+
 def test_an_option_wins_over_what_the_template_writes_and_an_unknown_one_is_refused_with_the_known_ones():
     family = FAMILIES["hermes"]
     assert HFChatFormat(tiny_tokenizer(family.template), tool_calls="llama3").tool_calls.name == "llama3"
