@@ -1,11 +1,14 @@
-"""How many tokens a request may have, before anybody has counted them: what is set aside of a budget and of a rate.
+"""How many tokens a request has, before anybody has counted them.
 
-Rather too high than too low, and made of bytes, as a provider's tokenizer is not known here. Called by
-`gateway.backends` for each call whose tokens are reckoned with. Pure.
+Two estimates: what it has at most, which is set aside of a budget and of a rate, and about how many, for who asks.
+Both are made of bytes, as a provider's tokenizer is not known here. Called by `gateway.backends` for each call whose
+tokens are reckoned with, and by `gateway.count`. Pure.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import orjson
@@ -70,3 +73,70 @@ def _inner(value: Any, name: str) -> Any:
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
+
+
+# -- for who asks ------------------------------------------------------------------------------------------------------
+
+_CHARACTERS_OF_TOKEN: Final = 3.5
+"""Of English and of code, in ASCII; what is not in ASCII counts as a token each character."""
+_TOKENS_OF_MESSAGE: Final = 4
+"""What stands around a message where it is rendered."""
+_TOKENS_OF_IMAGE: Final = 1600
+_BYTES_OF_FILE_TOKEN: Final = 20
+"""In base64."""
+_NOT_TEXT: Final = frozenset(
+    {"type", "role", "id", "tool_use_id", "tool_call_id", "call_id", "signature", "media_type"}
+)
+_FILES: Final = frozenset({"data", "file_data"})
+
+
+def likely_tokens(asked: Mapping[str, Any]) -> int:
+    """About how many tokens a prompt has, in Anthropic's dialect or as chat completions, where nobody can say: its
+    system prompt, messages and tools. A tenth too many rather than too few, as agents shorten their conversations by
+    it."""
+    messages = asked.get("messages")
+    tally = _Tally()
+    for part in (asked.get("system"), messages):
+        tally.read(part)
+    if asked.get("tools"):
+        tally.add(_dumped(asked["tools"]))
+    count = len(cast("list[Any]", messages)) if isinstance(messages, list) else 0
+    return math.ceil(tally.tokens) + count * _TOKENS_OF_MESSAGE
+
+
+class _Tally:
+    """What was read so far."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+
+    def add(self, text: str) -> None:
+        plain = len(text.encode("ascii", "ignore"))
+        self.tokens += plain / _CHARACTERS_OF_TOKEN + (len(text) - plain)
+
+    def read(self, value: Any) -> None:
+        """Whatever stands in a message."""
+        left = [value]
+        while left:
+            value = left.pop()
+            if isinstance(value, str):
+                self.add(value)
+            elif isinstance(value, list):
+                left += cast("list[Any]", value)
+            elif isinstance(value, dict):
+                left += self._part(cast("dict[str, Any]", value))
+
+    def _part(self, part: dict[str, Any]) -> list[Any]:
+        """What of it is left to read."""
+        if _picture(part) is not None:
+            self.tokens += _TOKENS_OF_IMAGE
+            return []
+        if part.get("type") == "tool_use":
+            self.add(_dumped(part.get("input")))
+        files = [_length(part[name]) for name in _FILES & part.keys()]
+        self.tokens += sum(files) / _BYTES_OF_FILE_TOKEN
+        return [inner for name, inner in part.items() if name not in _NOT_TEXT | _FILES | {"input", "cache_control"}]
+
+
+def _dumped(value: Any) -> str:
+    return orjson.dumps(value).decode()

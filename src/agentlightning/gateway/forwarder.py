@@ -21,8 +21,10 @@ from agentlightning.gateway.agents import Agents
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Ask, Call
 from agentlightning.gateway.contexts import AttemptContext, Contexts
+from agentlightning.gateway.count import Counting, estimated_instead
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
+from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import COUNT_TOKENS, Path, Price, Usage
 from agentlightning.gateway.routing import Route, Routes
 from agentlightning.gateway.translate import Translator
@@ -65,6 +67,7 @@ class Forwarder:
         self._find_context = find_context
         self._agents = agents
         self._counters = counters
+        self._counting = Counting()
         self.keep = self._await_store
         if isinstance(store, JournaledStore):
             self.keep = store.keep
@@ -113,23 +116,30 @@ class Forwarder:
             self._counters.response_tokens += usage.output_tokens
 
     async def count(self, caller: Caller, headers: Mapping[str, str], body: bytes, outlet: Outlet) -> bool:
-        """Whether it was a question how many tokens a prompt has for a provider that counts them, and is answered.
-        Costs nothing, and is not recorded."""
+        """Whether it was a question how many tokens a prompt has for a provider, and is answered: by the provider, by
+        its tokenizer or by an estimate. Costs nothing, and is not recorded."""
         if (asked := _read(body)) is None:
             return False
         agent = self._agents.identify(headers, asked, self._table)
         route = self._table.resolve(agent.model, agent.name, "messages")
-        if route.backends is None or not can_forward("messages", route):
+        if route.backends is None:
             return False
         if caller.attempt is not None:
             await self._find_context(caller)
+        if not can_forward("messages", route):
+            meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | asked, "")
+            await (await self._counting.count(route.backends, meant.data)).tell(outlet)
+            return True
         sent = orjson.dumps(asked | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
-        async with route.backends.call(
-            Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price())
-        ) as call:
-            call.settle(Usage())
-        await outlet.whole(200, call.body)
+        ask = Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price())
+        try:
+            async with route.backends.call(ask) as call:
+                call.settle(Usage())
+        except Problem as problem:
+            await estimated_instead(problem, asked).tell(outlet)
+        else:
+            await outlet.whole(200, call.body)
         return True
 
     def _prepare(self, path: Path, headers: Mapping[str, str], led: _Led, context: AttemptContext | None) -> Forward:
