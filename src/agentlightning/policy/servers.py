@@ -194,7 +194,7 @@ async def open_servers(
             launches = _launches(config, model, name, dtype, max_context, logs, transfer)
             replicas = await _start(launches, config, transport, stack)
         if transfer != DISK:
-            await _join(replicas, transfer, device, required=config.transfer != AUTO)
+            await _join(replicas, transfer, device, stack, required=config.transfer != AUTO)
         engine = await Replicas.open(
             replicas,
             chat,
@@ -244,18 +244,16 @@ def _receiving(transfer: str) -> tuple[str, ...]:
     return () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
 
 
-async def _join(replicas: Sequence[Replica], transfer: str, device: str, *, required: bool) -> None:
+async def _join(
+    replicas: Sequence[Replica], transfer: str, device: str, stack: AsyncExitStack, *, required: bool
+) -> None:
     """Have their workers meet us. Raises ConfigError or BackendError where one cannot; where it is not `required` that
-    server gets weights from the disk."""
+    server gets weights from the disk. The stack calls it off."""
     for replica in replicas:
         assert isinstance(replica.backend, VllmServer)
         replica.transfer = Transfer(replica.backend, COURIERS[transfer](device))
-    try:
-        await asyncio.gather(*(_meet(replica, required) for replica in replicas))
-    except BaseException:
-        for each in filter(None, (replica.transfer for replica in replicas)):
-            each.courier.abort()
-        raise
+        stack.callback(replica.transfer.courier.abort)
+    await asyncio.gather(*(_meet(replica, required) for replica in replicas))
 
 
 async def _meet(replica: Replica, required: bool) -> None:

@@ -483,6 +483,18 @@ async def test_a_server_not_started_for_it_is_named_with_the_way_out(library: Li
             await open_policy(plain, tmp_path)
 
 
+async def test_a_refusal_that_comes_before_we_wait_for_the_workers_ends_the_wait(library: Library):
+    library.nobody.clear()
+    courier = NcclCourier(library, silence_seconds=20.0)
+    courier.invite(1)
+    courier.abort()
+    with pytest.raises(TransferError, match="called off"):
+        courier.join()
+    library.nobody.set()
+    with pytest.raises(TransferError, match="nobody was invited"):
+        courier.join()
+
+
 async def test_workers_that_never_come_are_not_waited_for_for_ever(
     server: ScriptedModelServer, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -82,6 +82,7 @@ class NcclCourier:
 
     def invite(self, workers: int) -> dict[str, Any]:
         self.abort()
+        self._woken = threading.Event()
         self._invited = unique_id, ranks = self._library.unique_id(), workers + 1
         return {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
@@ -96,8 +97,7 @@ class NcclCourier:
         if self._invited is None:
             raise TransferError("nobody was invited to the transfer")
         (unique_id, ranks), self._invited = self._invited, None
-        self._woken = woken = threading.Event()
-        self._group = _within(lambda: self._library.join(unique_id, ranks), self._silence, woken)
+        self._group = _within(lambda: self._library.join(unique_id, ranks), self._silence, self._woken)
 
     def send(self, weights: Weights, tell: Tell) -> None:
         group = self._group
@@ -155,7 +155,7 @@ def _within(work: Callable[[], Communicator], seconds: float, woken: threading.E
 
     threading.Thread(target=run, name="weight transfer", daemon=True).start()
     if not woken.wait(seconds):
-        woken.set()
+        woken.set()  # Whoever comes now comes too late.
         raise TransferError(f"the server's workers did not join within {seconds:g} s")
     if not done.done():
         raise TransferError("the transfer was called off before the server's workers joined")
