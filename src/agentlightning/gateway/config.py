@@ -100,8 +100,9 @@ class GatewayConfig(BaseModel):
     agents: tuple[AgentRule, ...] = ()
     """How agents are recognised that do not name themselves."""
     structured_output: Literal["auto", "always", "never"] = "auto"
-    """Which answers are held to the JSON schema their request asks for, where the engine can: auto, those nobody learns
-    from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely, and checked."""
+    """Which answers are held to the tool calls and JSON schemas their request asks for, where the engine can: auto,
+    those nobody learns from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely,
+    and checked."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """What calls to providers may cost."""
 
