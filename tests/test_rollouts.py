@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import unquote
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from agentlightning.rollouts import (
     attempt_environment,
     attempt_of_trace,
     read_attempt_key,
+    read_worker_key,
     root_span_id_of,
     trace_id_of,
 )
@@ -83,3 +85,9 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_way_to_our_own_server()
     through = of({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "intern, 10.0.0.0/8"})
     assert through["NO_PROXY"] == through["no_proxy"] == "intern,10.0.0.0/8,127.0.0.1"
     assert of({"http_proxy": "http://proxy:3128", "NO_PROXY": "127.0.0.1"})["NO_PROXY"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("key", ["agl-ro-1.at-1.é", "agl-é.é.x", "agl-worker-YQ.é", "agl-worker-é.x", "agl-..", "agl-"])
+def test_a_key_of_odd_characters_is_nobodys(key):
+    assert read_attempt_key(SECRET, key) is None
+    assert read_worker_key(SECRET, key) is None

@@ -190,8 +190,12 @@ def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
     if not key.startswith("agl-") or len(parts) != 3:
         return None
     rollout_id, attempt_id, _ = parts
-    expected = attempt_key(secret, rollout_id, attempt_id)
-    return (rollout_id, attempt_id) if hmac.compare_digest(expected, key) else None
+    return (rollout_id, attempt_id) if _is_same(attempt_key(secret, rollout_id, attempt_id), key) else None
+
+
+def _is_same(key: str, given: str) -> bool:
+    """As bytes: strangers send whatever they like, and texts are compared only where they are ASCII."""
+    return hmac.compare_digest(key.encode(errors="replace"), given.encode(errors="replace"))
 
 
 def worker_path(worker_id: str) -> str:
@@ -215,7 +219,7 @@ def read_worker_key(secret: str, key: str) -> str | None:
         worker_id = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
     except (binascii.Error, ValueError):
         return None
-    return worker_id if hmac.compare_digest(worker_key(secret, worker_id), key) else None
+    return worker_id if _is_same(worker_key(secret, worker_id), key) else None
 
 
 def worker_environment(server_url: str, secret: str, worker_id: str) -> dict[str, str]:
