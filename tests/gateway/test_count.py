@@ -2,7 +2,7 @@
 
 import anthropic
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.config import GatewayConfig
@@ -37,9 +37,7 @@ async def test_a_server_with_a_tokenizer_counts_what_it_would_be_asked(serve):
     assert (await service.spans(), service.gateway.figures()["provider_dollars"]) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    "answer", [Reply(status=404), Reply({"detail": "?"}), Reply(b"<html>"), Reply(head=False, end="close")]
-)
+@pytest.mark.parametrize("answer", [Reply(status=404), Reply(b"<html>"), Reply(head=False, end="close")])
 async def test_one_without_is_asked_once_and_the_number_says_that_it_is_an_estimate(serve, answer):
     async with ScriptedProvider(lambda seen: answer) as them:
         service = await serve([], config=routed(them))
@@ -73,6 +71,7 @@ async def test_a_server_of_anthropics_dialect_that_does_not_count_is_no_reason_t
         assert await count(service) == (8, None)
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_an_estimate_grows_with_the_text_and_never_loses_any(one, other):
     def said(text):

@@ -86,7 +86,7 @@ async def test_only_what_a_rule_leads_to_is_listed(serve):
 
 @pytest.mark.parametrize(
     "answer",
-    [Reply(status=500), Reply(b"<html>"), Reply({"data": "none"}), Reply(b"[]"), Reply({"data": [{}, 1]}, end="close")],
+    [Reply(status=500), Reply(b"<html>"), Reply({"data": [{}, 1]}, end="close")],
 )
 async def test_a_provider_that_does_not_say_costs_nothing_but_its_names(serve, answer):
     async with ScriptedProvider([]) as gpt, ScriptedProvider([]) as claude:
@@ -131,7 +131,7 @@ async def test_anthropics_pages_are_turned_in_both_directions(serve):
             await client.models.list(limit=0)
 
 
-@settings(max_examples=50)
+@settings(max_examples=10)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(),

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 import uvloop
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
@@ -113,6 +113,7 @@ def test_an_address_that_is_none_is_refused(url):
         Proxy.parse(url, "HTTPS_PROXY")
 
 
+@settings(max_examples=30)
 @given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=8, max_size=20))
 def test_a_password_is_sent_and_shown_nowhere(password):
     url = f"http://me:{quote(password, safe='')}@proxy:3128"
