@@ -11,7 +11,9 @@ from agentlightning.policy.backend import Ask, BackendError, Http, Run
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.sglang import SGLangServer, _Progress
 from agentlightning.testing.model_server import ScriptedModelServer
+from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import open_transport
+from agentlightning.transport.dial import Dial
 
 DRAWN = [[-0.1, 5, None], [-0.2, 6, None], [-0.3, 7, None], [-0.4, 8, None]]
 TOPS = [[[-0.05, 9, None], [-0.1, 5, None]]] * 4
@@ -49,6 +51,15 @@ async def test_what_is_no_answer_is_a_failure_of_the_server(http: Http, answer: 
     with pytest.raises(BackendError) as failed:
         _Progress(http, 0, lambda _: None).take(answer)
     assert failed.value.again
+
+
+async def test_a_proxy_that_refuses_is_not_asked_again(tmp_path: Path):
+    async with LocalProxy("me:secret") as proxy:
+        transport = open_transport(Dial.of(proxy.url))
+        with pytest.raises(BackendError, match="wants credentials") as failed:
+            await SGLangServer(transport, "https://model.example").label()
+        await transport.close()
+    assert not failed.value.again
 
 
 async def test_weights_are_replaced_while_answers_wait_without_their_caches(tmp_path: Path):

@@ -212,7 +212,8 @@ class Http:
                     raise self._refused(path, answer.status, await answer.read())
                 yield answer
         except TransportError as error:
-            raise BackendError(f"{self.url}{path}: {error} ({error.reason})", again=True) from error
+            again = error.reason not in ("tls", "proxy")  # they stay as they are until a setting is changed
+            raise BackendError(f"{self.url}{path}: {error} ({error.reason})", again=again) from error
 
     def _refused(self, path: str, status: int, content: bytes) -> AgentLightningError:
         message = f"{self.url}{path} answered {status}: {_said(content)}"
