@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.attachments import hide
-from agentlightning.gateway.bodies import body_of, given_params
+from agentlightning.gateway.bodies import body_of
+from agentlightning.gateway.bodies.base import given_params
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES

@@ -5,7 +5,7 @@ import copy
 import orjson
 
 from agentlightning.gateway.attachments import as_blocks, as_chat, hide
-from agentlightning.gateway.bodies import messages_body
+from agentlightning.gateway.bodies.messages import messages_body
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.provider import Provider
 

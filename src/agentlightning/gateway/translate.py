@@ -22,7 +22,8 @@ from agentlightning.gateway.answer import Piece
 from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Call
-from agentlightning.gateway.bodies import body_of, given_params, turns_of
+from agentlightning.gateway.bodies import body_of
+from agentlightning.gateway.bodies.base import given_params, turns_of
 from agentlightning.gateway.conversation import Prompt, extend_digest
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import responses
