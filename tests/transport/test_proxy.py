@@ -172,6 +172,24 @@ async def test_a_private_call_goes_through_a_tunnel_that_the_proxy_cannot_look_i
     assert b"proxy-" not in backend.requests[0]
 
 
+async def test_what_only_the_proxy_can_find_is_reached_with_the_environment_alone(start, authority, monkeypatch):
+    private = await start(b"one", tls=authority.server("api.example"))
+    plain = await start(b"two")
+    async with LocalProxy(names={"api.example": "127.0.0.1"}) as proxy:
+        for name in ("HTTPS_PROXY", "HTTP_PROXY"):
+            monkeypatch.setenv(name, proxy.url)
+        monkeypatch.setenv("SSL_CERT_FILE", authority.file)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        transport = open_transport()
+        bodies = []
+        for backend in (private, plain):
+            async with await transport.send("GET", backend.url.replace("127.0.0.1", "api.example"), []) as answer:
+                bodies.append(await answer.read())
+        await transport.close()
+    assert bodies == [b"one", b"two"]
+    assert [head.split(b" ")[0] for head in proxy.heads] == [b"CONNECT", b"GET"]
+
+
 def test_a_tunnel_is_opened_by_the_loop_that_servers_run_in(backend_type, authority):
     async def call():
         backend, tls = backend_type(b"one"), authority.server("127.0.0.1")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from base64 import b64encode
+from collections.abc import Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -18,14 +19,22 @@ from urllib.parse import urlsplit
 class LocalProxy:
     """Use as `async with`."""
 
-    def __init__(self, credentials: str = "", refuse: bytes = b"", tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        credentials: str = "",
+        refuse: bytes = b"",
+        tls: ssl.SSLContext | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         """`credentials` ("user:password") are demanded with 407; `refuse` is the status ("403 Forbidden") that
-        everything is answered with; with `tls` the proxy itself is an https one."""
+        everything is answered with; with `tls` the proxy itself is an https one; `names` are hosts that only the proxy
+        knows, with their addresses."""
         self.heads: list[bytes] = []
         """What was asked, as it came."""
         self._expected = b"Basic " + b64encode(credentials.encode()) if credentials else b""
         self._refuse = refuse
         self._tls = tls
+        self._names = dict(names or {})
         self._server: asyncio.Server | None = None
         self._port = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +83,8 @@ class LocalProxy:
         else:
             method, target, _ = head.partition(b"\r\n")[0].decode().split(" ")
             where = urlsplit(f"//{target}" if method == "CONNECT" else target)
-            ours, theirs = await asyncio.open_connection(where.hostname, where.port)
+            host = where.hostname or ""
+            ours, theirs = await asyncio.open_connection(self._names.get(host, host), where.port)
             if method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
