@@ -28,6 +28,7 @@ from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.curve import draw_curve
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation import Evaluation, compare, evaluate_tasks
+from agentlightning.gateway import verbatim
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Policy
@@ -183,7 +184,7 @@ class Trainer:
             if store is None:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
-            await take_over(store)
+            await take_over(store, verbatim.read)
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             listener = await _load_agent(runner, stack, config.run.host, config.run.port)
             await make_start(config, run_dir, tasks, self.progress)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from agentlightning import span as names
+from agentlightning.gateway import verbatim
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.journal import journaled
 from agentlightning.store.sql.store import SqlStore
@@ -21,7 +22,7 @@ BODY = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
 async def durable(tmp_path):
     path = tmp_path / "store.db"
     store = SqlStore(path)
-    async with journaled(store, path) as kept:
+    async with journaled(store, path, verbatim.read) as kept:
         yield kept
     await store.close()
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreFullError
 from agentlightning.span import Span, SpanEvent, new_span_id
-from agentlightning.store import InMemoryLightningStore
+from agentlightning.store import InMemoryLightningStore, segments
 from agentlightning.store import journal as journal_module
 from agentlightning.store.journal import JournaledStore, journaled, take_over
 from agentlightning.store.sql.store import SqlStore
@@ -66,11 +66,12 @@ async def test_what_is_written_after_comes_after(store, attempted):
 
 
 async def test_spans_reach_the_store_by_themselves_and_leave_the_journal(store, bare, attempted, database):
-    written = asyncio.Event()
-    store.on_written = lambda spans: written.set()
     store.keep([span_of(attempted)])
     assert store.pending == 1
-    await asyncio.wait_for(written.wait(), 5)
+    for _ in range(500):
+        if not store.pending:
+            break
+        await asyncio.sleep(0.01)
     assert len(await bare.query_spans(attempted.rollout_id)) == 1
     assert store.pending == 0
 
@@ -85,12 +86,16 @@ async def test_nothing_is_left_of_a_journal_that_was_closed(bare, attempted, dat
         store.keep([span_of(attempted)])
 
 
-async def test_whoever_is_told_of_spans_sees_them_as_they_are_kept(store, attempted):
-    kept = []
-    store.on_written = kept.extend
+async def test_attempts_that_were_superseded_are_named(store, attempted):
+    told = []
+    store.on_superseded = lambda *ids: told.append(ids)
     store.keep([span_of(attempted)])
     await store.flush()
-    assert [span.sequence_id for span in kept] == [1]
+    assert told == []
+    await store.start_attempt(attempted.rollout_id)
+    store.keep([span_of(attempted)])
+    await store.flush()
+    assert told == [(attempted.rollout_id, attempted.attempt.attempt_id)]
 
 
 KILLED = """
@@ -200,7 +205,7 @@ async def test_a_full_disk_is_an_error_to_whoever_records(store, attempted, monk
             return real(file, data[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journal_module.os, "write", write)
+    monkeypatch.setattr(segments.os, "write", write)
     with pytest.raises(StoreFullError, match="No space left"):
         store.keep([span_of(attempted, "lost")])
     monkeypatch.undo()
@@ -261,7 +266,7 @@ async def test_whoever_opens_the_store_without_a_journal_takes_over_what_was_lef
 async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(
     store, bare, attempted, database, monkeypatch
 ):
-    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 5000)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 5000)
     seen = 0
     for round in range(5):
         for number in range(20):
@@ -287,3 +292,106 @@ def test_it_is_a_store(database):
     store = SqlStore(database)
     assert isinstance(journaled(store, database), JournaledStore)
     asyncio.run(store.close())
+
+
+# -- records that spans are made of ------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A record is two names; its spans are called so."""
+
+    def __init__(self, attempted):
+        self.attempted = attempted
+
+    def read(self, record):
+        return [span_of(self.attempted, name, status_code="OK") for name in record.decode().split("|")]
+
+
+class Packing:
+    """Packs as a process would, some of the time."""
+
+    def __init__(self, read, answers=(True,)):
+        self.read, self.answers, self.calls, self.closed = read, list(answers), 0, False
+
+    async def pack(self, records):
+        await asyncio.sleep(0)
+        answer = self.answers[self.calls % len(self.answers)]
+        self.calls += 1
+        return journal_module.pack_records(records, self.read) if answer else None
+
+    async def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("answers", [None, (True,), (False,), (True, False)])
+async def test_records_become_spans_in_their_order_whoever_packs_them(bare, attempted, database, answers):
+    read = Pair(attempted).read
+    packer = Packing(read, answers) if answers else None
+    async with journaled(bare, database, read, packer) as store:
+        for number in range(6):
+            store.keep_record(f"a{number}|b{number}".encode())
+            store.keep([span_of(attempted, f"c{number}")])
+            if number % 2:
+                await store.flush()
+        names = [span.name for span in await store.query_spans(attempted.rollout_id)]
+        assert names == [f"{letter}{number}" for number in range(6) for letter in "abc"]
+        assert [span.sequence_id for span in await store.query_spans(attempted.rollout_id)] == list(range(1, 19))
+    assert packer is None or (packer.calls and packer.closed)
+
+
+async def test_packs_that_were_superseded_are_marked_and_named(bare, attempted, database):
+    read, told = Pair(attempted).read, []
+    async with journaled(bare, database, read, Packing(read)) as store:
+        store.on_superseded = lambda *ids: told.append(ids)
+        await store.start_attempt(attempted.rollout_id)
+        store.keep_record(b"late|later")
+        spans = await store.query_spans(attempted.rollout_id)
+    assert [span.attributes.get("agentlightning.superseded") for span in spans] == [True, True]
+    assert told == [(attempted.rollout_id, attempted.attempt.attempt_id)]
+
+
+async def test_a_pack_that_the_store_refuses_does_not_hold_up_the_others(bare, attempted, database, caplog):
+    def read(record):
+        span = Pair(attempted).read(record)[0]
+        return [replace(span, rollout_id="ro-unknown") if span.name == "stranger" else span]
+
+    async with journaled(bare, database, read, Packing(read)) as store:
+        for name in (b"one", b"stranger", b"two"):
+            store.keep_record(name)
+        assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
+    assert "ro-unknown" in caplog.text
+
+
+async def test_records_left_behind_are_read_by_whoever_can(bare, attempted, database):
+    read = Pair(attempted).read
+    async with journaled(Failing(bare), database, read) as store:
+        store.keep_record(b"one|two")
+    assert files(database)
+    with pytest.raises(StoreError, match="agl serve"):
+        await take_over(bare)
+    assert files(database)
+    await take_over(bare, read)
+    assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["one", "two"]
+    assert files(database) == []
+
+
+async def test_a_mistake_in_the_journal_ends_nothing(bare, attempted, database, monkeypatch, caplog):
+    async with journaled(bare, database) as store:
+        failing = [OSError(30, "Read-only file system")]
+        real = segments.Segments.written
+
+        def written(self, count):
+            if failing:
+                raise failing.pop()
+            real(self, count)
+
+        monkeypatch.setattr(segments.Segments, "written", written)
+        store.keep([span_of(attempted, "one")])
+        await asyncio.wait_for(store.flush(), 5)
+        for _ in range(100):
+            if store._trouble is None:
+                break
+            await asyncio.sleep(0.02)
+        store.keep([span_of(attempted, "two")])
+        assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
+    assert "Read-only" in caplog.text

@@ -223,6 +223,7 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Pl
 async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     """A store, and a server that only the command knows of: without its token or an attempt's id nobody can use it."""
     from agentlightning.cli.serve import DEFAULT_DB, beside, open_engines, open_store, read_routing, without_password
+    from agentlightning.gateway import verbatim
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.rollouts import attempt_secret
@@ -234,7 +235,7 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     first = next(iter(engines), None)
     store = open_store(options.db)
     stack.push_async_callback(store.close)
-    await take_over(store)
+    await take_over(store, verbatim.read)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
     gateway = Gateway(

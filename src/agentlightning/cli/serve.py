@@ -150,6 +150,8 @@ def _collect_less() -> None:
 
 async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """A server that listens, and all it stands on; the stack ends them in order."""
+    from agentlightning.gateway import verbatim
+    from agentlightning.gateway.scribe import Scribe
     from agentlightning.rollouts import attempt_secret
     from agentlightning.server import Server
     from agentlightning.store.journal import journaled
@@ -172,7 +174,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         observers.append(exporter)
     store = observed(bare, observers)
     if bare.path is not None:
-        store = await stack.enter_async_context(journaled(store, bare.path))
+        packer = Scribe() if options.otlp_export is None else None  # what is sent on is needed as spans, here
+        store = await stack.enter_async_context(journaled(store, bare.path, verbatim.read, packer))
     gateway = await _gateway(options, store, secret, stack)
     metrics.add_source(lambda: _figures(gateway))
     server = Server(

@@ -58,11 +58,12 @@ def register(app: typer.Typer) -> None:
 async def _opened(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
+    from agentlightning.gateway import verbatim
     from agentlightning.store.journal import take_over
 
     opened = _open_client(server, token, store) if server is not None else _open(store, create)
     try:
-        await take_over(opened)
+        await take_over(opened, verbatim.read)
         yield opened
     finally:
         await opened.close()

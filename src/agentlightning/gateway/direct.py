@@ -9,13 +9,15 @@ the way that can wait (`Gateway.serve`), which goes on with it where it stands.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
-from msgspec import structs
+from msgspec import MsgspecError, structs
 from starlette.types import ASGIApp
 
+from agentlightning.gateway import verbatim
 from agentlightning.gateway.attribution import Attribution, Caller
 from agentlightning.gateway.backends import Call
 from agentlightning.gateway.counters import Counters
@@ -28,8 +30,10 @@ from agentlightning.gateway.wire import Outlet
 
 _MAX_KNOWN: Final = 4096
 """Senders whose callers are remembered."""
-_VARYING: Final = b"content-length"
-"""The header that differs between the calls of one sender."""
+_LONGEST: Final = 4096
+"""Bytes of the headers and the URL of such a sender."""
+_VARYING: Final = frozenset({b"content-length", b"idempotency-key", b"x-stainless-retry-count"})
+"""Headers that differ between the calls of one sender, and say nothing of who that is."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -103,19 +107,30 @@ class Direct:
         caller = structs.replace(caller, repeat=Repeat.of(headers, path, line.body))
         return self.forwarder.plan_now(path, caller, headers, line.body)
 
-    def _caller(self, line: Line) -> tuple[Caller, dict[str, str]] | None:
-        """Who calls, with the headers of one call of theirs. A sender says the same each time, up to the body."""
-        sender = line.url, tuple([header for header in line.headers if header[0] != _VARYING])
+    def _caller(self, line: Line) -> tuple[Caller, Mapping[str, str]] | None:
+        """Who calls, with the headers. A sender says the same each time, up to the body and what varies."""
+        same = [header for header in line.headers if header[0] not in _VARYING]
+        sender = line.url, tuple(same)
         if (known := self._callers.get(sender)) is not None:
-            return known
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in line.headers}
+            caller, headers = known
+            return caller, headers if len(line.headers) <= len(same) + 1 else _read(line.headers)
+        headers = _read(line.headers)
         caller = self._attribution.caller_now(headers, line.path_params)
-        if caller is None or "traceparent" in headers:  # each trace is claimed
-            return None if caller is None else (caller, headers)
-        if len(self._callers) >= _MAX_KNOWN:
-            self._callers.clear()
-        self._callers[sender] = caller, headers
+        if caller is None:
+            return None
+        if "traceparent" not in headers and _bytes(line) <= _LONGEST:  # each trace is claimed
+            if len(self._callers) >= _MAX_KNOWN:
+                self._callers.clear()
+            self._callers[sender] = caller, headers
         return caller, headers
+
+
+def _read(headers: Headers) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+
+
+def _bytes(line: Line) -> int:
+    return len(line.url) + sum(len(name) + len(value) for name, value in line.headers)
 
 
 class _Passing:
@@ -135,14 +150,28 @@ class _Passing:
         if not call.whole:
             return self._hand_over(partial(direct.forwarder.run, forward, call=call))
         try:
-            body = forward.take(call)
-            kept = forward.keep(direct.forwarder.keep, call)
+            body, kept = self._record()
         except Exception as error:  # noqa: BLE001 - the boundary is there too
             return self._hand_over(partial(self._fail, error))
         if kept is not None:
             return self._hand_over(partial(self._finish, kept, body))
         self._end()
         line.reply(200, body, passed_headers(call.headers))
+
+    def _record(self) -> tuple[bytes, Awaitable[None] | None]:
+        """(what the caller is shown, what is to be awaited first)."""
+        forward, call, forwarder = self._forward, self.call, self._direct.forwarder
+        if forwarder.keep_record is None or forward.strips or not verbatim.can_wait(call.body):
+            return forward.take(call), forward.keep(forwarder.keep, call)
+        try:
+            usage = verbatim.usage_of(forward.path, call.body)
+        except MsgspecError:
+            return forward.take(call), forward.keep(forwarder.keep, call)
+        call.settle(usage)
+        forward.heard.usage = usage
+        record = verbatim.write(forward, call, self._line.body, time.time())
+        forward.recorded = True
+        return call.body, forwarder.keep_record(record)
 
     def hung_up(self) -> None:
         """The caller is gone before the provider has answered."""

@@ -59,10 +59,16 @@ class Forward:
     trace_id: str = ""
     forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What the attempt's resources say of the sampling, whatever the agent asks for."""
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
     heard: Heard = field(default_factory=Heard, init=False)
-    _started: float = field(default_factory=time.time, init=False)
     _strip: Strip = field(default_factory=lambda: Strip(), init=False)
-    _kept: bool = field(default=False, init=False)
+    recorded: bool = field(default=False, init=False)
+
+    @property
+    def strips(self) -> bool:
+        """Whether something was asked of the provider that is no business of the caller's."""
+        return bool(self._strip)
 
     @property
     def stream(self) -> bool:
@@ -87,9 +93,9 @@ class Forward:
 
     def keep_failure(self, keep: Keep, call: Call, error: BaseException) -> Awaitable[None] | None:
         """Record that it failed, unless it is recorded already. Is kept as `keep` has it."""
-        if self._kept or not self.caller.attempt:
+        if self.recorded or not self.caller.attempt:
             return None
-        self._kept = True
+        self.recorded = True
         return keep(self._failed(call, error))
 
     # -- the request -----------------------------------------------------------------------------------------------
@@ -216,14 +222,15 @@ class Forward:
 
     def keep(self, keep: Keep, call: Call) -> Awaitable[None] | None:
         """Record what was answered. Is kept as `keep` has it."""
-        self._kept = True
-        return keep(self._spans(call)) if self.caller.attempt else None
+        self.recorded = True
+        return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
 
-    def _spans(self, call: Call) -> list[Span]:
-        """One for each answer. What the call cost is said once."""
-        heard, now = self.heard, time.time()
+    def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
+        """One for each answer. What the call cost is said once. `of_call`: `Call.attributes`; `first_id`: the id of the
+        first, from which those of the others follow."""
+        heard = self.heard
         choices = [heard.choices[index] for index in sorted(heard.choices)] or [Choice()]
-        shared = self._attributes() | call.attributes()
+        shared = self._attributes() | of_call
         status = ("ERROR", self._hidden(heard.error)) if heard.error else ("OK", None)
         spans: list[Span] = []
         for choice in choices:
@@ -232,7 +239,8 @@ class Forward:
                 attributes.pop(names.COST, None)
                 if choice.token_ids is None:
                     attributes.pop(names.OUTPUT_TOKENS, None)
-            spans.append(self._span(attributes, now, *status))
+            span_id = f"{(int(first_id, 16) + len(spans)) % 2**64:016x}" if first_id else new_span_id()
+            spans.append(self._span(attributes, now, *status, span_id=span_id))
         return spans
 
     def _hidden(self, text: str) -> str:
@@ -288,16 +296,18 @@ class Forward:
             attributes[names.RESPONSE_ID] = heard.id
         return attributes
 
-    def _span(self, attributes: Json, end_time: float, status: str, message: str | None) -> Span:
+    def _span(
+        self, attributes: Json, end_time: float, status: str, message: str | None, span_id: str | None = None
+    ) -> Span:
         caller = self.caller
         return Span(
             rollout_id=caller.rollout_id or "",
             attempt_id=caller.attempt_id or "",
             name=f"{OPERATIONS[self.path]} {self.route.name}",
-            start_time=self._started,
+            start_time=self.started,
             end_time=end_time,
             trace_id=caller.trace_id or self.trace_id,
-            span_id=new_span_id(),
+            span_id=span_id or new_span_id(),
             parent_id=caller.parent_id,
             status_code=status,
             status_message=message,

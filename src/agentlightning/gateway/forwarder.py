@@ -69,9 +69,12 @@ class Forwarder:
         self._counters = counters
         self._counting = Counting()
         self.keep = self._await_store
+        self.keep_record: Callable[[bytes], Awaitable[None] | None] | None = None
+        """Where the store can read them: keeps an exchange as it was said (`gateway.verbatim`)."""
         if isinstance(store, JournaledStore):
             self.keep = store.keep
-            store.on_written = self._look_at
+            self.keep_record = store.keep_record if store.keeps_records else None
+            store.on_superseded = contexts.doubt
 
     async def plan(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
         """The call to make, where it goes to a provider. Raises Problem where it cannot be made."""
@@ -160,12 +163,9 @@ class Forwarder:
     # -- the record ------------------------------------------------------------------------------------------------
 
     async def _await_store(self, spans: Sequence[Span]) -> None:
-        """For a store without a journal: what it returned from is on the disk."""
-        self._look_at(await self._store.add_many_spans(spans))
-
-    def _look_at(self, kept: Sequence[Span]) -> None:
-        """An attempt that was superseded takes no more calls."""
-        for span in kept:
+        """For a store without a journal: what it returned from is on the disk. An attempt that was superseded takes no
+        more calls."""
+        for span in await self._store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
                 self._contexts.doubt(span.rollout_id, span.attempt_id)
 

@@ -5,193 +5,89 @@ the database: what it has taken survives `kill -9`, though not yet a power failu
 written to the store together, and flushed to the disk as all it holds. Every other call sees the store with all that
 was taken before it. A journal that was left behind is written to the store when the next one is opened; spans that it
 holds already are left as they are.
+
+Whoever has no time to make spans gives `keep_record` something that spans can be made of, and the journal a way to
+`read` it. Where many come, a `Packer` may do that in a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
-import struct
-import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 import orjson
 
-from agentlightning.errors import (
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    StoreClosedError,
-    StoreError,
-    StoreFullError,
-)
-from agentlightning.span import Span, SpanEvent
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError, StoreError
+from agentlightning.span import SUPERSEDED, Span, SpanEvent
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.observe import METHODS
-
-try:
-    import fcntl
-except ImportError:  # Windows: there a file that is open cannot be removed by another process
-    fcntl = None
+from agentlightning.store.segments import Segments
+from agentlightning.store.sql.spans import PackedSpans, pack_spans
 
 logger = logging.getLogger(__name__)
 
 TOGETHER_SECONDS: Final = 0.01
-"""How long spans gather before they are written; less where somebody waits for them."""
+"""How long records gather before they are written; less where somebody waits for them."""
 MAX_TOGETHER: Final = 512
-"""Spans written in one transaction."""
+"""Records written in one transaction."""
 MAX_PENDING: Final = 16384
-"""Spans that are taken and not written; above it `keep` waits."""
-SEGMENT_BYTES: Final = 16 * 1024 * 1024
-"""A file that is longer is followed by another."""
+"""Records that are taken and not written; above it `keep` waits."""
 _LONGEST_PAUSE_SECONDS: Final = 5.0
-_HEAD: Final = struct.Struct("<II")
-"""Of a record: the length of its JSON and its CRC-32."""
+_SPANS: Final = b"["
+"""A record that begins so is spans as JSON."""
 _REFUSALS: Final = (ConfigError, ConflictError, NotFoundError)
 """What the store says of a span that it will never take."""
 
-
-class Journal:
-    """The files, as bytes. One process writes each; `directory` may be shared by several."""
-
-    def __init__(self, stem: Path) -> None:
-        self._stem = stem
-        self._number = 0
-        self._segments: deque[_Segment] = deque()
-
-    def append(self, record: bytes) -> None:
-        """Raises StoreFullError where the disk has no room, StoreError where it cannot be written."""
-        segment = self._segments[-1] if self._segments else None
-        if segment is None or segment.size > SEGMENT_BYTES:
-            segment = self._begin()
-        try:
-            segment.append(_HEAD.pack(len(record), zlib.crc32(record)) + record)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            kind = StoreFullError if full else StoreError
-            raise kind(f"the journal {segment.path} cannot be written: {error.strerror}; make room there") from error
-
-    def taken(self, count: int) -> None:
-        """The last `append` held so many spans."""
-        self._segments[-1].spans += count
-
-    def written(self, count: int) -> None:
-        """The next so many spans are in the store."""
-        while count:
-            segment = self._segments[0]
-            done = min(count, segment.spans)
-            segment.spans -= done
-            count -= done
-            if segment.spans == 0:
-                if len(self._segments) == 1:
-                    return segment.empty() if segment.size > SEGMENT_BYTES // 16 else None
-                self._segments.popleft().remove()
-
-    def close(self, keep: bool = False) -> None:
-        """Remove the files; `keep` those that hold what is not written."""
-        while self._segments:
-            segment = self._segments.popleft()
-            segment.close() if keep and segment.spans else segment.remove()
-
-    def left_behind(self) -> Iterator[tuple[Path, list[bytes]]]:
-        """Files of processes that are gone, with their records; each is removed when the next is asked for."""
-        for path in sorted(self._stem.parent.glob(f"{self._stem.name}-*")):
-            try:
-                segment = _Segment(path, os.O_RDWR)
-            except (BlockingIOError, FileNotFoundError):  # its process lives, or somebody else has just read it
-                continue
-            yield path, list(_records(path.read_bytes()))
-            segment.remove()
-
-    def _begin(self) -> _Segment:
-        self._number += 1
-        path = self._stem.with_name(f"{self._stem.name}-{os.getpid()}-{self._number}")
-        try:
-            segment = _Segment(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        except OSError as error:
-            raise StoreError(f"the journal {path} cannot be made: {error.strerror}") from error
-        self._segments.append(segment)
-        return segment
+Read = Callable[[bytes], list[Span]]
+"""Makes the spans of a record that `keep_record` was given. Does not fail on one that was taken."""
 
 
-class _Segment:
-    """One file, locked while its process lives."""
+class Packer(Protocol):
+    """Packs the spans of records elsewhere."""
 
-    def __init__(self, path: Path, flags: int) -> None:
-        self.path = path
-        self.size = 0
-        self.spans = 0
-        """Those in it that are not written."""
-        self._file = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(self._file)
-                raise
+    async def pack(self, records: Sequence[bytes]) -> list[PackedSpans] | None:
+        """In their order. None: they are better packed here, as they are few, or it failed."""
+        ...
 
-    def append(self, data: bytes) -> None:
-        done = 0
-        try:
-            while done < len(data):
-                done += os.write(self._file, data[done:] if done else data)
-        except OSError:
-            with suppress(OSError):  # what is left of the record does not fit its sum, and ends the file
-                os.ftruncate(self._file, self.size)
-            raise
-        self.size += done
-
-    def empty(self) -> None:
-        os.ftruncate(self._file, 0)
-        self.size = 0
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        os.close(self._file)
+    async def close(self) -> None: ...
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """Up to the first that is not whole."""
-    start = 0
-    while start + _HEAD.size <= len(data):
-        length, checksum = _HEAD.unpack_from(data, start)
-        record = data[start + _HEAD.size : start + _HEAD.size + length]
-        if len(record) != length or zlib.crc32(record) != checksum:
-            return
-        yield record
-        start += _HEAD.size + length
+@runtime_checkable
+class TakesPacks(Protocol):
+    """A store that takes spans as they are packed."""
+
+    async def add_packs(self, packed: Sequence[PackedSpans]) -> list[tuple[str, str]]:
+        """As `add_many_spans`; returns the (rollout_id, attempt_id) of superseded attempts among theirs."""
+        ...
 
 
-def _write(spans: Sequence[Span]) -> bytes:
-    return orjson.dumps(spans)
+class _Taken(NamedTuple):
+    """A record that is not written yet."""
 
-
-def _read(record: bytes) -> list[Span]:
-    return [
-        Span(**given | {"events": tuple(SpanEvent(**event) for event in given["events"])})
-        for given in orjson.loads(record)
-    ]
+    record: bytes
+    spans: Sequence[Span] | None
+    """Those it is made of, where they are known."""
 
 
 class _Journaling(LightningStoreBase):
     """What all journaled stores share; the methods of the contract are made below."""
 
-    def __init__(self, store: LightningStoreBase, stem: Path) -> None:
+    def __init__(
+        self, store: LightningStoreBase, stem: Path, read: Read | None = None, packer: Packer | None = None
+    ) -> None:
         self.store = store
         """The store that does the work."""
-        self.on_written: Callable[[Sequence[Span]], None] = lambda spans: None
-        """Told of spans that were kept, as the store has them."""
-        self._journal = Journal(stem)
-        self._pending: deque[Span] = deque()
+        self.on_superseded: Callable[[str, str], None] = lambda rollout_id, attempt_id: None
+        """Told of attempts that were superseded and have written spans since."""
+        self._read = read
+        self._packer = packer if isinstance(store, TakesPacks) else None
+        self._segments = Segments(stem)
+        self._pending: deque[_Taken] = deque()
         self._taken = 0
         self._written = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -215,7 +111,7 @@ class _Journaling(LightningStoreBase):
 
     async def __aenter__(self) -> Self:
         """Take over what was left behind, and begin. Raises StoreError."""
-        await _take_over(self.store, self._journal)
+        await _take_over(self.store, self._segments, self._read)
         self._writer = asyncio.create_task(self._work())
         return self
 
@@ -227,37 +123,50 @@ class _Journaling(LightningStoreBase):
         writer, self._writer = self._writer, None
         writer.cancel()
         await asyncio.wait({writer})
-        self._journal.close(keep=bool(self._pending))
+        if self._packer is not None:
+            await self._packer.close()
+        self._segments.close(keep=bool(self._pending))
 
-    # -- taking spans ----------------------------------------------------------------------------------------------
+    # -- taking records --------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
-        """Spans taken and not written yet."""
+        """Records taken and not written yet."""
         return self._taken - self._written
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether there is a way to read what `keep_record` takes."""
+        return self._read is not None
 
     def keep(self, spans: Sequence[Span]) -> Awaitable[None] | None:
         """Take spans: None where that is done, else to be awaited. Raises StoreError where the disk or the store does
         not take them: while the store refuses to be written, so does this."""
+        return self._take(_Taken(orjson.dumps(spans), spans))
+
+    def keep_record(self, record: bytes) -> Awaitable[None] | None:
+        """The same for something that spans can be made of. It does not begin with `[`."""
+        return self._take(_Taken(record, None))
+
+    def _take(self, taken: _Taken) -> Awaitable[None] | None:
         if self._trouble is not None:
             raise self._trouble
         if self._writer is None:
             raise StoreClosedError("the journal is closed")
-        if self.pending > MAX_PENDING:
-            return self._keep_later(spans)
-        self._journal.append(_write(spans))
-        self._journal.taken(len(spans))
-        self._pending.extend(spans)
-        self._taken += len(spans)
+        if self._taken - self._written > MAX_PENDING:
+            return self._take_later(taken)
+        self._segments.append(taken.record)
+        self._pending.append(taken)
+        self._taken += 1
         self._wake.set()
         return None
 
-    async def _keep_later(self, spans: Sequence[Span]) -> None:
-        while self.pending > MAX_PENDING:
+    async def _take_later(self, taken: _Taken) -> None:
+        while self.pending > MAX_PENDING and self._writer is not None:
             await self._reach(self._written + 1)
             if self._trouble is not None:
                 raise self._trouble
-        self.keep(spans)
+        self._take(taken)
 
     async def flush(self) -> None:
         """Wait until all that was taken is in the store, or the store has refused it."""
@@ -288,23 +197,39 @@ class _Journaling(LightningStoreBase):
                     await self._write_some()
                 self._wake.clear()
                 pause, self._trouble = 0.0, None
-            except StoreError as error:
+            except Exception as error:  # the boundary: whatever it is, those who wait are told, and it is tried again
                 pause = min(_LONGEST_PAUSE_SECONDS, pause * 2 or 0.1)
-                logger.error("%d spans wait in the journal, trying again in %g s: %s", self.pending, pause, error)
-                self._trouble = error
+                known = isinstance(error, StoreError)
+                message = "%d records wait in the journal, trying again in %g s: %s"
+                logger.error(message, self.pending, pause, error, exc_info=None if known else error)
+                self._trouble = error if isinstance(error, StoreError) else StoreError(f"the journal failed: {error}")
             self._tell()
             if pause:
                 await asyncio.sleep(pause)
 
     async def _write_some(self) -> None:
-        spans = [self._pending[place] for place in range(min(len(self._pending), MAX_TOGETHER))]
-        kept = await _add(self.store, spans)
-        for _ in spans:
+        some = [self._pending[place] for place in range(min(len(self._pending), MAX_TOGETHER))]
+        superseded = await self._add(some)
+        for _ in some:
             self._pending.popleft()
-        self._written += len(spans)
-        self._journal.written(len(spans))
-        self._tell()
-        self.on_written(kept)
+        self._written += len(some)
+        try:
+            self._segments.written(len(some))
+        finally:
+            self._tell()
+        for ids in superseded:
+            self.on_superseded(*ids)
+
+    async def _add(self, some: Sequence[_Taken]) -> set[tuple[str, str]]:
+        """Returns the ids of superseded attempts among theirs."""
+        if self._packer is not None:
+            packed = await self._packer.pack([taken.record for taken in some])
+            if packed is not None and isinstance(self.store, TakesPacks):
+                with suppress(*_REFUSALS):  # of one of them: those that can be are written below
+                    return set(await self.store.add_packs(packed))
+        spans = [span for taken in some for span in taken.spans or _spans_of(taken.record, self._read)]
+        kept = await _add(self.store, spans)
+        return {(span.rollout_id, span.attempt_id) for span in kept if SUPERSEDED in span.attributes}
 
     def _tell(self) -> None:
         """Those who wait, that it is written, or that it could not be."""
@@ -312,6 +237,22 @@ class _Journaling(LightningStoreBase):
             _, reached = self._waiting.popleft()
             if not reached.done():
                 reached.set_result(None)
+
+
+def pack_records(records: Sequence[bytes], read: Read) -> list[PackedSpans]:
+    """What a `Packer` makes of records."""
+    return pack_spans([span for record in records for span in _spans_of(record, read)])
+
+
+def _spans_of(record: bytes, read: Read | None) -> list[Span]:
+    if not record.startswith(_SPANS):
+        if read is None:
+            raise StoreError("a journal holds records that nobody here can read; open it with `agl serve`")
+        return read(record)
+    return [
+        Span(**given | {"events": tuple(SpanEvent(**event) for event in given["events"])})
+        for given in orjson.loads(record)
+    ]
 
 
 async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> list[Span]:
@@ -324,9 +265,9 @@ async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> list[Span]:
     return [kept for span in spans for kept in await _add(store, [span])]
 
 
-async def _take_over(store: LightningStoreBase, journal: Journal) -> None:
-    for path, records in journal.left_behind():
-        spans = [span for record in records for span in _read(record)]
+async def _take_over(store: LightningStoreBase, segments: Segments, read: Read | None) -> None:
+    for path, records in segments.left_behind():
+        spans = [span for record in records for span in _spans_of(record, read)]
         for start in range(0, len(spans), MAX_TOGETHER):
             await _add(store, spans[start : start + MAX_TOGETHER])
         logger.info("took over %d spans from %s", len(spans), path)
@@ -348,17 +289,20 @@ _JournaledStore: Any = type("JournaledStore", (_Journaling,), {name: _after_flus
 JournaledStore = _Journaling
 
 
-def journaled(store: LightningStoreBase, database: Path) -> JournaledStore:
-    """The store given, with a journal beside its database file. To be entered with `async with`."""
-    return _JournaledStore(store, _stem(database))
+def journaled(
+    store: LightningStoreBase, database: Path, read: Read | None = None, packer: Packer | None = None
+) -> JournaledStore:
+    """The store given, with a journal beside its database file. To be entered with `async with`, which closes the
+    packer."""
+    return _JournaledStore(store, _stem(database), read, packer)
 
 
-async def take_over(store: LightningStoreBase) -> None:
+async def take_over(store: LightningStoreBase, read: Read | None = None) -> None:
     """Write to a store what processes that were killed left in journals beside its file, for those who open it without
     a journal of their own. Raises StoreError."""
     path: Path | None = getattr(store, "path", None)
     if path is not None:
-        await _take_over(store, Journal(_stem(path)))
+        await _take_over(store, Segments(_stem(path)), read)
 
 
 def _stem(database: Path) -> Path:

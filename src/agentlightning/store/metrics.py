@@ -106,20 +106,24 @@ class Metrics:
         if not call.waits:
             self._class_of(self._calls, method).add(call.seconds)
         if call.result is not None:
-            self._count_result(method, call.result)
+            self._count_result(method, call.arguments, call.result)
 
-    def _count_result(self, method: str, result: Any) -> None:
+    def _count_result(self, method: str, arguments: tuple[Any, ...], result: Any) -> None:
         if method == "add_many_spans":
-            self._spans += len(result)
-            self._batches.add(len(result))
+            self._count_spans(len(result))
         elif method == "add_span":
-            self._spans += 1
-            self._batches.add(1)
+            self._count_spans(1)
+        elif method == "add_packs":
+            self._count_spans(sum(packed.pack.count for packed in arguments[0]))
         elif method == "dequeue_many_rollouts":
             for rollout in result:
                 self._claims[rollout.queue] += 1
         elif method in ("dequeue_rollout", "start_rollout", "start_attempt"):
             self._claims[result.queue] += 1
+
+    def _count_spans(self, count: int) -> None:
+        self._spans += count
+        self._batches.add(count)
 
     def took(self, method: str, waited: float, decided: float, together: int) -> None:
         """As `SqlStore.observe`, from the threads of the store."""

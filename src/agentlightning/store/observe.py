@@ -106,7 +106,7 @@ def _observed(name: str) -> Callable[..., Any]:
         return result
 
     method.__name__ = name
-    method.__doc__ = getattr(LightningStoreBase, name).__doc__
+    method.__doc__ = getattr(getattr(LightningStoreBase, name, None), "__doc__", None)
     return method
 
 
@@ -118,11 +118,12 @@ METHODS: Final = tuple(
 """Every call of the contract that is awaited."""
 
 _ObservedStore: Any = type("ObservedStore", (_Observing,), {name: _observed(name) for name in METHODS})
+_PackingStore: Any = type("ObservedStore", (_ObservedStore,), {"add_packs": _observed("add_packs")})
 
 
 def observed(store: LightningStoreBase, observers: Sequence[Observer]) -> LightningStoreBase:
-    """The store given, with every call told to the observers."""
-    return _ObservedStore(store, observers)
+    """The store given, with every call told to the observers. It takes packed spans where that does."""
+    return (_PackingStore if hasattr(store, "add_packs") else _ObservedStore)(store, observers)
 
 
 def ids_of(call: Observed) -> dict[str, str]:

@@ -114,6 +114,14 @@ class Kept(Struct, gc=False):
     """By index: spans that were there before, as they were kept."""
 
 
+class PackedSpans(Struct, frozen=True, array_like=True):
+    """Spans of one attempt, packed. Can be sent to another process."""
+
+    rollout_id: str
+    attempt_id: str
+    pack: Pack
+
+
 class SpanGroup:
     """The spans of one call that belong to one attempt: packed in the caller's thread, written, read as kept."""
 
@@ -128,6 +136,17 @@ class SpanGroup:
         """The caller gave an id to one of them at least."""
         self._positions: list[int] = []
         self._spans: list[Span] = []
+
+    @classmethod
+    def of(cls, packed: PackedSpans) -> SpanGroup:
+        """One that is never read as kept."""
+        group = cls(packed.rollout_id, packed.attempt_id)
+        group.named = True
+        group._pack, group._body = packed.pack, packed.pack.body
+        return group
+
+    def packed(self) -> PackedSpans:
+        return PackedSpans(self.rollout_id, self.attempt_id, self._pack)
 
     def take(self, position: int, span: Span) -> None:
         """`position` is its place among all spans of the call."""
@@ -247,6 +266,11 @@ def group_by_attempt(spans: Sequence[Span]) -> list[SpanGroup]:
     for group in groups.values():
         group.seal()
     return list(groups.values())
+
+
+def pack_spans(spans: Sequence[Span]) -> list[PackedSpans]:
+    """Spans of any attempts, packed for each."""
+    return [group.packed() for group in group_by_attempt(spans)]
 
 
 def add(unit: Unit, groups: Sequence[SpanGroup]) -> list[Kept]:

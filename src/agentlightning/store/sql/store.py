@@ -290,6 +290,14 @@ class SqlStore(Upkeep):
             group.read(each, answers)
         return answers
 
+    async def add_packs(self, packed: Sequence[spans.PackedSpans]) -> list[tuple[str, str]]:
+        """`add_many_spans` for spans that somebody has packed; returns the ids of superseded attempts among theirs."""
+        if not packed:
+            return []
+        kept = await self.write(AddSpans("add_packs", [spans.SpanGroup.of(each) for each in packed]))
+        everything = zip(packed, kept, strict=True)
+        return [(each.rollout_id, each.attempt_id) for each, said in everything if said.superseded]
+
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         codec.check_text(rollout_id, "rollout_id")
         codec.check_text(attempt_id, "attempt_id")

@@ -1,0 +1,134 @@
+"""An exchange kept as it was said becomes the same spans as one that is read at once, whatever was said."""
+
+from dataclasses import replace
+
+import msgspec
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning import span as names
+from agentlightning.gateway import verbatim
+from agentlightning.gateway.agents import Agent
+from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.backends import Backends
+from agentlightning.gateway.forward import Forward
+from agentlightning.gateway.heard import READERS, hear
+from agentlightning.gateway.provider import Price, Provider, Usage
+from agentlightning.gateway.repeats import Repeat
+from agentlightning.gateway.routing import Route
+from agentlightning.testing.provider import chat_answer, messages_answer
+
+PATHS = ["chat/completions", "completions", "responses", "messages", "embeddings"]
+CALLER = Caller(
+    "ro-1",
+    "at-1",
+    parent_id="ab" * 8,
+    source="url",
+    mode="train",
+    temperature=1.0,
+    ignored=("x",),
+    agent=Agent("writer", "k", "theirs", ("y",)),
+    repeat=Repeat("digest", 2),
+)
+RESPONSE = {
+    "id": "resp_1",
+    "object": "response",
+    "model": "theirs",
+    "status": "completed",
+    "output": [{"type": "message", "content": [{"type": "output_text", "text": "Hello."}]}],
+    "usage": {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 3}},
+}
+ANSWERS = {
+    "chat/completions": chat_answer("Hello.", usage=(11, 3)),
+    "completions": {"id": "c", "choices": [{"index": 0, "text": "Hello."}], "usage": {"prompt_tokens": 5}},
+    "responses": RESPONSE,
+    "messages": messages_answer([{"type": "text", "text": "Hello."}], usage=(9, 4)),
+    "embeddings": {"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 5, "total_tokens": 5}},
+}
+USED = {
+    "chat/completions": Usage(11, 3),
+    "completions": Usage(5, 0),
+    "responses": Usage(7, 2, 3),
+    "messages": Usage(9, 4),
+    "embeddings": Usage(5, 0),
+}
+odd = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def exchange(path, request, answer):
+    """(the spans read at once, the record)."""
+    dialect = "anthropic" if path == "messages" else "openai"
+    provider = Provider(
+        name="them", dialect=dialect, base_urls=("http://127.0.0.1:1",), price=Price(input=1.0, output=2.0)
+    )
+    backends = Backends(provider, lambda: None)
+    route = Route("theirs", None, backends, "big-1", provider.price)
+    forward = Forward(path, route, CALLER, request, {}, "cd" * 16, {"top_k": 5}, 1000.5)
+    call = forward.call()
+    call.body = orjson.dumps(answer)
+    hear(READERS[path], forward.heard, answer)
+    call.settle(forward.heard.usage)
+    record = verbatim.write(forward, call, orjson.dumps(request), 1001.25)
+    return forward.spans(call.attributes(), 1001.25), record
+
+
+def same(spans, others):
+    assert [replace(span, span_id="") for span in spans] == [replace(span, span_id="") for span in others]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_an_answer_used_is_known_without_reading_the_rest(path):
+    assert verbatim.usage_of(path, orjson.dumps(ANSWERS[path])) == USED[path]
+    assert verbatim.usage_of(path, b"{}") is None
+    with pytest.raises(msgspec.DecodeError):
+        verbatim.usage_of(path, b"<html>")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_record_becomes_the_spans_it_would_have_been(path):
+    request = {"model": "theirs", "temperature": 0.5, "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
+    spans, record = exchange(path, request, ANSWERS[path])
+    same(verbatim.read(record), spans)
+    assert spans[0].attributes[names.AGENT_NAME] == "writer"
+
+
+def test_a_record_that_is_read_twice_becomes_spans_of_the_same_ids():
+    """One that a killed process left may be in the store already."""
+    answer = chat_answer("Hello.")
+    answer["choices"] = [answer["choices"][0] | {"index": index} for index in range(3)]
+    spans, record = exchange("chat/completions", {"model": "theirs", "n": 3}, answer)
+    ids = [span.span_id for span in verbatim.read(record)]
+    assert ids == [span.span_id for span in verbatim.read(record)]
+    assert len(set(ids)) == len(spans) == 3
+
+
+@given(path=st.sampled_from(PATHS), more=st.dictionaries(st.sampled_from(["choices", "usage", "id", "output"]), odd))
+def test_what_was_said_oddly_is_read_later_as_it_would_have_been_at_once(path, more):
+    request = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}], "input": "hi", "prompt": "hi"}
+    answer = ANSWERS[path] | more
+    spans, record = exchange(path, request, answer)
+    same(verbatim.read(record), spans)
+
+
+def test_words_that_cannot_be_read_are_kept_as_they_are(monkeypatch, caplog):
+    _, record = exchange("chat/completions", {"model": "theirs"}, {"choices": "odd"})
+
+    def fail(*_):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(verbatim, "hear", fail)
+    (span,) = verbatim.read(record)
+    assert (span.status_code, span.attributes[names.OUTPUT_MESSAGES]) == ("ERROR", '{"choices":"odd"}')
+    assert (span.rollout_id, span.attempt_id, span.trace_id) == ("ro-1", "at-1", "cd" * 16)
+    assert "could not be read" in caplog.text
+
+
+def test_what_may_hold_a_secret_does_not_wait():
+    assert verbatim.can_wait(b'{"choices": []}')
+    assert not verbatim.can_wait(b'{"error": {"message": "the key sk-1 is wrong"}}')

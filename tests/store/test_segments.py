@@ -1,0 +1,92 @@
+"""The files of a journal: none is taken from a process that lives, none is lost, whatever it is called."""
+
+import pytest
+
+from agentlightning.errors import StoreError
+from agentlightning.store import segments
+from agentlightning.store.segments import Segments
+
+
+def left_behind(stem):
+    """What others find there, and remove."""
+    return [record for _, records in Segments(stem).left_behind() for record in records]
+
+
+def fail_to_take_over(stem):
+    for path, _ in Segments(stem).left_behind():
+        raise StoreError(f"{path}: the disk is full")
+
+
+@pytest.mark.parametrize("name", ["store.db-calls", "runs[1].db-calls", "*.db-calls"])
+def test_what_a_process_leaves_is_found_once(tmp_path, name):
+    ours = Segments(tmp_path / name)
+    for record in (b"one", b"two", b""):
+        ours.append(record)
+    assert left_behind(tmp_path / name) == []  # its process lives
+    ours.close(keep=True)
+    assert left_behind(tmp_path / name) == [b"one", b"two", b""]
+    assert left_behind(tmp_path / name) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_could_not_be_taken_over_stays_for_the_next(tmp_path):
+    ours = Segments(tmp_path / "calls")
+    ours.append(b"one")
+    ours.close(keep=True)
+    with pytest.raises(StoreError, match="full"):
+        fail_to_take_over(tmp_path / "calls")
+    assert left_behind(tmp_path / "calls") == [b"one"]
+
+
+def test_containers_with_one_process_id_share_a_folder(tmp_path):
+    first, second = Segments(tmp_path / "calls"), Segments(tmp_path / "calls")
+    first.append(b"one")
+    second.append(b"two")
+    assert len(list(tmp_path.iterdir())) == 2
+    first.close(keep=True)
+    assert left_behind(tmp_path / "calls") == [b"one"]
+    second.close(keep=True)
+    assert left_behind(tmp_path / "calls") == [b"two"]
+
+
+def test_a_file_that_was_taken_for_one_left_behind_is_not_written_to(tmp_path, monkeypatch):
+    real, stolen = segments.fcntl.flock, []
+
+    def flock(file, operation):
+        if not stolen:  # somebody else is quicker between opening and locking
+            (path,) = tmp_path.iterdir()
+            stolen.append(path)
+            path.unlink()
+        real(file, operation)
+
+    monkeypatch.setattr(segments.fcntl, "flock", flock)
+    ours = Segments(tmp_path / "calls")
+    ours.append(b"one")
+    ours.close(keep=True)
+    assert stolen
+    assert left_behind(tmp_path / "calls") == [b"one"]
+
+
+def test_a_record_that_does_not_fit_its_sum_ends_the_file(tmp_path):
+    ours = Segments(tmp_path / "calls")
+    for record in (b"one", b"two", b"three"):
+        ours.append(record)
+    ours.close(keep=True)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"two", b"owt"))
+    assert left_behind(tmp_path / "calls") == [b"one"]
+
+
+def test_files_go_when_what_they_hold_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 20)
+    ours = Segments(tmp_path / "calls")
+    for number in range(10):
+        ours.append(b"record %d" % number)
+    many = len(list(tmp_path.iterdir()))
+    ours.written(9)
+    assert many > 3
+    assert len(list(tmp_path.iterdir())) == 1
+    ours.written(1)
+    ours.close(keep=True)
+    assert list(tmp_path.iterdir()) == []
