@@ -1,6 +1,7 @@
 """What is drawn under the grammar of an answer is read back as what was asked for, in every format of tool calls."""
 
 import json
+from dataclasses import replace
 
 import jsonschema_rs
 import pytest
@@ -53,9 +54,23 @@ class Model:
         return answer
 
 
+def with_markers(name, tokens):
+    """A family whose markers of calls are tokens, or are none."""
+    family = FAMILIES[name]
+    return replace(family, special=tuple(text for text in family.special if "tool" not in text) + tokens)
+
+
+KINDS = {
+    **FAMILIES,
+    "hermes, tokens": with_markers("hermes", ("<tool_call>", "</tool_call>")),
+    "qwen_coder, tokens": with_markers("qwen_coder", ("<tool_call>", "</tool_call>")),
+    "deepseek, text": with_markers("deepseek", ()),
+}
+
+
 @pytest.fixture(scope="module")
 def models():
-    return {name: Model(family) for name, family in FAMILIES.items()}
+    return {name: Model(family) for name, family in KINDS.items()}
 
 
 WORD = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True).filter(lambda name: name not in ("true", "false", "null"))
@@ -103,13 +118,14 @@ def tools_of(name):
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
     model, ended = models[name], 0
+    tools = tools_of(name.partition(",")[0])
     thoughts = st.sampled_from([None, *THOUGHTS])
 
     @settings(max_examples=examples, deadline=None)
-    @given(tools_of(name), st.booleans(), st.booleans(), st.none() | CONTENT, thoughts, st.integers(0, 2**30))
+    @given(tools, st.booleans(), st.booleans(), st.none() | CONTENT, thoughts, st.integers(0, 2**30))
     def check(tools, needs_call, one_call, content, thought, seed):
         nonlocal ended
         named = tuple((name, json.dumps(schema)) for name, schema in tools.items())
@@ -141,7 +157,7 @@ NOTHING = '{"type": "object", "properties": {}}'
 TWO = (("f", PLAIN), ("g", "{}"))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models, name):
     model = models[name]
     for outline in (Outline(TWO, True), Outline(TWO, True, True), Outline(TWO), Outline(TWO, False, True)):
@@ -195,6 +211,22 @@ UNWRITABLE = {
 def test_what_a_format_cannot_promise_has_no_grammar(models, why):
     name, tools = UNWRITABLE[why]
     assert answer_grammar(models[name].chat, Outline(tools, True)) is None
+
+
+def test_a_format_that_its_tokenizer_declares_is_checked_and_not_held():
+    call = "<<{{ call.function.name }}|{{ call.function.arguments | tojson }}>>"
+    turn = "{{ m.content }}{% for call in m.tool_calls or [] %}" + call + "{% endfor %}<|im_end|>"
+    tokenizer = tiny_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")
+    function = {"name": "{name}", "arguments": "{content}"}
+    calls = {"open_pattern": r"<<(?P<name>\w+)\|", "close": ">>", "content": "json", "repeats": True}
+    calls["transform"] = {"type": "function", "function": function}
+    tokenizer.response_template = {
+        "start_anchor": "assistant",
+        "fields": {"content": {"content": "text"}, "tool_calls": calls},
+    }
+    chat = HFChatFormat(tokenizer)
+    assert (chat.tool_calls.name, chat.tool_calls.layout.opening) == ("declared", "<<")
+    assert answer_grammar(chat, Outline(TWO, True)) is None
 
 
 def test_no_grammar_without_knowing_the_markers_or_how_a_template_writes_calls():

@@ -76,7 +76,10 @@ def test_the_servers_word_for_which_weights_drew_what_is_taken():
         drawing.learn(End("length", (("c", 5),)), {"a": 3})
 
 
-@pytest.mark.parametrize("params", [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}")])
+COUNTING = [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}"), SamplingParams(grammar="")]
+
+
+@pytest.mark.parametrize("params", COUNTING)
 def test_what_counts_tokens_drawn_is_not_taken_to_another_server(params: SamplingParams):
     drawing = Drawing(PROMPT, params, 10, frozenset(), text, None)
     assert drawing.goes_on

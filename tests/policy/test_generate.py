@@ -381,6 +381,8 @@ def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
         ([1], SamplingParams(top_k=-2), ConfigError, "top_k=-2"),
         ([1], SamplingParams(max_tokens=0), ConfigError, "max_tokens=0"),
         ([1], SamplingParams(stop=("",)), ConfigError, "empty string"),
+        ([1], SamplingParams(json_schema="{}", grammar="start: "), ConfigError, "json_schema and grammar are both set"),
+        ([1], SamplingParams(grammar="start: "), ConfigError, "cannot be held to this grammar"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name(

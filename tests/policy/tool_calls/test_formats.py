@@ -385,6 +385,25 @@ def test_the_tools_schema_says_what_bare_text_is(key, value, json_value):
     assert call.arguments == f'{{"{key}": {json_value}}}'
 
 
+DEFINED = {
+    "Size": {"type": "object", "properties": {"w": {"type": "integer"}}},
+    "Colour": {"enum": ["red", "1"]},
+    "Loop": {"$ref": "#/$defs/Loop"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "json_value"),
+    [("Size", '{"w": 1}', '{"w": 1}'), ("Colour", "1", '"1"'), ("Loop", "1", '"1"'), ("missing", "1", '"1"')],
+)
+def test_a_schema_that_refers_to_another_means_that_one(name, value, json_value):
+    schema = {"properties": {"x": {"$ref": f"#/$defs/{name}"}}, "$defs": DEFINED}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = read_whole(named("qwen_coder"), text, tools).tool_calls
+    assert call.arguments == f'{{"x": {json_value}}}'
+
+
 def test_a_tokenizer_that_declares_its_answers_is_read_by_transformers():
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     tokenizer.response_template = {

@@ -7,18 +7,21 @@ rest of an answer is read as ever. Arguments are then JSON of our spelling, sinc
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from agentlightning.policy.tool_calls.base import (
     Before,
     CallFormat,
+    Layout,
     Malformed,
     ParsedToolCall,
     Reading,
     Tools,
 )
 from agentlightning.policy.tool_calls.jsontext import is_text
+from agentlightning.policy.tool_calls.lark import Lark
 
 FIELD: Final = "tool_calls"
 _FAILURES: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -45,6 +48,9 @@ class Declared(CallFormat):
                 return Reading(found.start(), calls, end)
             position = max(found.end(), found.start() + 1)
         return Reading(len(text))
+
+    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        return None  # What ends a call ends it within a string of JSON too, so that no arguments can be promised.
 
     def _end(self, text: str, start: int, whole: bool) -> int | None:
         if self.closes is None:
