@@ -121,6 +121,10 @@ async def test_what_schemas_servers_hold_to_is_found_out_once(one: ScriptedModel
         assert await engine.holds_to('{"type": "object"}')
         assert not await engine.holds_to('{"type": "of no kind"}')
         assert len(draws(one)) == asked
+        assert await engine.holds_to("start: x", "grammar")
+        assert draws(one)[-1]["sampling_params"]["structured_outputs"] == {"grammar": "start: x"}
+        one.failures["/inference/v1/generate"] = [400]
+        assert not await engine.holds_to("start: none", "grammar")
 
 
 async def test_a_stream_leaves_its_connection_good_for_the_next_call(one: ScriptedModelServer):
