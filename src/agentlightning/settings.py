@@ -26,6 +26,8 @@ M = TypeVar("M", bound=BaseModel)
 Table = dict[str, Any]
 
 NONE = "none"
+SECRETS = frozenset({"api_key", "headers", "password", "proxy", "token"})
+"""Names of settings whose values are in no message."""
 _ITEM = "*"
 """Stands for the number of an item in the names of what a list holds."""
 
@@ -41,7 +43,7 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     each setting that is unknown (and the nearest known one) or has a value that cannot work.
     """
     sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
-    sources += [_Source(f"from the override {text}", _read_override(text)) for text in overrides]
+    sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
     table: Table = {}
     for source in sources:
         _merge(table, source.table)
@@ -54,6 +56,11 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
         lines = _explain(error.errors(), table, sources, list(known))
     head = f"{len(lines)} settings cannot work:\n  " if len(lines) > 1 else ""
     raise ConfigError(head + "\n  ".join(lines))
+
+
+def _named(override: str) -> str:
+    name, _, value = override.partition("=")
+    return f"{name}=..." if SECRETS & {*name.strip().split(".")} or "{" in value else override
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +251,16 @@ def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source
         return f"what comes {', '.join(source.name for source in sources)} " if sources else ""
     if error["type"] == "missing":
         return f"{'.'.join(path)} "
-    shown = "" if isinstance(error["input"], dict | BaseModel) else f" = {_shown(error['input'])}"
+    shown = f" = {_shown(error['input'])}" if _may_be_shown(path, error["input"]) else ""
     return f"{'.'.join(path)}{shown} ({_origin(path, sources)}) "
+
+
+def _may_be_shown(path: Sequence[str], value: Any) -> bool:
+    """Not what is a table, as its settings are named, and nothing that is or holds a secret."""
+    if isinstance(value, dict | BaseModel):
+        return False
+    held = cast(list[Any], value) if isinstance(value, list) else []
+    return not any(part in SECRETS for part in path) and all(_may_be_shown((), inner) for inner in held)
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Promises of what is known of a provider: how it is reached, and which of its answer's headers its caller sees."""
 
 import asyncio
+import json
 import logging
 import tomllib
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.provider import Provider, passed_headers
-from agentlightning.settings import dump_toml
+from agentlightning.settings import dump_toml, load_settings
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.testing.proxy import LocalProxy
 
@@ -124,6 +125,26 @@ def test_a_configuration_that_is_written_down_names_the_proxy_without_its_passwo
 def test_a_proxy_that_cannot_be_used_is_refused_before_the_first_call(proxy):
     with pytest.raises(ValueError, match="proxy"):
         Provider(name="x", base_urls=("http://h",), proxy=proxy)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"proxy": "socks5://me:hidden-word@h:1"}, {"api_key": ["hidden-word"]}, {"headers": {"x": ["hidden-word"]}}],
+)
+def test_a_mistake_beside_a_secret_is_told_without_it(tmp_path, wrong):
+    config = {"providers": [{"name": "x", "base_urls": ["http://h"], **wrong}]}
+    for make in (lambda: GatewayConfig.model_validate(config), lambda: Provider(**config["providers"][0])):
+        with pytest.raises(ValueError, match=next(iter(wrong))) as caught:
+            make()
+        assert "hidden-word" not in str(caught.value)
+    (tmp_path / "routes.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"providers\.0\.{next(iter(wrong))}") as caught:
+        load_settings(GatewayConfig, toml=tmp_path / "routes.json")
+    assert "hidden-word" not in str(caught.value)
+    override = f'providers=[{{name="x", base_urls=["http://h"], {next(iter(wrong))}=["hidden-word"]}}]'
+    with pytest.raises(ConfigError) as caught:
+        load_settings(GatewayConfig, overrides=[override])
+    assert "hidden-word" not in str(caught.value)
 
 
 def test_a_proxy_of_the_environment_that_cannot_be_used_is_refused_where_it_is_needed(monkeypatch):

@@ -16,7 +16,8 @@ from agentlightning.gateway.agents import AgentRule
 from agentlightning.gateway.provider import Price, Provider
 from agentlightning.policy.servers import ServedModel
 
-_SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+_SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+"""What is wrong may be a provider's key, or beside one."""
 
 
 class Rule(BaseModel):

@@ -27,7 +27,8 @@ _USUAL: Final[dict[str, tuple[Path, ...]]] = {
     "anthropic": ("messages",),
 }
 """What every server of a dialect has."""
-_CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+_CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+"""What is wrong may be a key, or beside one."""
 _PASSED: Final = frozenset(
     {
         *(b"x-request-id", b"request-id", b"apim-request-id", b"x-amzn-requestid", b"cf-ray"),
