@@ -16,7 +16,14 @@ from agentlightning.gateway.heard import event_data
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.telling import Telling
 from agentlightning.gateway.told import Told
-from agentlightning.testing.provider import chat_answer, chat_events, messages_answer, messages_events
+from agentlightning.testing.provider import (
+    chat_answer,
+    chat_events,
+    messages_answer,
+    messages_events,
+    response_answer,
+    response_events,
+)
 
 CHAT, MESSAGES = "chat/completions", "messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -166,6 +173,13 @@ def test_refusals_stop_strings_and_what_was_cached_are_told():
     assert (answer.head.cached_tokens, answer.head.cached_now_tokens) == (7, 8)
 
 
+ONE = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ITEM = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "add", "arguments": '{"a": 6}'}
+SAID = {
+    CHAT: (chat_answer("x", [ONE]), chat_events(["x"], [ONE])),
+    MESSAGES: (messages_answer(BLOCKS), messages_events(BLOCKS)),
+    "responses": (response_answer([ITEM]), response_events([ITEM])),
+}
 NAMES = st.sampled_from(["type", "index", "delta", "choices", "usage", "text", "id"])
 ODD = st.recursive(
     st.none() | st.integers() | st.text(max_size=3),
@@ -180,16 +194,15 @@ ODD = st.recursive(
 
 
 @settings(max_examples=60)
-@given(st.sampled_from([CHAT, MESSAGES]), st.integers(0, 30), ODD)
+@given(st.sampled_from([CHAT, MESSAGES, "responses"]), st.integers(0, 30), ODD)
 def test_what_is_not_as_expected_is_passed_over(path, place, odd):
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    events = [event_data(event) for event in (chat_events(["x"], [call]) if path == CHAT else messages_events(BLOCKS))]
-    events = [event for event in events if event is not None]
+    whole, streamed = SAID[path]
+    events = [data for event in streamed if (data := event_data(event)) is not None]
     events[place % len(events)] = odd
     pieces, answer = heard(path, events)
     assert_written(pieces, answer)
-    text = orjson.dumps(chat_answer("x", [call]) if path == CHAT else messages_answer(BLOCKS)).decode()
-    name = ["choices", "message", "content", "tool_calls", "usage"][place % 5]
+    text = orjson.dumps(whole).decode()
+    name = ["choices", "message", "content", "tool_calls", "usage", "output", "summary"][place % 7]
     assert_written(*heard(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))]))
 
 

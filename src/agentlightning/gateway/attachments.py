@@ -64,6 +64,12 @@ def as_blocks(text: str) -> list[Part]:
     return [_block(part) for part in _parts(text)]
 
 
+def as_items(text: str) -> str | list[Part]:
+    """The content of a message, or the output of a call, for OpenAI's responses."""
+    parts = _parts(text)
+    return [_item_part(part) for part in parts] if any(isinstance(part, dict) for part in parts) else text
+
+
 def without(text: str) -> tuple[str, list[Part]]:
     """(the text alone, each image and file as chat completions has it). Raises ValueError as `as_chat` does."""
     parts = _parts(text)
@@ -176,6 +182,17 @@ def _chat_part(part: str | Part) -> Part:
     if (text := _text_of(url)) is not None:
         return {"type": "text", "text": f"{name}\n{text}" if name else text}
     return {"type": "file", "file": {"filename": name or f"document{_suffix(url)}", "file_data": url}}
+
+
+def _item_part(part: str | Part) -> Part:
+    if isinstance(part, str):
+        return {"type": "input_text", "text": part}
+    if "url" in part:
+        return {"type": "input_image", "image_url": part["url"], "detail": part.get("detail") or "auto"}
+    url, name = part["file"], part.get("name")
+    if not url.startswith("data:"):
+        return {"type": "input_file", "file_url": url}
+    return {"type": "input_file", "filename": name or f"document{_suffix(url)}", "file_data": url}
 
 
 def _block(part: str | Part) -> Part:

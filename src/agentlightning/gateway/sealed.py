@@ -1,9 +1,10 @@
 """Thoughts that their provider wants back exactly as they were.
 
 Anthropic signs what a model thinks, or hides it (`redacted_thinking`), and goes on thinking over a tool's result only
-where the blocks come back unchanged. A caller of another dialect has no place for them: they are remembered for its
-attempt, with the turn they belong to (`turn_keys`), or travel in the `encrypted_content` of a reasoning item, which
-needs no memory. Pure; the memory is `gateway.kept`.
+where the blocks come back unchanged; OpenAI does the same with the `encrypted_content` of reasoning items. A caller of
+another dialect has no place for them: they are remembered for its attempt, with the turn they belong to (`turn_key`),
+or, of Anthropic's, travel in the `encrypted_content` of a reasoning item, which needs no memory. Pure; the memory is
+`gateway.kept`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ _KINDS: Final = ("thinking", "redacted_thinking")
 
 
 def is_sealed(block: Mapping[str, Any]) -> bool:
-    """Whether a block of content is a thought that its provider wants back."""
+    """Whether a block of content, or an item, is a thought that its provider wants back."""
     kind = block.get("type")
+    if kind == "reasoning":
+        return bool(block.get("encrypted_content"))
     return kind == "redacted_thinking" or (kind == "thinking" and bool(block.get("signature")))
 
 

@@ -17,11 +17,14 @@ from agentlightning.gateway.told import Told
 
 Json = dict[str, Any]
 
+RESPONSE_ENDS: Final = ("response.completed", "response.incomplete", "response.failed")
+"""Types of the events that end the stream of a response."""
 _REASONS: Final = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "pause_turn": "stop",
     "max_tokens": "length",
+    "max_output_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
     "refusal": "content_filter",
@@ -38,6 +41,8 @@ class Telling:
     head: Head
     blocks: dict[Any, Json] = field(default_factory=dict[Any, Json])
     """Of Anthropic's: those that are not whole, by their index."""
+    grown: set[Any] = field(default_factory=set[Any])
+    """Of OpenAI's items: the indexes of those that came in parts."""
 
     def take(self, path: str, data: Any) -> None:
         """Take in a whole answer or one event."""
@@ -182,8 +187,71 @@ def _end(telling: Telling, place: Any) -> None:
     telling.told.keep(block)
 
 
+# -- OpenAI's responses ----------------------------------------------------------------------------------------------
+
+
+def _tell_response(telling: Telling, data: Json) -> None:
+    kind, place = data.get("type"), data.get("output_index")
+    if kind is None or kind in RESPONSE_ENDS:
+        _tell_whole(telling, data.get("response", data))
+    elif kind == "response.output_item.done":
+        _tell_item(telling, place, data["item"])
+    elif kind == "response.output_item.added" and data["item"].get("type") == "function_call":
+        item = data["item"]
+        telling.told.call(place, item.get("call_id"), item.get("name"), item.get("arguments"))
+    elif kind == "response.reasoning_summary_part.added" and data.get("summary_index"):
+        telling.told.think("\n\n")
+    elif isinstance(kind, str) and kind.endswith(".delta"):
+        telling.grown.add(place)
+        _tell_delta(telling.told, kind, place, data)
+
+
+def _tell_delta(told: Told, kind: str, place: Any, data: Json) -> None:
+    match kind:
+        case "response.output_text.delta":
+            told.say(data["delta"], _logprobs({"logprobs": {"content": data.get("logprobs")}}))
+        case "response.refusal.delta":
+            told.refuse(data["delta"])
+        case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
+            told.think(data["delta"])
+        case "response.function_call_arguments.delta":
+            told.call(place, None, None, data["delta"])
+        case _:
+            pass
+
+
+def _tell_whole(telling: Telling, response: Json) -> None:
+    for place, item in enumerate(response.get("output") or ()):
+        if place not in telling.grown:
+            _tell_item(telling, place, item)
+    why = (response.get("incomplete_details") or {}).get("reason")
+    telling.told.reason = _REASONS.get(why, why) if isinstance(why, str) else "stop"
+    if usage := response.get("usage"):
+        prompt, drawn = usage.get("input_tokens_details") or {}, usage.get("output_tokens_details") or {}
+        telling.count(prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), drawn.get("reasoning_tokens"))
+
+
+def _tell_item(telling: Telling, place: Any, item: Json) -> None:
+    """A whole item, of which nothing is told twice."""
+    told, kind = telling.told, item.get("type")
+    if place not in telling.grown:
+        telling.grown.add(place)
+        for part in item.get("content") or item.get("summary") or ():
+            if kind == "reasoning":
+                told.think(part.get("text"))
+            else:
+                told.say(part.get("text"), _logprobs({"logprobs": {"content": part.get("logprobs")}}))
+                told.refuse(part.get("refusal"))
+        if kind == "function_call":
+            told.call(place, item.get("call_id"), item.get("name"), item.get("arguments"))
+    if kind == "function_call":
+        told.end_call(place)
+    told.keep(item)
+
+
 _TELLERS: Final[Mapping[str, Callable[[Telling, Json], None]]] = {
     "chat/completions": _tell_chat,
     "messages": _tell_messages,
+    "responses": _tell_response,
 }
 """By the path that is asked."""

@@ -81,7 +81,7 @@ class Told(Answer):
     broken: str = ""
     """What its provider did that cannot be shown any more."""
     blocks: list[Block] = field(default_factory=list[Block])
-    """All of it as Anthropic said it."""
+    """All of it as its provider said it, where it wants something of it back."""
     _waiting: deque[_Piece] = field(default_factory=deque[_Piece], init=False)
     _growing: dict[Hashable, _Growing] = field(default_factory=dict[Hashable, _Growing], init=False)
     _shown: list[Piece] = field(default_factory=list[Piece], init=False)
@@ -116,7 +116,7 @@ class Told(Answer):
             self._waiting.append((Refusal(text), []))
 
     def keep(self, block: Block) -> None:
-        """A whole block, as Anthropic said it."""
+        """A whole block or item, as its provider said it."""
         self.blocks.append(block)
         if is_sealed(block):
             self._waiting.append((Sealed(block), []))

@@ -1,10 +1,10 @@
 """A call whose provider speaks another dialect: read as one of ours, asked in the provider's, answered in the caller's.
 
 `/v1/messages` and `/v1/responses` go to servers of chat completions, `/v1/chat/completions` and `/v1/responses` to
-Anthropic's. Text, thoughts and tool calls stream as they come. `previous_response_id` works as with our own engines:
-the history is kept here and sent whole; so are the signed thoughts that Anthropic wants back (`gateway.sealed`). What
-is recorded is what the provider was asked and answered. Sending, repeating and hanging up are those of
-`gateway.forward`.
+Anthropic's, `/v1/chat/completions` and `/v1/messages` to those that serve only responses. Text, thoughts and tool calls
+stream as they come. `previous_response_id` works as with our own engines: the history is kept here and sent whole; so
+are the thoughts that a provider wants back (`gateway.sealed`). What is recorded is what the provider was asked and
+answered. Sending, repeating and hanging up are those of `gateway.forward`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, Provider
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.sealed import is_sealed, turn_key
-from agentlightning.gateway.telling import Telling
+from agentlightning.gateway.telling import RESPONSE_ENDS, Telling
 from agentlightning.gateway.told import Told
 from agentlightning.gateway.wire import Outlet
 from agentlightning.policy.base import Message
 
-_ASKED_INSTEAD: Final[tuple[Path, ...]] = ("chat/completions", "messages")
+_ASKED_INSTEAD: Final[tuple[Path, ...]] = ("chat/completions", "messages", "responses")
+_LAST: Final = ("message_stop", *RESPONSE_ENDS)
+"""Types of the events that end a stream."""
 _LOST: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
 """Names of fields that stand anywhere in a conversation and say nothing to other dialects -> how a request that has
 one has it, which no text in it can."""
@@ -148,7 +150,7 @@ class Translation(Forward):
                 raise broken(self._provider, "an event of its stream is not JSON")
             return b"[DONE]" in event
         self._take(data)
-        return isinstance(data, dict) and data.get("type") == "message_stop"
+        return isinstance(data, dict) and data.get("type") in _LAST
 
     def _take(self, data: Any) -> None:
         hear(READERS[self.path], self.heard, data)

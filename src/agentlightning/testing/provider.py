@@ -4,8 +4,8 @@
         ... Provider(name="them", base_urls=(provider.url + "/v1",))
     async with ScriptedProvider(lambda seen: Reply(status=500)) as provider:      # or made from the request
 
-`seen` keeps what was asked. `chat_events` and `messages_events` are streams as OpenAI's and Anthropic's servers send
-them. Without a model it needs no torch; it speaks as much HTTP as our clients do.
+`seen` keeps what was asked. `chat_events`, `response_events` and `messages_events` are streams as OpenAI's and
+Anthropic's servers send them. Without a model it needs no torch; it speaks as much HTTP as our clients do.
 """
 
 from __future__ import annotations
@@ -233,6 +233,41 @@ def _block_events(block: Json) -> tuple[Json, list[Json]]:
 def _halves(text: str) -> list[str]:
     half = len(text) // 2
     return [part for part in (text[:half], text[half:]) if part]
+
+
+def response_answer(items: Sequence[Json], usage: tuple[int, int] = (10, 5), **more: Any) -> Json:
+    """A whole answer of OpenAI's responses. `items` are its output on the wire."""
+    used = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
+    head = {"id": "resp_1", "object": "response", "created_at": 1, "model": "theirs-2026", "status": "completed"}
+    return head | {"error": None, "incomplete_details": None, "output": list(items), "usage": used} | more
+
+
+def response_events(items: Sequence[Json], usage: tuple[int, int] = (10, 5)) -> list[bytes]:
+    """A stream of OpenAI's responses; texts, summaries of thoughts and arguments come in two parts."""
+    whole = response_answer(items, usage)
+    begun = whole | {"status": "in_progress", "output": [], "usage": None}
+    events: list[Json] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+    for index, item in enumerate(items):
+        growing, deltas = _item_events(item)
+        place = {"output_index": index, "item_id": item["id"]}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": growing})
+        events += [place | delta for delta in deltas]
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    events.append({"type": "response.completed", "response": whole})
+    numbered: list[Json] = [event | {"sequence_number": number} for number, event in enumerate(events)]
+    return [b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in numbered]
+
+
+def _item_events(item: Json) -> tuple[Json, list[Json]]:
+    if item["type"] == "function_call":
+        kind, text, growing = "function_call_arguments", item["arguments"], item | {"arguments": ""}
+    elif item["type"] == "reasoning":
+        kind, growing = "reasoning_summary_text", item | {"summary": []}
+        text = "".join(part["text"] for part in item["summary"])
+    else:
+        kind, text, growing = "output_text", item["content"][0]["text"], item | {"content": []}
+    more: Json = {"content_index": 0, "logprobs": []} if kind == "output_text" else {}
+    return growing, [{"type": f"response.{kind}.delta", "delta": part} | more for part in _halves(text)]
 
 
 def _chat_usage(usage: tuple[int, int]) -> Json:

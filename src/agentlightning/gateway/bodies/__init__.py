@@ -9,16 +9,19 @@ from typing import Final
 from agentlightning.gateway.bodies.base import Blocks, Extras, Json, Write, object_of
 from agentlightning.gateway.bodies.chat import chat_body, chat_extras
 from agentlightning.gateway.bodies.messages import messages_body, messages_extras
+from agentlightning.gateway.bodies.responses import responses_body, responses_extras
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.provider import Provider
 
 _WRITERS: Final[Mapping[str, Write]] = {
     "chat/completions": chat_body,
     "messages": messages_body,
+    "responses": responses_body,
 }
 _EXTRAS: Final[Mapping[str, Callable[[Request, str], Extras]]] = {
     "chat/completions": chat_extras,
     "messages": messages_extras,
+    "responses": responses_extras,
 }
 """By the path that is asked instead."""
 
@@ -50,6 +53,6 @@ def _lost_inside(path: str, request: Request) -> tuple[str, ...]:
     lost: list[str] = []
     if path != "messages" and "effort" in object_of(request.asked, "output_config"):
         lost.append("output_config.effort")
-    if path == "messages" and any("name" in message for message in request.messages):
+    if path != "chat/completions" and any("name" in message for message in request.messages):
         lost.append("messages.name")
     return tuple(lost)
