@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.estimate import most_tokens
+from agentlightning.gateway.estimate import likely_tokens, most_tokens
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 DATA = base64.b64encode(bytes(range(256)) * 4000).decode()
@@ -45,6 +45,33 @@ def test_text_counts_by_its_bytes_whatever_it_speaks_of(text, words):
     asked = body({"type": "text", "text": text + "".join(words)}, tools=[{"type": "image"}, {"image": 1}])
     assert most_tokens(asked, 1000) == len(asked) // 2
     assert most_tokens(b"image" + asked, 1000) == (len(asked) + 5) // 2
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=5)
+    | st.sampled_from(["image", "input_audio", "tool_use"]),
+    lambda each: (
+        st.lists(each, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "source", "data", "image_url", "url", "input_audio", "content", "input", "file_data"]
+            ),
+            each,
+            max_size=3,
+        )
+    ),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=20)
+@given(st.dictionaries(st.sampled_from(["messages", "system", "tools", "image"]), JSON))
+def test_whatever_a_request_holds_there_is_an_estimate(asked):
+    assert most_tokens(json.dumps(asked).encode(), 1000) >= 0
+    assert likely_tokens(asked) >= 0
 
 
 def test_an_image_that_is_pasted_as_text_is_text():

@@ -57,9 +57,10 @@ def _look(asked: Any) -> tuple[int, int, int]:
 
 def _picture(part: dict[str, Any]) -> int | None:
     """Bytes of an image that is sent along, 0 of one that is fetched; None where it is no image."""
-    if part.get("type") not in _IMAGES:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _IMAGES:
         return None
-    if part["type"] == "image":  # A word that schemas use as well.
+    if kind == "image":  # A word that schemas use as well.
         source = part.get("source")
         return _length(_inner(source, "data")) if isinstance(source, dict) else None
     url = part.get("image_url")
