@@ -1,13 +1,14 @@
 """Promises about certificates: whose are believed, and what is said of one that does not fit."""
 
 import asyncio
+import ssl
 
 import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
-from agentlightning.transport.dial import Dial
+from agentlightning.transport.dial import Dial, make_context
 
 
 async def failure(url, dial=None):
@@ -47,6 +48,13 @@ async def test_a_server_without_tls_is_told_from_one_that_is_away():
     reason, said = await failure(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     server.close()
     assert (reason, "is it http:// rather than https://?" in said) == ("tls", True)
+
+
+def test_where_the_system_knows_no_authorities_those_of_the_world_are_believed(monkeypatch):
+    paths = ssl.get_default_verify_paths()._replace(cafile=None, capath=None)
+    monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: paths)
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", lambda self, purpose: None)
+    assert make_context(None).cert_store_stats()["x509_ca"] > 50
 
 
 def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_path):

@@ -342,7 +342,9 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         sys.stdout.flush()
         return
     console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
-    served = [*options.models, *(f"{rule.model} ({rule.provider})" for rule in options.routing.routes if rule.provider)]
+    whose = {None: "", "anthropic": ", for /v1/messages", "openai": ", but for /v1/messages"}
+    led = [f"{rule.model} ({rule.provider}{whose[rule.dialect]})" for rule in options.routing.routes if rule.provider]
+    served = [*options.models, *led]
     models = ", ".join(served) or "none; give one with --model DIR, or --routes FILE"
     for name, value in (
         ("serving", f"{without_password(options.db or DEFAULT_DB)} at {server.url}"),

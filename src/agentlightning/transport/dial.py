@@ -127,11 +127,11 @@ class Dialer:
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
-            self._tls = _context(self._dial.ca_file)
+            self._tls = make_context(self._dial.ca_file)
         return self._tls
 
 
-def _context(ca_file: str | None) -> ssl.SSLContext:
+def make_context(ca_file: str | None) -> ssl.SSLContext:
     """Believes the authorities of the system, or of SSL_CERT_FILE and SSL_CERT_DIR, and those of `ca_file`."""
     context = ssl.create_default_context()
     if not _has_authorities():
