@@ -60,7 +60,7 @@ class VllmServer:
         self._generates: bool | None = None
         """Whether it has GENERATE; None: not known yet."""
         self._half = False
-        """Whether a transfer of weights began that did not end."""
+        """Whether it began to take weights and did not end."""
 
     @property
     def url(self) -> str:
@@ -161,8 +161,9 @@ class VllmServer:
     async def load(self, directory: Path, label: str, ready: Callable[[], None]) -> None:
         await self._http.post("/pause?mode=keep", seconds=60.0)
         await self.forget_half()
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await self._http.post("/collective_rpc", reload, seconds=LOAD_SECONDS)
+        self._half = True
+        await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
+        self._half = False
         await self._set_label(label)
         await self._go_on_with_new(ready)
 
@@ -206,14 +207,17 @@ class VllmServer:
         await self._go_on_with_new(ready)
 
     async def forget_half(self) -> None:
-        """vLLM counts what came of each layer: what is left of a transfer that broke off would be taken for part of
-        the next one. To begin and to end one without any tensor makes it count anew."""
+        """vLLM counts what came of each layer: what is left of weights that did not all come would be taken for part of
+        the next ones. To load none at all makes it count anew."""
         if not self._half:
             return
-        with contextlib.suppress(BackendError):  # It may not know yet that it broke off.
-            await self._http.post("/start_weight_update", seconds=60.0)
-        await self._http.post("/finish_weight_update", seconds=60.0)
+        with contextlib.suppress(BackendError):  # It may know already that a transfer broke off, or take none.
+            await self._http.post("/finish_weight_update", seconds=60.0)
+        await self._reload({"weights_iterator": []}, 60.0)
         self._half = False
+
+    async def _reload(self, arguments: Mapping[str, Any], seconds: float) -> None:
+        await self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
 
     async def _ask_to_leave(self) -> None:
         with contextlib.suppress(BackendError):  # Where it fails it has nothing, or /init_... says what is wrong.
@@ -261,9 +265,7 @@ class VllmServer:
             raise
         if isinstance(answer, dict) and answer.get("is_paused"):
             self._half = True
-            with contextlib.suppress(BackendError):  # It may take no transfers at all.
-                await self.forget_half()
-            self._half = False
+            await self.forget_half()
             await self._http.post("/resume", seconds=60.0)
 
 

@@ -131,6 +131,7 @@ class ScriptedModelServer:
         if self._token is not None and request.headers.get("authorization") != f"Bearer {self._token}":
             return _error(401, "Unauthorized")
         if statuses := self.failures.get(request.path):
+            self._half |= request.path == "/collective_rpc"
             return _error(statuses.pop(0), "it was told to fail")
         return await handler(request)
 
@@ -200,8 +201,11 @@ class ScriptedModelServer:
         return {"status": "resumed"}
 
     def _reload(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        # Like vLLM, which takes what came of a transfer that did not end for part of what it reads.
-        self.weights = "a mixture" if self._half else body["kwargs"]["weights_path"]
+        arguments = body["kwargs"]
+        if arguments.get("weights_iterator") == []:
+            self._half = False
+        else:  # Like vLLM, which takes what is left of weights that did not all come for part of what it reads.
+            self.weights = "a mixture" if self._half else arguments["weights_path"]
         return {"results": [None]}
 
     def _invite(self, body: Mapping[str, Any]) -> dict[str, Any]:

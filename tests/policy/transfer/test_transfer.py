@@ -50,7 +50,7 @@ WEIGHTS = {
 GIVE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
 JOIN = ["/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"]
 READ = ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"]
-FORGET = ["/start_weight_update", "/finish_weight_update"]
+FORGET = ["/finish_weight_update", "/collective_rpc"]
 
 
 class Chat(ByteChatFormat):

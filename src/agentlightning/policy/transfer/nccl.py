@@ -111,10 +111,11 @@ class NcclCourier:
                 self._broadcast(group, weights, watch)
                 answer(told)
         except BaseException as error:
+            refused = told.done() and not told.cancelled()
             self.abort()
             if watch.silent:
                 raise TransferError(f"the server took nothing for {self._silence:g} s") from error
-            if told.done() and not told.cancelled() and told.exception():
+            if refused:
                 answer(told)  # What the server says is the cause; that the broadcast broke off, the effect.
             raise
         finally:
@@ -130,11 +131,10 @@ class NcclCourier:
     def abort(self) -> None:
         self._woken.set()
         group, self._group = self._group, None
-        told = self._told
+        if (told := self._told) is not None:
+            told.cancel()
         if group is not None:
             group.abort()
-        if told is not None:
-            told.cancel()
 
 
 def _within(work: Callable[[], Communicator], seconds: float, woken: threading.Event) -> Communicator:
