@@ -209,6 +209,7 @@ def test_a_tunnel_is_opened_by_the_loop_that_servers_run_in(backend_type, author
     ("options", "reason", "said"),
     [
         ({"credentials": "you:other"}, "proxy", "wants credentials"),
+        ({"refuse": b"401 Unauthorized"}, "proxy", "wants credentials"),
         ({"refuse": b"403 Forbidden by policy"}, "proxy", "status 403 Forbidden by policy"),
         ({"refuse": b"502 Bad Gateway"}, "connect", "status 502 Bad Gateway"),
         ({"refuse": b"banana"}, "protocol", "does not answer in HTTP"),

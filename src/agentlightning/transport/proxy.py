@@ -221,7 +221,7 @@ class Tunnel(asyncio.Protocol):
             self._fail("does not answer in HTTP", "protocol")
         elif 200 <= code < 300:
             self.head.set_result(None)
-        elif code == 407:
+        elif code in (401, 407):  # some say the one to credentials that are wrong
             self._fail("wants credentials, or others than it was given: http://USER:PASSWORD@HOST:PORT", "proxy")
         else:
             said = f"status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
