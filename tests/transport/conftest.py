@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+_USAGE = ("-addext", "keyUsage=critical,digitalSignature,keyCertSign")
+"""Python insists on it from 3.13 on."""
+
 
 class Authority:
     """Signs certificates for servers; `file` is its own."""
@@ -18,7 +21,8 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.file = str(folder / "authority.pem")
-        self._run("req", "-x509", *self._key("authority"), "-out", self.file, "-days", "1", "-subj", "/CN=ours")
+        made = ("req", "-x509", *self._key("authority"), "-out", self.file, "-days", "1", "-subj", "/CN=ours")
+        self._run(*made, *_USAGE)
 
     def server(self, name: str) -> ssl.SSLContext:
         """Of a server that is called so."""
@@ -26,7 +30,7 @@ class Authority:
         if not files[1].exists():
             kind = "IP" if name[0].isdigit() else "DNS"
             signed = ("-CA", self.file, "-CAkey", str(self._folder / "authority.key"), "-days", "1")
-            extra = ("-subj", f"/CN={name}", "-addext", f"subjectAltName={kind}:{name}")
+            extra = ("-subj", f"/CN={name}", "-addext", f"subjectAltName={kind}:{name}", *_USAGE)
             self._run("req", "-x509", *self._key(name), *signed, "-out", str(files[1]), *extra)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(files[1], files[0])

@@ -8,7 +8,8 @@ import pytest
 from agentlightning.errors import ConfigError
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
-from agentlightning.transport.dial import Dial, make_context
+from agentlightning.transport.connection import Origin
+from agentlightning.transport.dial import Dial, _tls_failure, make_context
 
 
 async def failure(url, dial=None):
@@ -63,3 +64,12 @@ def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_
         Dial.of(ca_file=str(tmp_path / "empty.pem"))
     with pytest.raises(ConfigError, match=r"SSL_CERT_FILE: .*cannot be read"):
         Dial.of(environment={"SSL_CERT_FILE": str(tmp_path / "none.pem")})
+
+
+def test_a_certificate_that_only_newer_pythons_refuse_is_named_with_the_way_out():
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = 92, "CA cert does not include key usage extension"
+    said = str(_tls_failure(Origin(True, "their.host", 443), error))
+    assert "their.host" in said
+    assert "key usage" in said
+    assert "have it made anew" in said

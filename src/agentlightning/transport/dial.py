@@ -24,6 +24,8 @@ Kind = TypeVar("Kind", bound=asyncio.Protocol)
 
 _NAME_MISMATCH: Final = frozenset({62, 64})
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+_IMPROPER: Final = range(80, 95)
+"""X509_V_ERR_PATHLEN_INVALID_FOR_NON_CA and its like: what only X509_V_FLAG_X509_STRICT minds."""
 _OUTDATED: Final = frozenset({9, 10})
 """X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
@@ -168,6 +170,8 @@ def _tls_failure(place: Origin | Proxy, error: ssl.SSLError) -> TransportError:
     said = error.verify_message
     if error.verify_code in _NAME_MISMATCH:
         out = "call it by a name its certificate has"
+    elif error.verify_code in _IMPROPER:
+        out = "it was not made as RFC 5280 has it, which Python insists on from 3.13 on: have it made anew"
     elif error.verify_code in _OUTDATED:
         out = "its certificate has to be renewed, or the clock of this machine set"
     else:

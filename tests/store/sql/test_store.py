@@ -79,6 +79,21 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
         LightningStore(path)
 
 
+def test_a_file_that_is_no_database_is_not_held_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "notes.txt", list[sqlite3.Connection]()
+    path.write_text("these are my notes\n" * 100)
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **options: opened.append(connect(*args, **options)) or opened[-1]
+    )
+    with pytest.raises(StoreError):
+        LightningStore(path)
+    assert opened
+    for connection in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")
+
+
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a directory"):
         LightningStore(tmp_path)

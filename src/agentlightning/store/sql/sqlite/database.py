@@ -315,9 +315,13 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         check_same_thread=False,
         cached_statements=256,
     )
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-    connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    try:
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    except sqlite3.Error:  # What is there is no database, say.
+        connection.close()
+        raise
     return connection
 
 
