@@ -163,7 +163,7 @@ def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models,
     for outline in (Outline(TWO, True), Outline(TWO, True, True), Outline(TWO), Outline(TWO, False, True)):
         grammar = answer_grammar(model.chat, outline)
         assert model.grammars.knows(grammar, "grammar")
-    bare = model.chat.tool_calls.layout.opening[0] in "[{"
+    bare = not model.chat.tool_calls.layout.opening.startswith(model.chat.tool_calls.opening)
     assert (answer_grammar(model.chat, Outline(TWO, content=PLAIN)) is None) == bare
     texts = ["", "So: ", " \n", "né 🎉"]
     for text in texts:
@@ -235,3 +235,62 @@ def test_no_grammar_without_knowing_the_markers_or_how_a_template_writes_calls()
     chat = HFChatFormat(tiny_tokenizer(template))
     assert chat.tool_calls.layout is None
     assert answer_grammar(chat, Outline(TWO, True)) is None
+
+
+def goes_on(model, outline, spelled, before=""):
+    """What may follow when a text is written letter by letter: None where it cannot be."""
+    matcher = model.grammars.matcher(answer_grammar(model.chat, outline), "grammar")
+    letters = [token for letter in spelled for token in model.chat.encode(letter)]
+    for token in model.chat.encode(before) + letters:
+        if not matcher.allowed(len(model.weights))[token]:
+            return None
+        matcher.push(token)
+    return matcher.allowed(len(model.weights))
+
+
+def may_end(model, outline, text):
+    may = goes_on(model, outline, text)
+    return may is not None and all(may[token] for token in model.chat.eos_token_ids)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_free_text_cannot_be_spelled_like_a_call_that_is_none(models, name):
+    model, outline = models[name], Outline(TWO)
+    marker, layout = model.chat.tool_calls.opening, model.chat.tool_calls.layout
+    assert may_end(model, outline, "So " + marker[:-1])
+    assert not may_end(model, outline, "So " + marker)
+    assert not may_end(model, outline, marker)
+    assert may_end(model, outline, "So {[")
+    begins = not layout.opening.startswith(marker)
+    assert may_end(model, outline, f" {layout.opening[0]}") == (not begins)
+
+
+def test_free_text_of_a_model_that_thinks_cannot_begin_like_a_thought_that_does_not_end(models):
+    outline = Outline(TWO, thought=THOUGHTS[2])
+    assert not may_end(models["hermes"], outline, "[?] hm")
+    assert may_end(models["hermes"], outline, "[?] hm]")
+    assert may_end(models["hermes"], outline, "[?] hm] So")
+    assert may_end(models["hermes"], outline, "So [?]")
+    assert not may_end(models["hermes"], outline, " [?]")
+
+
+TEXT_NEEDED = '{"properties": {"x": {"type": "string"}}, "required": ["x"]}'
+
+
+def test_a_bare_value_cannot_be_spelled_like_its_end(models):
+    outline, model = Outline((("f", TEXT_NEEDED),), True), models["qwen_coder"]
+    call = "<tool_call>\n<function=f><parameter=x>\n"
+    assert goes_on(model, outline, "a</parameter", call) is not None
+    assert goes_on(model, outline, "a</parameter>", call) is None
+    assert goes_on(model, outline, "a\n</parameter>", call) is not None
+    values = [json.loads(call.arguments)["x"] for answer in written(model, outline) for call in answer.tool_calls]
+    assert values
+    assert all(isinstance(value, str) for value in values)
+
+
+def test_an_id_may_be_written_where_the_template_writes_one(models):
+    asked, model = Outline((("g", NOTHING),), True, True), models["mistral"]
+    for rest in ("}]", ', "id": "abcdefgh1"}]'):
+        may = goes_on(model, asked, "", '[TOOL_CALLS] [{"name": "g", "arguments": {}' + rest)
+        assert may is not None
+        assert all(may[token] for token in model.chat.eos_token_ids)

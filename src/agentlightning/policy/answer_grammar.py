@@ -102,15 +102,14 @@ def _body(lark: Lark, format: CallFormat, outline: Outline) -> str | None:
         return f"{opening} {calls}"
     if content is not None:
         # JSON that begins like a call would be read as one.
-        bare = layout.opening.startswith(("{", "["))
-        return None if bare else lark.rule(f"{opening} {calls}", content)
+        marker = _marker(lark, format, layout)
+        return lark.rule(f"{opening} {calls}", content) if marker and layout.opening.startswith(marker) else None
     return _free(lark, format, layout, calls, outline.thought)
 
 
 def _free(lark: Lark, format: CallFormat, layout: Layout, calls: str, thought: Thought | None) -> str | None:
     """Text, and calls where it comes to one."""
-    marker = format.opening if isinstance(format, MarkedFormat) else _first_marker(lark, layout.opening)
-    if marker is None:
+    if (marker := _marker(lark, format, layout)) is None:
         return None
     # A marker spelled in text is read as the marker too.
     without = [beginning(thought.start)] if thought and not thought.opened else []
@@ -122,8 +121,11 @@ def _free(lark: Lark, format: CallFormat, layout: Layout, calls: str, thought: T
     return lark.rule(text, f"{_to(lark, marker, without)} {rest} {calls}")
 
 
-def _first_marker(lark: Lark, text: str) -> str | None:
-    return next((marker for marker in lark.markers if text.startswith(marker)), None)
+def _marker(lark: Lark, format: CallFormat, layout: Layout) -> str | None:
+    """What begins calls, though some models write them without it."""
+    if isinstance(format, MarkedFormat):
+        return format.opening
+    return next((marker for marker in lark.markers if layout.opening.startswith(marker)), None)
 
 
 def _calls(lark: Lark, format: CallFormat, layout: Layout, outline: Outline) -> str | None:
@@ -177,6 +179,7 @@ def _with_ids(lark: Lark, text: str) -> str:
     """A text of the layout; the model may write an id where the template writes one."""
     parts: list[str] = []
     for part in _OPTIONAL_ID.split(text):
-        written = f" {lark.pattern(_ID)} ".join(lark.literal(piece) for piece in part.split(ID))
+        name = f" {lark.pattern(_ID)} " if ID in part else ""
+        written = name.join(lark.literal(piece) for piece in part.split(ID))
         parts.append(optional(written) if _OPTIONAL_ID.fullmatch(part) else written)
     return " ".join(part for part in parts if part != '""')

@@ -15,7 +15,7 @@ from agentlightning.policy.tool_calls.base import Layout, Malformed, MarkedForma
 from agentlightning.policy.tool_calls.flat import DEFINITIONS, SAYS_NOTHING, read_parameters
 from agentlightning.policy.tool_calls.hermes import CALL_END, CALL_START
 from agentlightning.policy.tool_calls.jsontext import is_text, skip_space
-from agentlightning.policy.tool_calls.lark import ANY, Lark, containing, optional
+from agentlightning.policy.tool_calls.lark import ANY, Lark, escaped, optional
 from agentlightning.policy.tool_calls.layout import KEY, NAME
 
 _FUNCTION: Final = re.compile(r"<function=([^<>\n]+)>")
@@ -47,9 +47,9 @@ class QwenCoder(MarkedFormat):
         written: list[str] = []
         for each in parameters:
             tag = f"{before.lstrip()}{each.name}>"
-            if _PARAMETER.fullmatch(tag) is None or (value := _value(lark, each.schema)) is None:
+            if _PARAMETER.fullmatch(tag) is None or (value := _value(lark, each.schema, after)) is None:
                 return None
-            whole = f"{lark.literal(before + each.name + middle)} {value} {lark.literal(after)}"
+            whole = f"{lark.literal(before + each.name + middle)} {value}"
             written.append(whole if each.needed else optional(whole))
         return " ".join(written) or '""'
 
@@ -71,18 +71,21 @@ class QwenCoder(MarkedFormat):
         return (ParsedToolCall(named, "{" + arguments + "}"),), position + len(CALL_END)
 
 
-def _value(lark: Lark, schema: Mapping[str, Any]) -> str | None:
-    """What is read as a value that fits; None where that would take more than JSON or words."""
+def _value(lark: Lark, schema: Mapping[str, Any], after: str) -> str | None:
+    """What is read as a value that fits, and what follows it; None where that would take more than JSON or words."""
     types = set(_types_of(schema, schema))
     if types and "string" not in types:
-        return lark.json(schema)
+        return f"{lark.json(schema)} {lark.literal(after)}"
     said = {key: value for key, value in _resolved(schema, schema).items() if key not in _SAYS_NOTHING}
     if (values := [said["const"]] if "const" in said else said.get("enum")) is None:
-        return lark.pattern(ANY, [containing(_VALUE_CLOSING)]) if _takes_any_text(said, schema) else None
+        closed_before = ANY + escaped(_VALUE_CLOSING) + "(?s:.+)"
+        return lark.until(after, [closed_before]) if _takes_any_text(said, schema) else None
     words = [
         value for value in values if isinstance(value, str) and _VALUE_CLOSING not in value and value not in _NULLS
     ]
-    return lark.rule(*map(lark.literal, words)) if words and said.keys() <= {"type", "const", "enum"} else None
+    if not words or not said.keys() <= {"type", "const", "enum"}:
+        return None
+    return f"{lark.rule(*map(lark.literal, words))} {lark.literal(after)}"
 
 
 def _takes_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
