@@ -283,9 +283,8 @@ def test_a_bare_value_cannot_be_spelled_like_its_end(models):
     assert goes_on(model, outline, "a</parameter", call) is not None
     assert goes_on(model, outline, "a</parameter>", call) is None
     assert goes_on(model, outline, "a\n</parameter>", call) is not None
-    values = [json.loads(call.arguments)["x"] for answer in written(model, outline) for call in answer.tool_calls]
-    assert values
-    assert all(isinstance(value, str) for value in values)
+    may = goes_on(model, outline, "", call + "a\n b\n</parameter></function>\n</tool_call>")
+    assert all(may[token] for token in model.chat.eos_token_ids)
 
 
 def test_an_id_may_be_written_where_the_template_writes_one(models):
