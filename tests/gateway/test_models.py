@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.cli.runner import has_model
+from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.listing import FRESH_SECONDS, REST_SECONDS, Listing, anthropic_model, openai_model
 from agentlightning.gateway.listing import read_models as read
 from agentlightning.gateway.provider import Provider
+from agentlightning.server import Server
 from agentlightning.testing.provider import Reply, ScriptedProvider
 from agentlightning.transport import open_transport
 
@@ -129,6 +132,14 @@ async def test_anthropics_pages_are_turned_in_both_directions(serve):
         assert ([model.id for model in page.data], page.has_more) == (["claude-0", "claude-1"], True)
         with pytest.raises(anthropic.BadRequestError, match="no number from 1 to 1000"):
             await client.models.list(limit=0)
+
+
+async def test_a_runner_knows_that_a_server_answers_though_its_provider_names_no_models(store):
+    away = {"providers": [{"name": "x", "base_urls": ["http://127.0.0.1:1/v1"]}], "routes": [{"provider": "x"}]}
+    for config, expected in ((away, True), ({}, False)):
+        gateway = Gateway(store, {}, secret="s", config=GatewayConfig.model_validate(config))
+        async with Server(store, gateway, secret="s") as server:
+            assert await has_model(server.url) is expected
 
 
 @settings(max_examples=10)

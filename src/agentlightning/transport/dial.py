@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Self, TypeVar, cast
+from typing import Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from agentlightning.errors import ConfigError
@@ -82,14 +82,14 @@ class Dialer:
         try:
             async with asyncio.timeout(seconds):
                 if proxy is None or not origin.secure:
-                    return await self._connect(proxy or origin, origin, make)
+                    return await self._connect(proxy or origin, make)
                 return await self._tunnel(proxy, origin, make)
         except TimeoutError:
             raise TransportError(f"{origin} took no connection{way} within {seconds:g} s", "connect") from None
         except OSError as error:
             raise TransportError(f"{origin} cannot be reached{way}: {error}", "connect") from error
 
-    async def _connect(self, place: Origin | Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
+    async def _connect(self, place: Origin | Proxy, make: Callable[[], Kind]) -> Kind:
         loop = asyncio.get_running_loop()
         try:
             _, protocol = await loop.create_connection(
@@ -104,26 +104,22 @@ class Dialer:
         return protocol
 
     async def _tunnel(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
-        loop, opened = asyncio.get_running_loop(), list[asyncio.BaseTransport]()
-
-        class Asking(Tunnel):
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                opened.append(transport)
-                super().connection_made(transport)
-
-        asking = await self._connect(proxy, origin, lambda: Asking(proxy, origin))
-        transport, protocol = cast("asyncio.Transport", opened[0]), make()
+        tunnel = await self._connect(proxy, lambda: Tunnel(proxy, origin))
+        protocol, context = make(), self._context()
         try:
-            await asking.head
-            secured = await loop.start_tls(transport, protocol, self._context(), server_hostname=origin.host)
+            await tunnel.head
+            secured = await asyncio.get_running_loop().start_tls(
+                tunnel.transport, protocol, context, server_hostname=origin.host
+            )
             if secured is None or secured.is_closing():
                 raise TransportError(f"{origin} closed the connection before it was asked", "connect")
         except ssl.SSLError as error:
-            transport.abort()
+            tunnel.transport.abort()
             raise _tls_failure(origin, error) from error
         except BaseException:
-            transport.abort()
+            tunnel.transport.abort()
             raise
+        # `start_tls` tells a protocol of what it reads, and not that it is connected.
         protocol.connection_made(secured)
         return protocol
 

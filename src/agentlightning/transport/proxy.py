@@ -191,15 +191,17 @@ class Tunnel(asyncio.Protocol):
     def __init__(self, proxy: Proxy, origin: Origin) -> None:
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises TransportError where the proxy refuses."""
+        self.transport: asyncio.Transport
         self._proxy, self._origin = proxy, origin
         self._heard = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
         host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
         where = f"{host}:{self._origin.port}".encode()
         lines = [b"CONNECT %s HTTP/1.1" % where, b"host: %s" % where]
         lines += [b"%s: %s" % header for header in self._proxy.headers]
-        cast("asyncio.Transport", transport).write(b"\r\n".join(lines) + b"\r\n\r\n")
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         if self.head.done():
