@@ -19,6 +19,8 @@ from agentlightning.testing.provider import (
     chat_events,
     messages_answer,
     messages_events,
+    response_answer,
+    response_events,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,10 +30,16 @@ QUIET = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER":
 THOUGHT = {"type": "thinking", "thinking": "The shell can.", "signature": "c2lnbmVk"}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "exec_command", "input": {"cmd": "echo $((6*7))"}}
 
+REASONING = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
+CALL = {
+    **{"id": "fc_1", "type": "function_call", "call_id": "call_1", "name": "Bash", "status": "completed"},
+    "arguments": json.dumps({"command": "echo $((6*7))", "description": "Multiply"}),
+}
 
-def config(provider: ScriptedProvider, dialect: str) -> GatewayConfig:
+
+def config(provider: ScriptedProvider, dialect: str, *paths: str) -> GatewayConfig:
     base = provider.url if dialect == "anthropic" else f"{provider.url}/v1"
-    them = {"name": "them", "dialect": dialect, "base_urls": [base]}
+    them = {"name": "them", "dialect": dialect, "base_urls": [base], "paths": paths or None}
     return GatewayConfig.model_validate({"providers": [them], "routes": [{"model": "*", "provider": "them"}]})
 
 
@@ -43,6 +51,15 @@ def as_openai(seen: Seen) -> Reply:
     if seen.json.get("stream"):
         return Reply(events=chat_events([text] if text else [], calls, thought="" if results else "The shell can."))
     return Reply(chat_answer(text, calls))
+
+
+def as_responses(seen: Seen) -> Reply:
+    items = seen.json["input"]
+    results = [item["output"] for item in items if item.get("type") == "function_call_output"]
+    text = {"type": "output_text", "text": f"It is {results[-1] if results else 0}.", "annotations": []}
+    said = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+    turn = [said] if results or not seen.json.get("tools") else [REASONING, CALL]
+    return Reply(events=response_events(turn)) if seen.json.get("stream") else Reply(response_answer(turn))
 
 
 def as_anthropic(seen: Seen) -> Reply:
@@ -64,6 +81,20 @@ async def test_claude_code_is_served_by_a_server_of_chat_completions(serve: Any,
     assert second["messages"][: len(first["messages"])] == first["messages"]
     assert [message["role"] for message in second["messages"][len(first["messages"]) :]] == ["assistant", "tool"]
     assert all(span.attributes[names.TOKENS] == "none" for span in await service.calls())
+
+
+async def test_claude_code_is_served_by_a_model_that_serves_only_responses(
+    serve: Any, programs: Any, tmp_path: Path
+) -> None:
+    claude = programs("commands") / "claude"
+    async with ScriptedProvider(as_responses) as them:
+        service = await serve([], config(them, "openai", "responses"))
+        options = ["--allowedTools", "Bash", "--model", "claude-sonnet-4-5", "--output-format", "json"]
+        ended = await service.run([claude, "-p", QUESTION, *options], tmp_path, QUIET)
+        assert ended.code == 0, ended.stderr + ended.stdout
+        assert json.loads(ended.stdout)["result"] == "It is 42."
+    first, second = [seen.json["input"] for seen in them.seen if seen.json.get("tools")]
+    assert second[: len(first) + 2] == [*first, REASONING, CALL]
 
 
 async def test_codex_is_served_by_anthropic_and_sends_its_thoughts_back(

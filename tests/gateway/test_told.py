@@ -165,6 +165,8 @@ def test_refusals_stop_strings_and_what_was_cached_are_told():
     pieces, answer = heard(CHAT, events)
     assert pieces == [Refusal("I will not.")]
     assert (answer.told.refused, answer.told.stop_string) == (True, "END")
+    events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
+    assert heard(CHAT, events)[1].told.stop_string == "STOP"
     assert (answer.head.cached_tokens, answer.head.thought_tokens) == (4, 3)
     whole = messages_answer(BLOCKS[2:3]) | {"stop_reason": "stop_sequence", "stop_sequence": "END"}
     whole["usage"] |= {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 8}

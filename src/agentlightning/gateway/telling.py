@@ -86,8 +86,8 @@ def _tell_choice(told: Told, choice: Json) -> None:
         told.call(call.get("index", place), call.get("id"), function.get("name"), function.get("arguments"))
     if isinstance(reason := choice.get("finish_reason"), str) and reason:
         told.reason = _REASONS.get(reason, reason)
-    if isinstance(stop := choice.get("stop_reason"), str):  # vLLM's and SGLang's word for it.
-        told.stopped_by = stop
+    for stop in (choice.get("stop_reason"), choice.get("matched_stop")):  # vLLM's and SGLang's words for it.
+        told.stopped_by = stop if isinstance(stop, str) else told.stopped_by
 
 
 def _logprobs(choice: Json) -> list[Json]:
