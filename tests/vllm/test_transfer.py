@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def difference(policy: ServedPolicy, weights: dict[str, torch.Tensor], prompt: l
 async def test_after_each_update_vllm_draws_as_the_weights_in_the_trainers_memory_do(
     policy: ServedPolicy, library: GlooLibrary, prompt: list[int], tmp_path: Path
 ):
-    greedy = SamplingParams(temperature=0, max_tokens=32)
+    greedy, far = SamplingParams(temperature=0, max_tokens=32), 0.0
     for version in range(1, 4):
         before, sent = await weights_of(policy), library.sent
         figures = await learn(policy, prompt)
@@ -186,10 +187,11 @@ async def test_after_each_update_vllm_draws_as_the_weights_in_the_trainers_memor
         sample = await policy.sample(prompt, greedy)
         assert sample.policy_version == version
         assert sample.token_ids == tuple(forward(policy, weights, prompt, sample).argmax(-1).tolist())
-        assert difference(policy, weights, prompt, sample) < NEAR
         assert difference(policy, before, prompt, sample) > 10 * NEAR
         drawn = await policy.sample(prompt, SamplingParams(max_tokens=32, seed=version))
-        assert difference(policy, weights, prompt, drawn) < NEAR
+        far = max([far, *(difference(policy, weights, prompt, each) for each in (sample, drawn))])
+    assert far < NEAR
+    print(f"\nafter three transfers log-probabilities differ by at most {far}")  # noqa: T201
     assert library.groups == 1
     assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["version-000000"]
 
@@ -240,6 +242,19 @@ async def test_a_transfer_that_breaks_off_leaves_no_trace_the_disk_takes_over_an
         assert difference(policy, weights, prompt, sample) < NEAR
         assert library.groups == groups
         await learn(policy, prompt)
+
+
+async def test_a_server_that_somebody_left_in_the_middle_of_a_transfer_is_taken_over(
+    receiver: str, models: list[Path], library: GlooLibrary, tmp_path: Path
+):
+    for path in ("/pause?mode=keep", "/start_weight_update"):
+        request = urllib.request.Request(receiver + path, method="POST")
+        (await asyncio.to_thread(urllib.request.urlopen, request)).close()
+    config = ServersConfig(urls=(receiver,), transfer="nccl")
+    async with asyncio.timeout(60):
+        policy = await ServedPolicy.open(learner_of(models[1]), config, tmp_path, dtype="float32")
+    assert (policy.differences[-1] < NEAR, library.groups) == (True, 1)
+    await policy.close()
 
 
 async def test_a_server_that_was_not_started_for_it_is_named_before_anything_is_trained(
