@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.estimate import likely_tokens
+from agentlightning.gateway.estimate import _lengths, likely_tokens
 from agentlightning.testing.provider import Reply, ScriptedProvider
 
 HI = [{"role": "user", "content": "How many files are there?"}]
@@ -79,6 +79,7 @@ def test_an_estimate_grows_with_the_text_and_never_loses_any(one, other):
 
     assert said(one) <= said(one + other) <= said(one) + said(other)
     assert said(one) >= len(one.encode()) / 4
+    assert _lengths(one) == tuple(sum(len(each.encode()) == size for each in one) for size in (1, 2, 3, 4))
 
 
 def test_both_dialects_and_all_kinds_of_content_are_estimated():
@@ -94,7 +95,7 @@ def test_both_dialects_and_all_kinds_of_content_are_estimated():
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": words}, paper]}]}, 2000),
         ({"messages": [], "tools": [TOOL | {"description": words}]}, 1000),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": words}}]}]}, 1000),
-        ({"messages": [{"role": "user", "content": "漢字" * 500}]}, 1000),
+        ({"messages": [{"role": "user", "content": "漢字" * 500}]}, 1150),
     ]
     for asked, expected in cases:
         assert expected <= likely_tokens(asked) < expected + 60, asked.keys()

@@ -78,8 +78,9 @@ def _length(value: Any) -> int:
 
 # -- for who asks ------------------------------------------------------------------------------------------------------
 
-_CHARACTERS_OF_TOKEN: Final = 3.5
-"""Of English and of code, in ASCII; what is not in ASCII counts as a token each character."""
+_TOKENS_OF_CHARACTER: Final = (1 / 3.5, 0.6, 1.15, 2.0)
+"""By its length in UTF-8: English and code; accents, Greek, Cyrillic; Chinese, Japanese, Korean; emoji. Beside OpenAI's
+cl100k: English 12% too many, Python 27%, German 3%, Russian 33%; Chinese right, JSON 5% too few."""
 _TOKENS_OF_MESSAGE: Final = 4
 """What stands around a message where it is rendered."""
 _TOKENS_OF_IMAGE: Final = 1600
@@ -93,8 +94,7 @@ _FILES: Final = frozenset({"data", "file_data"})
 
 def likely_tokens(asked: Mapping[str, Any]) -> int:
     """About how many tokens a prompt has, in Anthropic's dialect or as chat completions, where nobody can say: its
-    system prompt, messages and tools. A tenth too many rather than too few, as agents shorten their conversations by
-    it."""
+    system prompt, messages and tools. Rather too many than too few, as agents shorten their conversations by it."""
     messages = asked.get("messages")
     tally = _Tally()
     for part in (asked.get("system"), messages):
@@ -112,8 +112,9 @@ class _Tally:
         self.tokens = 0.0
 
     def add(self, text: str) -> None:
-        plain = len(text.encode("ascii", "ignore"))
-        self.tokens += plain / _CHARACTERS_OF_TOKEN + (len(text) - plain)
+        one, two, three, four = _lengths(text)
+        of_one, of_two, of_three, of_four = _TOKENS_OF_CHARACTER
+        self.tokens += one * of_one + two * of_two + three * of_three + four * of_four
 
     def read(self, value: Any) -> None:
         """Whatever stands in a message."""
@@ -137,6 +138,17 @@ class _Tally:
         files = [_length(part[name]) for name in _FILES & part.keys()]
         self.tokens += sum(files) / _BYTES_OF_FILE_TOKEN
         return [inner for name, inner in part.items() if name not in _NOT_TEXT | _FILES | {"input", "cache_control"}]
+
+
+def _lengths(text: str) -> tuple[int, int, int, int]:
+    """How many of its characters have one, two, three and four bytes in UTF-8; found without looking at each."""
+    if text.isascii():
+        return len(text), 0, 0, 0
+    one = len(text.encode("ascii", "ignore"))
+    four = len(text.encode("utf-16-le", "surrogatepass")) // 2 - len(text)
+    rest = len(text) - one - four
+    three = len(text.encode("utf-8", "surrogatepass")) - one - 4 * four - 2 * rest
+    return one, rest - three, three, four
 
 
 def _dumped(value: Any) -> str:
