@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -257,3 +258,18 @@ async def test_a_server_that_stops_finishes_what_is_under_way(serve, dial):
     status, headers, _ = await line.answer()
     assert (status, headers["connection"]) == (200, "close")
     await stopping
+
+
+async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serve):
+    server, path = await serve(["x" * 400_000], engine={"context_length": 10**6}, stalled_seconds=0.2)
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(caller, ("127.0.0.1", server.port))
+        connections = server._uvicorn.server_state.connections
+        await until(lambda: connections)
+        for each in connections:  # otherwise the system takes it all
+            each.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        caller.send(post(path))
+        await until(lambda: any(each.flow.write_paused for each in connections))
+        await until(lambda: not connections)

@@ -38,8 +38,10 @@ STALLED_SECONDS: Final = 30.0
 SLOWEST: Final = 1024
 """Bytes a second."""
 _MAX_KNOWN_PATHS: Final = 16384
+_LONGEST_KNOWN_PATH: Final = 512
+_PHRASES: Final = {each.value: each.phrase.encode() for each in http.HTTPStatus}
 _STATUS_LINES: Final = {
-    each.value: b"HTTP/1.1 %d %s\r\n" % (each.value, each.phrase.encode()) for each in http.HTTPStatus
+    status: b"HTTP/1.1 %d %s\r\n" % (status, _PHRASES.get(status, b"")) for status in range(100, 600)
 }
 _CLOSE: Final = b"connection: close\r\n"
 _LONG: Final = b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error"}}'
@@ -68,9 +70,12 @@ class Shortcuts:
         for route in self._routes:
             match, found = route.matches(scope)
             if match is Match.FULL:
+                known = route, found["path_params"]
+                if len(url) > _LONGEST_KNOWN_PATH:
+                    return known
                 if len(self._known) >= _MAX_KNOWN_PATHS:
                     self._known.clear()
-                known = self._known[url] = route, found["path_params"]
+                self._known[url] = known
                 return known
         return None
 
@@ -114,6 +119,8 @@ class ModelCalls(HttpToolsProtocol):
         """When the connection came, the request began, its head was whole, or the last answer went."""
         self._received = 0
         """Bytes since then."""
+        self._unsent, self._unsent_since = -1, 0.0
+        """Bytes of the answer that the caller has not taken, and since when there are so many."""
         self._incoming: _Call | None = None
         """Its body is coming in."""
         self._call: _Call | None = None
@@ -147,8 +154,18 @@ class ModelCalls(HttpToolsProtocol):
             allowed = self.shortcuts.stalled_seconds + (0 if self._in_head else self._received / SLOWEST)
             if silent >= allowed and not self.transport.is_closing():
                 self.refuse(408, _LATE)
+        elif self.flow.write_paused:
+            self._check_reader(now)
         elif silent >= IDLE_SECONDS and (self.cycle is None or self.cycle.response_complete):
             self.transport.close()
+
+    def _check_reader(self, now: float) -> None:
+        """A caller that takes nothing of its answer any more keeps a slot, an engine and a connection waiting."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self._unsent:
+            self._unsent, self._unsent_since = unsent, now
+        elif now - self._unsent_since >= self.shortcuts.stalled_seconds:
+            self.transport.abort()
 
     def refuse(self, status: int, body: bytes) -> None:
         """Answer a request that is not whole, and close."""

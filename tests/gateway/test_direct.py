@@ -13,6 +13,7 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.journal import journaled
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
+from agentlightning.transport import connection
 
 KEY = "sk-theirs-0123456789"
 BODY = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
@@ -248,3 +249,21 @@ async def test_calls_of_every_kind_at_once_are_each_answered_and_recorded_once(a
     )
     backends = service.gateway.providers["them"]
     assert (backends.limits.under_way, [each.under_way for each in backends.all]) == (0, [0])
+
+
+async def test_a_prompt_that_was_read_and_never_answered_is_paid_for(ask):
+    service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"), price={"input": 1_000_000.0})
+    spent = service.gateway.figures()["provider_dollars"]
+    calling = asyncio.create_task(call(service, http))
+    await until(lambda: len(provider.seen) == 2)
+    calling.cancel()
+    await until(lambda: service.gateway.figures()["cancelled"] == 1)
+    assert service.gateway.figures()["provider_dollars"] > spent
+    assert (await service.spans())[-1].attributes[names.COST] > 0
+
+
+async def test_a_server_that_dies_while_it_thinks_is_a_failure(ask, monkeypatch):
+    monkeypatch.setattr(connection, "STALE_SECONDS", 0.0)
+    service, provider, http = await ask(lambda seen: Reply(head=False, end="close"), retries=0)
+    assert (await call(service, http)).status_code == 502
+    assert len(provider.seen) == 2

@@ -223,8 +223,9 @@ class Call:
     """One call, sent as often as it takes. Use once, as `async with`."""
 
     __slots__ = (
-        *("ask", "body", "cost", "headers", "retries", "status", "usage", "whole", "_answer", "_arriving", "_backend"),
-        *("_backends", "_chunks", "_entered", "_events", "_expected", "_failure", "_first", "_reservation", "_settled"),
+        *("ask", "body", "cost", "headers", "retries", "status", "usage", "whole"),
+        *("_answer", "_arriving", "_backend", "_backends", "_chunks", "_entered", "_events", "_expected", "_failure"),
+        *("_first", "_left", "_reservation", "_settled", "_unanswered"),
     )
 
     def __init__(self, backends: Backends, ask: Ask) -> None:
@@ -246,6 +247,8 @@ class Call:
         self._answer: Answer | None = None
         self._arriving: Arriving | None = None
         self._entered = False
+        self._left = False
+        self._unanswered = False
         self._failure: Failure | None = None
         """Of the first try, where `start` made it."""
         self._chunks: AsyncIterator[bytes] | None = None
@@ -305,9 +308,8 @@ class Call:
         self.status, self.headers = arriving.status, arriving.headers
         self._backend.under_way -= 1
         if error is not None:
-            # A connection that was kept alive and was closed meanwhile says nothing of the server: this was no try.
-            if arriving.began or error.reason != "closed":
-                self._failure = of_transport(provider, error)
+            if not arriving.stale:  # else this was no try, and says nothing of the server
+                self._fail(error)
         elif 200 <= self.status < 300:
             self.body, self.whole = arriving.whole(), True
             self._backend.health.succeeded()
@@ -318,13 +320,16 @@ class Call:
         on_end()
 
     def leave(self) -> None:
-        """The end of a call that was started and is answered, or that nobody waits for any more."""
+        """The end of a call that was started and is answered, or that nobody waits for any more. Once is enough."""
+        if self._left:
+            return
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             arriving.drop()
+            self._unanswered = True
             if self._backend is not None:
                 self._backend.under_way -= 1
-        self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else 0)
+        self._leave()
 
     async def __aenter__(self) -> Self:
         if not self._entered:
@@ -406,7 +411,7 @@ class Call:
 
     async def _send(self) -> None:
         tried: list[Backend] = []
-        failure, self._failure = self._failure, None
+        failure = self._failure
         if failure is None:
             failure = await self._try(self._backends.choose(self.ask.affinity))
         while failure is not None:
@@ -427,8 +432,9 @@ class Call:
         try:
             failure = await self._ask(backend)
         except TransportError as error:
-            failure = of_transport(self._backends.provider, error)
+            failure = self._fail(error)
         except BaseException:
+            self._unanswered = True
             await self._hang_up()
             raise
         if failure is None:
@@ -458,6 +464,11 @@ class Call:
         else:
             self.body = await answer.read()
         return None
+
+    def _fail(self, error: TransportError) -> Failure:
+        self._failure = of_transport(self._backends.provider, error)
+        self._unanswered = error.reason == "timeout"
+        return self._failure
 
     def _headers(self, backend: Backend) -> Headers:
         own, given = backend.headers, self.ask.headers
@@ -501,6 +512,13 @@ class Call:
     async def _end(self) -> None:
         if self._answer is not None:
             await self._hang_up()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._unanswered and not self._settled:
+            # It was sent and never answered: its prompt was read, and will be charged.
+            self.settle(Usage(self._prompt // 2, 0))
+        self._left = True
         self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else 0)
         self._release()
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from msgspec import MsgspecError, structs
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.attribution import Attribution, Caller
@@ -193,7 +193,15 @@ class _Passing:
     # -- where it has to be waited ---------------------------------------------------------------------------------
 
     def _hand_over(self, work: Callable[..., Awaitable[None]]) -> None:
-        self._line.hand_over(self._direct.resume(self._forward.path, work))
+        app = self._direct.resume(self._forward.path, work)
+
+        async def rest(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:  # it may have been cancelled before it began
+                self.call.leave()
+
+        self._line.hand_over(rest)
 
     async def _finish(self, kept: Awaitable[None], body: bytes, scope: Any, receive: Any, outlet: Outlet) -> None:
         """The answer waits for its record."""

@@ -118,11 +118,11 @@ class Forward:
         """How long all answers together can be; None where nobody says."""
         if self.path == "embeddings":
             return 0
-        limits = [limit for name in _LIMITS if isinstance(limit := sent.get(name), int)]
+        limits = [limit for name in _LIMITS if isinstance(limit := sent.get(name), int) and limit > 0]
         longest = max(limits, default=self.route.provider.max_output_tokens if self.route.provider else 0)
         prompts = sent.get("prompt")
         several = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
-        return longest * several * _answers(sent)
+        return longest * several * _drawn(sent)
 
     def _changed(self) -> Json:
         """The request as the provider gets it."""
@@ -201,7 +201,8 @@ class Forward:
         hear(READERS[self.path], self.heard, data)
         if self._strip and isinstance(data, dict):
             event = self._strip.shown(event, cast("Json", data))
-        if last or (data is None and b"[DONE]" in event) or (data is not None and data.get("type") in _LAST):
+        kind = cast("Json", data).get("type") if isinstance(data, dict) else None
+        if last or (data is None and b"[DONE]" in event) or (isinstance(kind, str) and kind in _LAST):
             last.append(event)
             return b""
         return event
@@ -356,6 +357,12 @@ def _answers(asked: Json) -> int:
     """How many answers a request asks for to each of its prompts."""
     several = asked.get("n")
     return max(1, several) if isinstance(several, int) else 1
+
+
+def _drawn(asked: Json) -> int:
+    """How many answers a provider draws for each prompt, and charges for."""
+    best = asked.get("best_of")
+    return max(_answers(asked), best) if isinstance(best, int) else _answers(asked)
 
 
 def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:

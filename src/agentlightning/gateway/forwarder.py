@@ -182,9 +182,9 @@ def _read(body: bytes) -> dict[str, Any] | None:
 @contextmanager
 def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
     """Inside, a caller that hangs up ends the work of this task; raises ClientGone where one did."""
-    task, gone = asyncio.current_task(), list[bool]()
+    task, gone, left = asyncio.current_task(), list[bool](), list[bool]()
     assert task is not None
-    end = partial(_end, task, gone)
+    end = partial(_end, task, gone, left)
     tell = scope.get(HANG_UP)
     watch = None
     if tell is not None:
@@ -200,12 +200,14 @@ def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
         task.uncancel()
         raise ClientGone from None
     finally:
+        left.append(True)
         if tell is not None:
             tell(None)
         elif watch is not None:
             watch.cancel()
 
 
-def _end(task: asyncio.Task[Any], gone: list[bool]) -> None:
-    gone.append(True)
-    task.cancel()
+def _end(task: asyncio.Task[Any], gone: list[bool], left: list[bool]) -> None:
+    if not left:
+        gone.append(True)
+        task.cancel()

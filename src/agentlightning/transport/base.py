@@ -69,8 +69,8 @@ class Arriving(Protocol):
         ...
 
     @property
-    def began(self) -> bool:
-        """Whether any of it has come."""
+    def stale(self) -> bool:
+        """It failed because the connection had been closed before it was used: nobody has heard the request."""
         ...
 
     def whole(self) -> bytes:
@@ -97,8 +97,8 @@ class Transport(Protocol):
     ) -> Answer:
         """Returns when the answer's head is there. `timeout_seconds` is the longest silence, not the whole.
 
-        A connection that was kept alive and turns out to be closed before a byte of the answer came is replaced once;
-        nothing else is sent twice. Raises TransportError."""
+        A connection that was kept alive and turns out to be closed at once, before a byte of the answer came, is
+        replaced; nothing else is sent twice. Raises TransportError."""
         ...
 
     def send_now(

@@ -20,6 +20,9 @@ from agentlightning.transport.base import Headers, TransportError
 MAX_HEAD_BYTES: Final = 65536
 MAX_WHOLE_BYTES: Final = 256 * 1024 * 1024
 """Of a body that is read in one piece."""
+STALE_SECONDS: Final = 1.0
+"""A connection that is closed so soon after a request was written had been closed before. Later, the server has heard
+it, and may have worked on it."""
 HIGH_WATER: Final = 262144
 """Bytes of a body that nobody has taken; above it the server is made to wait."""
 
@@ -144,6 +147,7 @@ class Connection(asyncio.Protocol):
             answer.done = True
             return answer.ended()
         cause = f": {exc}" if exc else ""
+        answer.stale = not answer.began and self._pool.now() - self.last_heard < STALE_SECONDS
         where = "before it answered" if not answer.began else "in the middle of its answer"
         answer.fail(TransportError(f"{self.origin} closed the connection {where}{cause}", "closed"))
 
@@ -217,6 +221,7 @@ class HttpAnswer:
         "held",
         "keep_alive",
         "size",
+        "stale",
         "status",
         "until_end",
     )
@@ -228,6 +233,8 @@ class HttpAnswer:
         self.began = False
         """A byte of it has come."""
         self.done = False
+        self.stale = False
+        """See `Arriving.stale`."""
         self.keep_alive = False
         self.until_end = False
         """The body ends with the connection."""

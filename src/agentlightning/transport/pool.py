@@ -100,8 +100,8 @@ class Pool:
         self._watch(now + min(timeout_seconds, IDLE_SECONDS))
         try:
             await answer.head()
-        except TransportError as error:
-            if fresh or answer.began or error.reason != "closed" or self._closed:
+        except TransportError:
+            if fresh or not answer.stale or self._closed:
                 raise
             return None
         except asyncio.CancelledError:
