@@ -142,3 +142,28 @@ def test_no_request_is_too_odd_to_be_looked_at(asked, header):
 
 def test_baggage_is_read_as_it_is_specified():
     assert read_baggage("a=1,b = two%2C%20three ; property=4,, =5,c=,d") == {"a": "1", "b": "two, three"}
+
+
+def test_who_speaks_is_found_out_anew_where_anything_that_says_so_differs():
+    agents = Agents([AgentRule(name="poet", contains="verse")])
+    system = {"role": "system", "content": "Write verse."}
+    asked = {"model": "m", "messages": [system]}
+    seen = [
+        agents.identify(headers, body, served)
+        for headers, body, served in [
+            ({}, asked, ()),
+            ({}, asked, ()),
+            ({"x-agentlightning-agent": "critic"}, asked, ()),
+            ({"baggage": "agentlightning.agent=editor"}, asked, ()),
+            ({}, asked | {"model": "writer@m"}, ("m",)),
+            ({}, asked | {"model": "writer@m"}, ("m", "writer@m")),
+            ({}, asked | {"tools": [{"type": "function", "function": {"name": "add"}}]}, ()),
+            ({}, asked | {"messages": [system | {"content": "Write prose."}]}, ()),
+        ]
+    ]
+    assert [(agent.name, agent.model) for agent in seen] == [
+        *(("poet", "m"), ("poet", "m"), ("critic", "m")),
+        ("editor", "m"),
+        *(("writer", "m"), ("poet", "writer@m"), ("poet", "m"), (None, "m")),
+    ]
+    assert len({agent.key for agent in seen}) == 3

@@ -22,6 +22,7 @@ HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
 """How much of a system prompt makes the key: what changes from call to call (the date, a file) stands further down."""
 MAX_NAME: Final = 256
+_MAX_KNOWN: Final = 1024
 _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code's first block, which differs between calls of one agent."""
 
@@ -88,6 +89,8 @@ class Agents:
 
     def __init__(self, rules: Sequence[AgentRule] = ()) -> None:
         self._aliases: dict[str, AgentRule] = {}
+        self._known: dict[tuple[str | None, ...], tuple[Container[str], Agent]] = {}
+        """What was shown -> (the models there were, who it was). An agent shows the same in every call."""
         for rule in rules:
             for model in rule.models:
                 if model in self._aliases:
@@ -108,15 +111,34 @@ class Agents:
         """The agent behind a call. `headers` by lower-case name, `asked` the request as it came, in any dialect;
         `served` are the model names there are, by which `writer@policy` is told from a model of that name."""
         given = asked.get("model")
-        alias, model = self.alias(given if isinstance(given, str) else None, served)
-        system = system_prompt(asked)
-        said = [("the header", headers.get(HEADER)), ("the baggage", None), ("the model name", alias)]
-        if (baggage := headers.get("baggage")) is not None:
+        system, tools = system_prompt(asked), tool_names(asked)
+        shown = given if isinstance(given, str) else None, headers.get(HEADER), headers.get("baggage"), system, *tools
+        if (known := self._known.get(shown)) is not None and known[0] is served:
+            return known[1]
+        agent = self._identify(shown[:3], system, tools, served)
+        if len(system) <= KEY_CHARACTERS:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[shown] = served, agent
+        return agent
+
+    def _identify(
+        self,
+        shown: tuple[str | None, str | None, str | None],
+        system: str,
+        tools: Sequence[str],
+        served: Container[str],
+    ) -> Agent:
+        """`shown`: model name, header, baggage."""
+        given, header, baggage = shown
+        alias, model = self.alias(given, served)
+        said = [("the header", header), ("the baggage", None), ("the model name", alias)]
+        if baggage is not None:
             said[1] = ("the baggage", read_baggage(baggage).get(AGENT_BAGGAGE))
         names = [(source, name[:MAX_NAME]) for source, name in said if name]
         name = names[0][1] if names else self._by_pattern(system)
         ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)
-        return Agent(name, agent_key(system, tool_names(asked)), model, ignored)
+        return Agent(name, agent_key(system, tools), model, ignored)
 
     def alias(self, model: str | None, served: Container[str] = ()) -> tuple[str | None, str | None]:
         """(the agent a model name means, the model it means): `writer@policy` is the model `policy` asked for by the

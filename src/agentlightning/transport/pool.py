@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from agentlightning.transport.base import Headers, TransportError
-from agentlightning.transport.connection import Connection, HttpAnswer, Origin, request_bytes
+from agentlightning.transport.connection import Connection, HttpAnswer, Origin, head_bytes, request_bytes
 from agentlightning.transport.dial import Dial, Dialer
 
 IDLE_SECONDS: Final = 55.0
@@ -31,6 +31,7 @@ class Pool:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._busy: set[Connection] = set()
         self._known: dict[str, tuple[Origin, bytes, bytes]] = {}
+        self._heads: dict[tuple[str, str, tuple[tuple[bytes, bytes], ...]], bytes] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -75,7 +76,14 @@ class Pool:
         if (connection := self._take(origin)) is None:
             return None
         now = self.now()
-        answer = connection.ask(request_bytes(method, target, host, headers, body), timeout_seconds, now, on_end)
+        same = method, url, headers if isinstance(headers, tuple) else tuple(headers)
+        if (head := self._heads.get(same)) is None:
+            head = head_bytes(method, target, host, headers)
+            if len(self._heads) >= MAX_KNOWN_URLS:
+                self._heads.clear()
+            self._heads[same] = head
+        request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
+        answer = connection.ask(request, timeout_seconds, now, on_end)
         self._busy.add(connection)
         self._watch(now + min(timeout_seconds, IDLE_SECONDS))
         return answer
