@@ -8,6 +8,7 @@ import sys
 import textwrap
 from dataclasses import replace
 
+import orjson
 import pytest
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreFullError
@@ -157,10 +158,9 @@ async def test_a_record_that_was_cut_off_ends_the_journal_and_costs_nothing_else
 
 
 async def test_a_record_that_the_disk_spoilt_is_not_believed(database, bare, attempted):
-    left = journal_module.Journal(database.with_name(f"{database.name}-calls"))
+    left = segments.Segments(database.with_name(f"{database.name}-calls"))
     for number in range(5):
-        left.append(journal_module._write([span_of(attempted, f"call {number}")]))
-        left.taken(1)
+        left.append(orjson.dumps([span_of(attempted, f"call {number}")]))
     left.close(keep=True)
     (path,) = database.parent.glob("*-calls-*")
     path.write_bytes(path.read_bytes().replace(b"call 3", b"call 9"))
