@@ -580,7 +580,7 @@ async def test_where_the_way_was_chosen_for_the_user_a_server_that_cannot_join_r
         ("cuda:0", ("1", "2,3"), None, "nccl"),
         ("cuda", ("0",), None, "ipc"),
         ("cuda:0", ("0", "1"), None, "disk"),
-        ("cuda:0", ("0,1",), None, "disk"),
+        ("cuda:0", ("1, 0",), None, "disk"),
         ("cuda:1", ("0",), None, "nccl"),
         ("cuda:1", ("7",), "4,7", "ipc"),
         ("cuda:1", ("4",), "4,7", "nccl"),

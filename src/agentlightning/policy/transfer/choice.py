@@ -37,7 +37,7 @@ def choose(wanted: str, device: str, devices: Sequence[str]) -> str:
         return wanted
     if not device.startswith("cuda") or not devices:
         return DISK
-    own, theirs = _name(device), [each.split(",") for each in devices]
+    own, theirs = _name(device), [[name.strip() for name in each.split(",")] for each in devices]
     if all(each == [own] for each in theirs):
         way = "ipc"
     elif any(own in each for each in theirs):  # NCCL takes a GPU once.
