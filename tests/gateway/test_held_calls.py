@@ -189,6 +189,9 @@ async def test_schemas_that_nobody_can_be_held_to_leave_any_arguments_to_tools_t
     answer = await service.ask(tools=[loose], tool_choice="required", max_tokens=60, temperature=0)
     assert (await service.span())[RESHAPED] == ["grammar"]
     assert answer.finish_reason == "length" or answer.message.tool_calls[0].function.name == "f"
+    none = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": 5}}}
+    answer = await service.ask(tools=[none], tool_choice="required", max_tokens=60, temperature=0)
+    assert (await service.span())[RESHAPED] == ["grammar"]
     strict = {"type": "function", "function": {**loose["function"], "strict": True}}
     await service.ask(tools=[strict], tool_choice="required", max_tokens=20)
     assert RESHAPED not in await service.span()

@@ -27,7 +27,7 @@ import jsonschema_rs
 import orjson
 
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.problems import bad
+from agentlightning.gateway.problems import Problem, bad
 from agentlightning.gateway.thoughts import Markers, thought_markers
 from agentlightning.policy.answer_grammar import Outline, Thought, answer_grammar
 from agentlightning.policy.base import Engine, SamplingParams, holds_to
@@ -141,14 +141,21 @@ def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: 
 
 
 def _argument_schemas(constraint: Constraint, tools: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Of the tools that may be called, by name. One that names no parameters has none."""
+    """Of the tools that may be called, by name. One that names no parameters has none, and one whose parameters no
+    schema describes may have any."""
     found: dict[str, str] = {}
     for function in (tool["function"] for tool in tools):
-        name, given = function["name"], function.get("parameters")
+        name = function["name"]
         if constraint.names is None or name in constraint.names:
-            schema: dict[str, Any] = given if isinstance(given, dict) and given else NO_PARAMETERS
-            found[name] = orjson.dumps(schema).decode()
+            found[name] = _argument_schema(function.get("parameters"))
     return found
+
+
+def _argument_schema(given: Any) -> str:
+    try:
+        return json_schema("tools.parameters", given or NO_PARAMETERS).schema
+    except Problem:  # Only a strict one must be a schema.
+        return "{}"
 
 
 def _is_object(text: str) -> bool:

@@ -148,7 +148,7 @@ def _call(lark: Lark, format: CallFormat, layout: Layout, name: str, schema: str
         return None
     if (arguments := format.write_arguments(lark, _of_object(json.loads(schema)), layout)) is None:
         return None
-    return f"{lark.literal(spelled)} {_with_ids(lark, layout.middle)} {arguments}"
+    return f"{_with_ids(lark, spelled + layout.middle)} {arguments}"
 
 
 def _told(schema: str) -> str:

@@ -404,6 +404,17 @@ def test_a_schema_that_refers_to_another_means_that_one(name, value, json_value)
     assert call.arguments == f'{{"x": {json_value}}}'
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": 5}, {"enum": 5}, {"anyOf": 5}, {"oneOf": {"type": "integer"}}, {"$ref": 5}, {"$ref": "#/$defs/x"}, 5],
+)
+def test_a_schema_that_is_none_says_nothing(schema):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}, "$defs": 5}}}]
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    (call,) = read_whole(named("qwen_coder"), text, tools).tool_calls
+    assert call.arguments == '{"x": "1"}'
+
+
 def test_a_tokenizer_that_declares_its_answers_is_read_by_transformers():
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     tokenizer.response_template = {

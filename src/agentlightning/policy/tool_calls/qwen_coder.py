@@ -85,7 +85,7 @@ def _value(lark: Lark, schema: Mapping[str, Any], after: str) -> str | None:
     ]
     if not words or not said.keys() <= {"type", "const", "enum"}:
         return None
-    return f"{lark.rule(*map(lark.literal, words))} {lark.literal(after)}"
+    return lark.rule(*(lark.literal(word + after) for word in words))
 
 
 def _takes_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
@@ -151,11 +151,10 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         return
     schema = _resolved(schema, root)
     said = schema.get("type")
-    yield from [said] if isinstance(said, str) else (kind for kind in said or () if isinstance(kind, str))
-    for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            yield from _types_of(choice, root)
-    for value in (schema["const"],) if "const" in schema else schema.get("enum") or ():
+    yield from (kind for kind in [said, *_list(said)] if isinstance(kind, str))
+    for choice in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]:
+        yield from _types_of(choice, root)
+    for value in [schema["const"]] if "const" in schema else _list(schema.get("enum")):
         yield _TYPES.get(type(value), "string")
 
 
@@ -167,11 +166,15 @@ def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
             break
         _, _, path = reference.partition("#/")
         place, _, name = path.partition("/")
-        found = (root.get(place) or {}).get(name) if place in DEFINITIONS else None
-        if not isinstance(found, dict):
+        known = root.get(place) if place in DEFINITIONS else None
+        if not isinstance(known, dict) or not isinstance(found := known.get(name), dict):
             break
         schema = found
     return schema
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _json(text: str) -> str:
