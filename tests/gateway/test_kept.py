@@ -76,3 +76,15 @@ def test_a_deleted_reply_gives_its_room_back():
     assert kept.size == size - 100
     with pytest.raises(Problem, match="no response 'r1'"):
         kept.delete(ATTEMPT, "r1")
+
+
+def test_turns_that_a_provider_wants_back_count_and_make_room():
+    kept, block = Kept(max_bytes=1000), [{"type": "redacted_thinking", "data": "x" * 200}]
+    for _ in range(10):
+        kept.keep_blocks(("ro-0", "at"), b"the same turn", block)
+    assert 200 < kept.size < 300
+    for number in range(10):
+        kept.keep_blocks((f"ro-{number}", "at"), b"a turn", block)
+    assert len(kept) < 10
+    assert kept.size <= 1000
+    assert kept.recall(("ro-9", "at")).blocks(b"a turn") == block

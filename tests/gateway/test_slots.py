@@ -85,3 +85,15 @@ async def test_a_call_given_up_while_it_waits_costs_no_slot(opened):
 async def test_outside_any_call_there_is_nothing_to_give_back():
     async with without_slot():
         pass
+
+
+async def test_a_slot_that_comes_as_its_caller_hangs_up_is_not_lost():
+    slots = Slots(1)
+    await slots.take()
+    late = asyncio.create_task(slots.take())
+    await asyncio.sleep(0)
+    slots.give_back()
+    late.cancel()  # its turn has come, and it has not woken yet
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    assert not slots.full
