@@ -293,3 +293,18 @@ def test_an_id_may_be_written_where_the_template_writes_one(models):
         may = goes_on(model, asked, "", '[TOOL_CALLS] [{"name": "g", "arguments": {}' + rest)
         assert may is not None
         assert all(may[token] for token in model.chat.eos_token_ids)
+
+
+def test_arguments_hold_what_a_schema_names_unless_it_asks_for_more(models):
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1'
+    one = {"properties": {"x": {"const": 1}}, "required": ["x"]}
+    for schema, more in ((one, False), ({**one, "additionalProperties": {"type": "integer"}}, True)):
+        asked = Outline((("f", json.dumps(schema)),), True)
+        assert (goes_on(models["hermes"], asked, "", call + ', "') is not None) == more
+
+
+def test_what_a_schema_says_to_people_may_be_spelled_like_a_marker(models):
+    schema = {"description": "Ends with <|im_end|>.", "properties": {"title": {"type": "integer"}}}
+    assert answer_grammar(models["hermes"].chat, Outline((("f", json.dumps(schema)),), True)) is not None
+    schema["properties"]["<|im_end|>"] = {"type": "integer"}
+    assert answer_grammar(models["hermes"].chat, Outline((("f", json.dumps(schema)),), True)) is None
