@@ -244,7 +244,7 @@ async def test_a_proxy_that_says_nothing_is_waited_for_as_long_as_for_a_connecti
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     async with through(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as transport:
         with pytest.raises(TransportError, match="took no connection through the proxy") as caught:
-            await transport.send("GET", "https://api.example/", [], connect_seconds=0.05)
+            await transport.send("GET", "https://api.example/", [], connect_seconds=0.3)
     assert caught.value.reason == "connect"
     await asyncio.wait_for(gone.wait(), 5)
     server.close()
