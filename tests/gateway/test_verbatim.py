@@ -132,3 +132,23 @@ def test_words_that_cannot_be_read_are_kept_as_they_are(monkeypatch, caplog):
 def test_what_may_hold_a_secret_does_not_wait():
     assert verbatim.can_wait(b'{"choices": []}')
     assert not verbatim.can_wait(b'{"error": {"message": "the key sk-1 is wrong"}}')
+
+
+def test_half_a_surrogate_pair_costs_one_character():
+    request = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
+    _, record = exchange("chat/completions", request, chat_answer("cut: HERE"))
+    (span,) = verbatim.read(broken(record))
+    assert span.status_code == "OK"
+    assert "cut: \ufffd" in span.attributes[names.OUTPUT_MESSAGES]
+
+
+def broken(record):
+    """The same, with an answer in which an emoji is cut in two."""
+    said = verbatim._decoder.decode(record)
+    answer = said.answer.replace(b"HERE", rb"\ud83d")
+    return verbatim._encoder.encode(msgspec.structs.replace(said, answer=answer))
+
+
+def test_a_record_of_another_version_is_said_to_be_one():
+    with pytest.raises(ValueError, match="another version"):
+        verbatim.read(msgspec.msgpack.encode(["chat/completions", "theirs"]))

@@ -395,3 +395,18 @@ async def test_a_mistake_in_the_journal_ends_nothing(bare, attempted, database, 
         store.keep([span_of(attempted, "two")])
         assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
     assert "Read-only" in caplog.text
+
+
+async def test_records_of_another_version_keep_nobody_from_opening_the_store(bare, attempted, database, caplog):
+    async with journaled(Failing(bare), database, Pair(attempted).read) as store:
+        store.keep_record(b"one|two")
+
+    def read(record):
+        raise ValueError("another version")
+
+    async with journaled(bare, database, read) as store:
+        assert await store.query_spans(attempted.rollout_id) == []
+    (aside,) = database.parent.glob("unread-*")
+    assert b"one|two" in aside.read_bytes()
+    assert aside.name in caplog.text
+    await take_over(bare)

@@ -21,7 +21,7 @@ from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Ask, Call
 from agentlightning.gateway.failures import without_secrets
-from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear
+from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear, loads
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, passed_headers
 from agentlightning.gateway.routing import Route
@@ -174,8 +174,8 @@ class Forward:
         """Read a whole answer; returns what the caller is shown of it. Raises Problem where it cannot be read."""
         body = call.body
         try:
-            answer = orjson.loads(body)
-        except orjson.JSONDecodeError:
+            answer = loads(body)
+        except ValueError:
             raise self._broken("sent an answer that is not JSON") from None
         hear(READERS[self.path], self.heard, answer)
         call.settle(self.heard.usage)

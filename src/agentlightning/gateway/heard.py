@@ -6,6 +6,7 @@ expected: what it cannot read is not recorded, and the caller has it all the sam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -98,6 +99,33 @@ def hear(read: Reader, heard: Heard, data: Any) -> None:
         read(heard, cast("Json", data))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         return
+
+
+def loads(data: bytes) -> Any:
+    """The JSON a provider says. Half a surrogate pair, which orjson refuses, becomes U+FFFD. Raises ValueError."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if b"\\u" not in data:
+            raise
+    try:
+        return _readable(json.loads(data, parse_constant=_refuse))
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_readable(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {_readable(name): _readable(each) for name, each in cast("Json", value).items()}
+    return value
 
 
 def _usage(*counts: Any) -> Usage:
@@ -287,6 +315,6 @@ def event_data(event: bytes) -> Any:
     """The JSON of an event; None where it holds none, such as `[DONE]` and comments."""
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     try:
-        return orjson.loads(b"\n".join(lines)) if lines else None
-    except orjson.JSONDecodeError:
+        return loads(b"\n".join(lines)) if lines else None
+    except ValueError:
         return None

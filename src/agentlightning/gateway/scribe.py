@@ -94,7 +94,7 @@ class Scribe:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "agentlightning.gateway.scribe"),
+                *(sys.executable, "-P", "-m", "agentlightning.gateway.scribe"),
                 stdin=pipe,
                 stdout=pipe,
                 start_new_session=True,

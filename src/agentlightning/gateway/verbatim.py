@@ -17,7 +17,7 @@ from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backends import Call
 from agentlightning.gateway.forward import Forward
-from agentlightning.gateway.heard import READERS, Heard, hear
+from agentlightning.gateway.heard import READERS, Heard, hear, loads
 from agentlightning.gateway.provider import Path, Usage
 from agentlightning.gateway.routing import Route
 from agentlightning.span import Span, new_span_id
@@ -95,8 +95,12 @@ def write(forward: Forward, call: Call, request: bytes, ended: float) -> bytes:
 
 
 def read(record: bytes) -> list[Span]:
-    """Its spans. Where the words cannot be read after all, one that holds them as they are."""
-    said = _decoder.decode(record)
+    """Its spans. Where the words cannot be read after all, one that holds them as they are. Raises ValueError for a
+    record of another version."""
+    try:
+        said = _decoder.decode(record)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"an exchange that another version has kept: {error}") from error
     try:
         return _spans(said)
     except Exception:
@@ -110,7 +114,7 @@ def _spans(said: Verbatim) -> list[Span]:
     route = Route(said.model, send_model=said.sent_model)
     data = orjson.loads(said.request)
     forward = Forward(said.path, route, said.caller, data, {}, said.trace_id, said.forced, said.started)
-    hear(READERS[said.path], forward.heard, orjson.loads(said.answer))
+    hear(READERS[said.path], forward.heard, loads(said.answer))
     return forward.spans(said.call, said.ended, said.span_id)
 
 

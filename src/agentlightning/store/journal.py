@@ -44,7 +44,7 @@ _REFUSALS: Final = (ConfigError, ConflictError, NotFoundError)
 """What the store says of a span that it will never take."""
 
 Read = Callable[[bytes], list[Span]]
-"""Makes the spans of a record that `keep_record` was given. Does not fail on one that was taken."""
+"""Makes the spans of a record that `keep_record` was given. Raises ValueError for one of another version only."""
 
 
 class Packer(Protocol):
@@ -267,7 +267,12 @@ async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> list[Span]:
 
 async def _take_over(store: LightningStoreBase, segments: Segments, read: Read | None) -> None:
     for path, records in segments.left_behind():
-        spans = [span for record in records for span in _spans_of(record, read)]
+        try:
+            spans = [span for record in records for span in _spans_of(record, read)]
+        except ValueError as error:  # nobody is kept from opening the store by it
+            aside = path.rename(path.with_name(f"unread-{path.name}"))
+            logger.error("%d records cannot be read, and are kept in %s: %s", len(records), aside, error)
+            continue
         for start in range(0, len(spans), MAX_TOGETHER):
             await _add(store, spans[start : start + MAX_TOGETHER])
         logger.info("took over %d spans from %s", len(spans), path)

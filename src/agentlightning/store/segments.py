@@ -54,19 +54,21 @@ class Segments:
 
     def written(self, count: int) -> None:
         """The next so many records are in the store. Raises StoreError where a file cannot be emptied or removed."""
+        failed: list[str] = []
         while count:
             segment = self._segments[0]
             done = min(count, segment.records)
             segment.records -= done
             count -= done
-            if segment.records:
-                continue
             try:
-                if len(self._segments) == 1:
-                    return segment.empty() if segment.size > SEGMENT_BYTES // 16 else None
-                self._segments.popleft().remove()
+                if segment.records == 0 and len(self._segments) > 1:
+                    self._segments.popleft().remove()
+                elif segment.records == 0 and segment.size > SEGMENT_BYTES // 16:
+                    segment.empty()
             except OSError as error:
-                raise StoreError(f"the journal {segment.path} cannot be cleared: {error.strerror}") from error
+                failed.append(f"the journal {segment.path} cannot be cleared: {error.strerror}")
+        if failed:
+            raise StoreError("; ".join(failed))
 
     def close(self, keep: bool = False) -> None:
         """Remove the files; `keep` those that hold what is not written."""
@@ -150,8 +152,10 @@ class _Segment:
         os.close(self._file)
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        os.close(self._file)
+        try:
+            self.path.unlink(missing_ok=True)
+        finally:
+            os.close(self._file)
 
 
 def _records(data: bytes) -> Iterator[bytes]:
