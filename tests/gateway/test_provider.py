@@ -152,3 +152,9 @@ def test_a_proxy_of_the_environment_that_cannot_be_used_is_refused_where_it_is_n
     Provider(name="x", base_urls=("http://127.0.0.1:8000/v1",)).dial()
     with pytest.raises(ConfigError, match="ALL_PROXY"):
         Provider(name="x", base_urls=("https://api.example/v1",)).dial()
+
+
+def test_what_a_provider_is_shown_as_holds_no_key():
+    secret = "a-secret-that-nobody-sees"
+    options = {"api_key": secret, "headers": {"api-key": secret}, "proxy": f"http://me:{secret}@proxy:3128"}
+    assert secret not in repr(Provider(name="x", base_urls=("http://h",), **options))

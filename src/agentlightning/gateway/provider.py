@@ -91,7 +91,7 @@ class Provider(BaseModel):
     """Never written to a log, a span or an error."""
     api_key_env: str | None = None
     """The environment variable that holds the key, read at the start."""
-    headers: dict[str, str] = Field(default_factory=dict[str, str])
+    headers: dict[str, str] = Field(default_factory=dict[str, str], repr=False)
     """Sent with every call, beside its own."""
     model: str | None = None
     """What the provider calls the model; None: the name that was asked for."""
