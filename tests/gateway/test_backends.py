@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import backends as backends_module
-from agentlightning.gateway.backends import RETRY_FLOOR, Ask, Backends
+from agentlightning.gateway.backends import RETRY_FLOOR, Backends
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Price, Provider, Usage
+from agentlightning.gateway.sending import Ask, Call
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 from agentlightning.transport import open_transport
@@ -48,7 +49,7 @@ def made_of(*servers, **options):
 
 
 async def call(backends, affinity="", body=b"{}", **options):
-    async with backends.call(Ask("chat/completions", body, affinity=affinity, **options)) as asked:
+    async with Call(backends, Ask("chat/completions", body, affinity=affinity, **options)) as asked:
         asked.settle(Usage(10, 5))
         return asked
 
@@ -163,7 +164,7 @@ async def test_what_is_the_callers_affair_is_not_sent_again(status):
 async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
     begun = Reply(events=chat_events(["Hel", "lo."])[:2], end="close")
     async with ScriptedProvider([begun, FINE]) as server, connected(made_of(server)) as backends:
-        async with backends.call(Ask("chat/completions", b"{}", stream=True)) as asked:
+        async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
             with pytest.raises(Problem, match="closed the connection"):
                 [chunk async for chunk in asked.chunks()]
         assert (len(server.seen), asked.retries) == (1, 0)
@@ -172,7 +173,7 @@ async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
 async def test_a_stream_that_closes_before_its_first_byte_is_asked_for_again():
     replies = [Reply(events=[], end="close"), Reply(events=chat_events(["Hello."]))]
     async with ScriptedProvider(replies) as server, connected(made_of(server)) as backends:
-        async with backends.call(Ask("chat/completions", b"{}", stream=True)) as asked:
+        async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
             stream = b"".join([chunk async for chunk in asked.chunks()])
             asked.settle(None)
         assert stream == b"".join(chat_events(["Hello."]))
@@ -225,7 +226,7 @@ async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
     endless = Reply(events=chat_events(["a", "b"])[:3], end="hang")
     price = Price(input=1e6, output=1e6)
     async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as backends:
-        async with backends.call(Ask("chat/completions", b"x" * 400, stream=True)) as asked:
+        async with Call(backends, Ask("chat/completions", b"x" * 400, stream=True)) as asked:
             async for chunk in asked.chunks():
                 if b'"b"' in chunk:
                     break

@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.attribution import Attribution, Caller
-from agentlightning.gateway.backends import Call
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, to_the_end
 from agentlightning.gateway.forwarder import Forwarder
 from agentlightning.gateway.provider import Path, passed_headers
 from agentlightning.gateway.repeats import Repeat
+from agentlightning.gateway.sending import Call
 from agentlightning.gateway.slots import Slots
 from agentlightning.gateway.wire import Outlet
 

@@ -1,7 +1,7 @@
 """How many tokens a request has, before anybody has counted them.
 
 Two estimates: what it has at most, which is set aside of a budget and of a rate, and about how many, for who asks.
-Both are made of bytes, as a provider's tokenizer is not known here. Called by `gateway.backends` for each call whose
+Both are made of bytes, as a provider's tokenizer is not known here. Called by `gateway.sending` for each call whose
 tokens are reckoned with, and by `gateway.count`. Pure.
 """
 

@@ -3,7 +3,7 @@
 The model's name is replaced, what the record needs is asked for, and what the caller did not ask for is taken out of
 the answer again; all else, images and fields nobody here knows among them, passes as it is. An answer is recorded
 before its last bytes go out, so that nothing an agent has heard is lost. Who is asked, and how often, is
-`gateway.backends`; calls in another dialect than the provider's are `gateway.translate`.
+`gateway.sending`; calls in another dialect than the provider's are `gateway.translate`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.backends import Ask, Call
 from agentlightning.gateway.failures import without_secrets
 from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear, loads
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, passed_headers
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.said import OPERATIONS, asked_attributes, reshaped, said_messages
+from agentlightning.gateway.sending import Ask, Call
 from agentlightning.gateway.wire import Outlet
 from agentlightning.span import Span, new_span_id
 
@@ -77,7 +77,7 @@ class Forward:
     def call(self) -> Call:
         """The call to the provider, not sent yet."""
         assert self.route.backends is not None
-        return self.route.backends.call(self._ask())
+        return Call(self.route.backends, self._ask())
 
     async def run(self, keep: Keep, outlet: Outlet, call: Call | None = None) -> None:
         """Ask, answer, record. Raises Problem where the provider fails, and what `keep` raises; a failure is recorded

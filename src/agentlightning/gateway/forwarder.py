@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope
 from agentlightning import span as names
 from agentlightning.gateway.agents import Agents
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.backends import Ask, Call
 from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.count import Counting, estimated_instead
 from agentlightning.gateway.counters import Counters
@@ -27,6 +26,7 @@ from agentlightning.gateway.forward import Forward, can_forward
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import COUNT_TOKENS, Path, Price, Usage
 from agentlightning.gateway.routing import Route, Routes
+from agentlightning.gateway.sending import Ask, Call
 from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, until_gone
 from agentlightning.span import Span, new_trace_id
@@ -137,7 +137,7 @@ class Forwarder:
         affinity = "/".join(caller.attempt or ())
         ask = Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price())
         try:
-            async with route.backends.call(ask) as call:
+            async with Call(route.backends, ask) as call:
                 call.settle(Usage())
         except Problem as problem:
             await estimated_instead(problem, asked).tell(outlet)

@@ -21,7 +21,6 @@ from agentlightning import span as names
 from agentlightning.gateway.answer import Piece
 from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.backends import Call
 from agentlightning.gateway.bodies import body_of
 from agentlightning.gateway.bodies.base import given_params, turns_of
 from agentlightning.gateway.conversation import Prompt, extend_digest
@@ -37,6 +36,7 @@ from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, Provider
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.sealed import is_sealed, turn_key
+from agentlightning.gateway.sending import Call
 from agentlightning.gateway.telling import RESPONSE_ENDS, Telling
 from agentlightning.gateway.told import Told
 from agentlightning.gateway.wire import Outlet

@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.backends import Call
 from agentlightning.gateway.forward import Forward
 from agentlightning.gateway.heard import READERS, Heard, hear, loads
 from agentlightning.gateway.provider import Path, Usage
 from agentlightning.gateway.routing import Route
+from agentlightning.gateway.sending import Call
 from agentlightning.span import Span, new_span_id
 
 logger = logging.getLogger(__name__)
