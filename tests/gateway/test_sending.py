@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.gateway import backends as backends_module
+from agentlightning.gateway import sending
 from agentlightning.gateway.backends import RETRY_FLOOR, Backends
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.problems import Problem
@@ -193,7 +193,7 @@ async def test_an_outage_is_not_multiplied():
 
 
 async def test_an_outage_that_goes_on_is_not_multiplied_either(monkeypatch):
-    monkeypatch.setattr(backends_module, "_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(sending, "_BACKOFF_SECONDS", 0.0)
     async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as backends:
         for _ in range(60):  # one after the other: each might have saved up for its own repetition
             with pytest.raises(Problem):
