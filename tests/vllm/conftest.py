@@ -74,7 +74,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the first model, in float32, that also takes adapters."""
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "8")
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "8", *tools)
     launch = Launch(models[0], "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
 
     async def start() -> VllmChild:
