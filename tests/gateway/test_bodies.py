@@ -280,7 +280,7 @@ MESSAGE = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(MESSAGE, max_size=8))
 def test_turns_alternate_and_hold_every_word_whatever_was_said(said):
     body, _ = messages_of(messages=[*said, *HI])

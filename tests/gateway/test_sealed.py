@@ -28,7 +28,7 @@ def turns(seen):
     return [turn["content"] for turn in seen.json["messages"] if turn["role"] == "assistant"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_chat_client_that_calls_tools_sends_thoughts_back_without_knowing_them(ask, stream):
     service, provider = await ask("anthropic", [answers(blocks, stream) for blocks in (TURN, LAST, LAST)])
     client = await service.client()
@@ -67,7 +67,7 @@ async def test_a_turn_that_was_edited_keeps_its_thoughts_and_says_what_the_clien
     assert turns(provider.seen[1]) == [[THOUGHT, HIDDEN, USE]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_response_carries_its_thoughts_where_they_are_asked_for(ask, stream):
     """What comes back needs no memory of ours: another attempt's server would do."""
     service, provider = await ask("anthropic", [answers(TURN, stream), answers(LAST, False)])

@@ -65,7 +65,7 @@ def test_arguments_are_shown_as_they_are_written(path):
     assert answer.told.parts()[-1] == ended.call
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(["one", "two", "text"]), min_size=1, max_size=14), st.booleans())
 def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
     written = {"one": '{"a": [1, 2, {"b": "}"}]}', "two": '{"c": "\\"{"}'}
@@ -195,7 +195,7 @@ ODD = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.sampled_from([CHAT, MESSAGES, "responses"]), st.integers(0, 30), ODD)
 def test_what_is_not_as_expected_is_passed_over(path, place, odd):
     whole, streamed = SAID[path]

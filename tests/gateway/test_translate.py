@@ -152,7 +152,10 @@ async def test_tokens_that_a_server_of_chat_completions_reports_are_recorded(ask
     assert span.attributes[names.TOKENS] == "provider"
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 6, "b": oops}', "6*7", '{"a": 6} and more'])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": 6, "b": oops}', *(pytest.param(text, marks=pytest.mark.slow) for text in ("6*7", '{"a": 6} and more'))],
+)
 async def test_arguments_that_are_no_object_reach_anthropics_client_and_come_back_as_they_were(ask, arguments):
     call = CALL | {"function": {"name": "add", "arguments": arguments}}
     service, provider = await ask("openai", [Reply(events=chat_events([], [call])), Reply(chat_answer("Sorry."))])

@@ -38,7 +38,7 @@ def served(ask):
     return start
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_chat_client_calls_tools_and_its_models_thoughts_go_back(served, stream):
     turn = [THOUGHT, CALL]
     service, provider = await served([answers(turn, stream), answers([said("13.")], stream, (20, 2))])
@@ -73,7 +73,7 @@ async def test_a_chat_client_calls_tools_and_its_models_thoughts_go_back(served,
     assert json.loads(spans[1].attributes[names.OUTPUT_MESSAGES])[0]["parts"] == [{"type": "text", "content": "13."}]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_anthropics_client_is_answered_by_a_model_that_serves_responses(served, stream):
     service, provider = await served([answers([THOUGHT, said("Let me."), CALL], stream)])
     client = await service.anthropic()
