@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.run_dir import RunDir, RunState
+from agentlightning.run_dir import RunDir, RunState, write_atomically
 
 
 @pytest.fixture
@@ -75,3 +75,8 @@ def test_only_old_checkpoints_that_nobody_needs_are_removed(run_dir):
     run_dir.prune_checkpoints(state, keep=2)
     left = sorted(entry.name for entry in (run_dir.path / "checkpoints").iterdir())
     assert left == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_what_may_hold_a_key_is_nobody_elses_to_read(tmp_path):
+    write_atomically(tmp_path / "config.toml", b"key", private=True)
+    assert (tmp_path / "config.toml").stat().st_mode & 0o077 == 0

@@ -144,10 +144,12 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Either the old content or the new is there, whatever happens."""
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Either the old content or the new is there, whatever happens. `private`: nobody else may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
+        if private and hasattr(os, "fchmod"):
+            os.fchmod(file.fileno(), 0o600)
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

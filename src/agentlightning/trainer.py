@@ -153,7 +153,8 @@ class Trainer:
         tasks = load_tasks(self.config, train, validation, held_out)
         run_dir = RunDir.create(self.run_dir)
         keep_tasks(run_dir, tasks)
-        write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode())
+        # The headers a provider is sent may hold its key.
+        write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode(), private=True)
         state = RunState(run_id=f"r{secrets.token_hex(4)}")
         run_dir.write_state(state)
         return run_dir, state, tasks

@@ -45,6 +45,11 @@ def test_callers_see_request_ids_rate_limits_and_when_to_come_back_and_nothing_e
     assert passed_headers(mixed) == SEEN
 
 
+@pytest.mark.parametrize("name", [b"x-request-id", b"request-id"])
+def test_a_request_id_is_found_by_the_sdks_of_either_dialect(name):
+    assert sorted(passed_headers([(name, b"req_1")])) == [(b"request-id", b"req_1"), (b"x-request-id", b"req_1")]
+
+
 def test_a_header_that_comes_twice_is_passed_twice():
     twice = [(b"x-ratelimit-limit-requests", b"60"), (b"x-ratelimit-limit-requests", b"100")]
     assert passed_headers(twice) == twice

@@ -36,6 +36,7 @@ _PASSED: Final = frozenset(
     }
 )
 """Of an answer's headers: by what its provider finds the call again, how long it took, and when to come back."""
+_REQUEST_IDS: Final = {b"x-request-id": b"request-id", b"request-id": b"x-request-id"}
 _PASSED_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _LONGEST_HEADER: Final = 1024
 
@@ -191,12 +192,18 @@ class Provider(BaseModel):
 def passed_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Of a provider's answer, the headers that its caller's SDK shows or acts upon, in their order: request ids, rate
     limits, `retry-after`. Names are in lower case. Whose account it is, cookies and everything of the connection stay
-    here, and so does what would not fit one line of our own answer."""
-    return [
+    here, and so does what would not fit one line of our own answer. OpenAI's SDK and Anthropic's look for the request
+    id under two names: it goes by both."""
+    passed = [
         (name, value)
         for name, value in headers
         if (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and len(value) <= _LONGEST_HEADER and _is_line(value)
     ]
+    ids = {name: value for name, value in passed if name in _REQUEST_IDS}
+    if len(ids) == 1:
+        ((given, value),) = ids.items()
+        passed.append((_REQUEST_IDS[given], value))
+    return passed
 
 
 def _is_line(value: bytes) -> bool:
