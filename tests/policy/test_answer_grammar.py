@@ -117,7 +117,7 @@ def tools_of(name):
     return st.dictionaries(names, arguments, min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
     model, ended = models[name], 0
