@@ -59,6 +59,7 @@ from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_head
 from agentlightning.policy.base import Engine, SamplingParams
 from agentlightning.span import CONSTRAINT, new_trace_id
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.journal import JournaledStore
 from agentlightning.transport import Transport, open_transport
 from agentlightning.transport.dial import Dial
 
@@ -132,7 +133,9 @@ class Gateway:
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
         self._models = Models(self.table)
-        self._contexts = Contexts(store, recheck_seconds=recheck_seconds)
+        # Whether an attempt goes on does not depend on spans: nobody waits for those in a journal.
+        bare = store.store if isinstance(store, JournaledStore) else store
+        self._contexts = Contexts(bare, recheck_seconds=recheck_seconds)
         self.attribution = Attribution(
             store,
             secret,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -46,11 +47,22 @@ class Contexts:
         self._limit = limit
         self._recheck = recheck_seconds
         self._known: OrderedDict[tuple[str, str], AttemptContext] = OrderedDict()
+        self._asking: dict[tuple[str, str], asyncio.Task[AttemptContext]] = {}
 
     async def get(self, rollout_id: str, attempt_id: str) -> AttemptContext:
-        """Raises Problem 404 for unknown ids, 409 where the attempt has ended or was superseded."""
+        """Raises Problem 404 for unknown ids, 409 where the attempt has ended or was superseded. Callers that come
+        together are answered together."""
         if (fresh := self.fresh(rollout_id, attempt_id)) is not None:
             return fresh
+        key = rollout_id, attempt_id
+        asking = self._asking.get(key)
+        if asking is None:
+            asking = self._asking[key] = asyncio.create_task(self._ask(rollout_id, attempt_id))
+            asking.add_done_callback(lambda _: self._asking.pop(key, None))
+        # Whoever hangs up does not end it for the others.
+        return await asyncio.shield(asking)
+
+    async def _ask(self, rollout_id: str, attempt_id: str) -> AttemptContext:
         key, now = (rollout_id, attempt_id), time.monotonic()
         rollout = await self._check(rollout_id, attempt_id)
         context = self._known.get(key) or AttemptContext(

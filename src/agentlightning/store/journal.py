@@ -187,15 +187,16 @@ class _Journaling(LightningStoreBase):
         pause = 0.0
         while True:
             await self._wake.wait()
-            if not self._waiting:
+            # Also where more came while the last were written: small transactions cost the callers the interpreter.
+            if not self._waiting and len(self._pending) < MAX_TOGETHER:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TOGETHER_SECONDS):
                         await self._hurry.wait()
             self._hurry.clear()
             try:
-                while self._pending:
-                    await self._write_some()
-                self._wake.clear()
+                await self._write_some()
+                if not self._pending:
+                    self._wake.clear()
                 pause, self._trouble = 0.0, None
             except Exception as error:  # the boundary: whatever it is, those who wait are told, and it is tried again
                 pause = min(_LONGEST_PAUSE_SECONDS, pause * 2 or 0.1)
