@@ -1,5 +1,7 @@
 """What the gateway remembers of the attempts that call it."""
 
+import asyncio
+
 import pytest
 
 from agentlightning.gateway.contexts import Contexts
@@ -70,3 +72,15 @@ async def test_a_cancelled_rollout_takes_no_more_calls(store):
     with pytest.raises(Problem, match="takes no more calls") as refused:
         await contexts.get(*ids)
     assert (refused.value.status, refused.value.retry) == (409, False)
+
+
+async def test_callers_that_come_together_ask_the_store_once_and_one_that_leaves_takes_nothing_along(store):
+    counted = Counted(store)
+    contexts, ids = Contexts(counted, recheck_seconds=0), await start(store)
+    asking = [asyncio.create_task(contexts.get(*ids)) for _ in range(10)]
+    await asyncio.sleep(0)
+    asking[0].cancel()
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert len({id(context) for context in found[1:]}) == 1
+    assert counted.asked.count("get_rollout_by_id") == 1

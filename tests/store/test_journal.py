@@ -410,3 +410,33 @@ async def test_records_of_another_version_keep_nobody_from_opening_the_store(bar
     assert b"one|two" in aside.read_bytes()
     assert aside.name in caplog.text
     await take_over(bare)
+
+
+async def test_what_comes_while_some_are_written_gathers_again(bare, attempted, database):
+    """A caller that never rests must not cause a transaction for each call."""
+    slow = Slow(bare)
+    async with journaled(slow, database) as store:
+        store.keep([span_of(attempted, "first")])
+        await asyncio.wait_for(slow.writing.wait(), 5)
+        for number in range(50):
+            store.keep([span_of(attempted, f"call {number}")])
+            if number == 5:
+                slow.go_on.set()
+            await asyncio.sleep(0)
+        await store.flush()
+        assert slow.calls <= 4
+    assert len(await bare.query_spans(attempted.rollout_id)) == 51
+
+
+class Slow:
+    """A store whose first write takes a while."""
+
+    def __init__(self, store):
+        self.store, self.calls = store, 0
+        self.writing, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def add_many_spans(self, spans):
+        self.calls += 1
+        self.writing.set()
+        await self.go_on.wait()
+        return await self.store.add_many_spans(spans)

@@ -145,14 +145,18 @@ def _head(heard: Heard, data: Json) -> None:
 def _openai(heard: Heard, data: Json) -> None:
     _head(heard, data)
     if usage := data.get("usage"):
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        heard.usage = _usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+        heard.usage = _openai_usage(usage)
     if prompt := data.get("prompt_token_ids"):
         heard.prompt_token_ids = prompt
     if error := data.get("error"):
         heard.error = error.get("message") if isinstance(error, dict) else str(error)
     for given in data.get("choices") or ():
         _openai_choice(heard.choice(given.get("index") or 0), given)
+
+
+def _openai_usage(usage: Json) -> Usage:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return _usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
 def _openai_choice(choice: Choice, given: Json) -> None:
@@ -211,8 +215,7 @@ def _responses(heard: Heard, data: Json) -> None:
 
 def _response(heard: Heard, whole: Json) -> None:
     if usage := whole.get("usage"):
-        cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
-        heard.usage = _usage(usage.get("input_tokens"), usage.get("output_tokens"), cached)
+        heard.usage = _responses_usage(usage)
     choice = heard.choices[0] = Choice()
     for item in whole.get("output") or ():
         kind = item.get("type")
@@ -225,6 +228,11 @@ def _response(heard: Heard, whole: Json) -> None:
         heard.error = str((whole.get("error") or {}).get("message"))
     why = (whole.get("incomplete_details") or {}).get("reason")
     choice.reason = _REASONS.get(why, why) if why else "tool_calls" if choice.calls else "stop"
+
+
+def _responses_usage(usage: Json) -> Usage:
+    cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
+    return _usage(usage.get("input_tokens"), usage.get("output_tokens"), cached)
 
 
 # -- Anthropic's messages --------------------------------------------------------------------------------------------
@@ -253,11 +261,18 @@ def _stopped(heard: Heard, said: Json, counted: Json) -> None:
         heard.choice(0).reason = _REASONS.get(reason, reason)
     if not (usage := counted.get("usage")):
         return
-    before = heard.usage or Usage()
+    heard.usage = _messages_usage(usage, heard.usage or _NOTHING)
+
+
+_NOTHING: Final = Usage()
+
+
+def _messages_usage(usage: Json, before: Usage = _NOTHING) -> Usage:
+    """`before`: what an earlier event of the same answer said."""
     cached = usage.get("cache_read_input_tokens") or 0
     prompt = (usage.get("input_tokens") or 0) + cached + (usage.get("cache_creation_input_tokens") or 0)
     drawn = usage.get("output_tokens") or before.output_tokens
-    heard.usage = _usage(prompt or before.input_tokens, drawn, cached or before.cached_tokens)
+    return _usage(prompt or before.input_tokens, drawn, cached or before.cached_tokens)
 
 
 def _block(choice: Choice, place: Any, block: Json) -> None:
@@ -278,6 +293,25 @@ READERS: Final[Mapping[str, Reader]] = {
     "responses": _responses,
     "messages": _messages,
 }
+
+
+_USAGES: Final[Mapping[str, Callable[[Json], Usage]]] = {
+    "chat/completions": _openai_usage,
+    "completions": _openai_usage,
+    "embeddings": _openai_usage,
+    "responses": _responses_usage,
+    "messages": _messages_usage,
+}
+
+
+def usage_of(path: str, usage: Any) -> Usage | None:
+    """What the `usage` of a whole answer says; None where that is not as expected."""
+    if not usage or not isinstance(usage, dict):
+        return None
+    try:
+        return _USAGES[path](cast("Json", usage))
+    except (AttributeError, TypeError):
+        return None
 
 
 class Events:

@@ -16,7 +16,8 @@ from msgspec import Struct
 from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.forward import Forward
-from agentlightning.gateway.heard import READERS, Heard, hear, loads
+from agentlightning.gateway.heard import READERS, hear, loads
+from agentlightning.gateway.heard import usage_of as usage_said
 from agentlightning.gateway.provider import Path, Usage
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.sending import Call
@@ -55,8 +56,6 @@ class _Used(Struct):
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Verbatim)
 _used: Final = msgspec.json.Decoder(_Used)
-_HEADS: Final[dict[str, dict[str, Any]]] = {"responses": {"object": "response"}, "messages": {"type": "message"}}
-"""How the readers know a whole answer."""
 _ERROR: Final = b'"error"'
 
 
@@ -67,10 +66,8 @@ def can_wait(answer: bytes) -> bool:
 
 
 def usage_of(path: Path, answer: bytes) -> Usage | None:
-    """What an answer says it used. Raises ValueError for what is no JSON object."""
-    heard = Heard()
-    hear(READERS[path], heard, {**_HEADS.get(path, {}), "usage": _used.decode(answer).usage})
-    return heard.usage
+    """What an answer says it used. Raises MsgspecError for what is no JSON object."""
+    return usage_said(path, _used.decode(answer).usage)
 
 
 def write(forward: Forward, call: Call, request: bytes, ended: float) -> bytes:
