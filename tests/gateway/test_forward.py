@@ -419,7 +419,7 @@ async def test_an_answer_that_cannot_be_recorded_is_an_error(ask, tmp_path, monk
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("agentlightning.store.segments.os.write", full)
+        monkeypatch.setattr("agentlightning.store.segments.os.pwrite", full)
         with pytest.raises(openai.InternalServerError, match="could not be recorded") as caught:
             await client.chat.completions.create(model="theirs", messages=HI)
         assert caught.value.status_code == 503

@@ -173,9 +173,9 @@ async def test_what_is_in_the_store_already_is_not_written_twice(database, bare,
     span = span_of(attempted)
     async with journaled(bare, database) as first:
         first.keep([span])
-        await first.flush()
         (path,) = database.parent.glob("*-calls-*")
         left = path.read_bytes()
+        await first.flush()
     path.write_bytes(left)
     async with journaled(bare, database) as store:
         assert len(await store.query_spans(attempted.rollout_id)) == 1
@@ -197,15 +197,15 @@ async def test_a_span_that_the_store_refuses_does_not_hold_up_the_others(store, 
 
 
 async def test_a_full_disk_is_an_error_to_whoever_records(store, attempted, monkeypatch):
-    real, tries = os.write, []
+    real, tries = os.pwrite, []
 
-    def write(file, data):
+    def write(file, data, place):
         tries.append(file)
         if len(tries) == 1:
-            return real(file, data[:10])
+            return real(file, data[:10], place)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segments.os, "write", write)
+    monkeypatch.setattr(segments.os, "pwrite", write)
     with pytest.raises(StoreFullError, match="No space left"):
         store.keep([span_of(attempted, "lost")])
     monkeypatch.undo()
@@ -273,7 +273,7 @@ async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(
             store.keep([span_of(attempted, "call", attributes={"text": "x" * 1000, "n": round * 20 + number})])
         seen = max(seen, len(files(database)))
         await store.flush()
-        assert len(files(database)) == 1
+        assert len(files(database)) <= 1 + segments.MAX_SPARE
     assert seen > 3
     spans = await bare.query_spans(attempted.rollout_id)
     assert [span.attributes["n"] for span in spans] == list(range(100))

@@ -1,6 +1,12 @@
 """The files of a journal: none is taken from a process that lives, none is lost, whatever it is called."""
 
+import tempfile
+from pathlib import Path
+from unittest import mock
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentlightning.errors import StoreError
 from agentlightning.store import segments
@@ -78,15 +84,39 @@ def test_a_record_that_does_not_fit_its_sum_ends_the_file(tmp_path):
     assert left_behind(tmp_path / "calls") == [b"one"]
 
 
-def test_files_go_when_what_they_hold_is_written(tmp_path, monkeypatch):
+def test_files_are_written_over_when_what_they_hold_is_written_and_go_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 20)
     ours = Segments(tmp_path / "calls")
-    for number in range(10):
+    for number in range(20):
         ours.append(b"record %d" % number)
     many = len(list(tmp_path.iterdir()))
-    ours.written(9)
-    assert many > 3
-    assert len(list(tmp_path.iterdir())) == 1
-    ours.written(1)
+    ours.written(19)
+    few = len(list(tmp_path.iterdir()))
+    assert many > few <= 1 + segments.MAX_SPARE
+    for number in range(5):
+        ours.append(b"record %d again" % number)
+    assert len(list(tmp_path.iterdir())) <= few + 1
+    ours.written(6)
     ours.close(keep=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@given(
+    rounds=st.lists(
+        st.tuples(st.lists(st.binary(max_size=40), max_size=6), st.integers(0, 30)), min_size=1, max_size=12
+    )
+)
+def test_what_is_left_is_what_was_not_written_whatever_was_there_before(rounds):
+    """Files are written over: nothing of what they held comes back, and nothing that counts is lost."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(segments, "SEGMENT_BYTES", 60):
+        ours, pending = Segments(Path(folder) / "calls"), []
+        for records, many in rounds:
+            for record in records:
+                ours.append(record)
+                pending.append(record)
+            done = min(many, len(pending))
+            ours.written(done)
+            del pending[:done]
+        ours.close(keep=True)
+        left = left_behind(Path(folder) / "calls")
+    assert left[len(left) - len(pending) :] == pending
