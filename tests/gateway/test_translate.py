@@ -411,3 +411,12 @@ async def test_a_provider_that_breaks_off_is_an_error_in_the_callers_shape(ask, 
     (span,) = await service.spans()
     assert span.status_code == "ERROR"
     assert said in span.status_message
+
+
+async def test_betas_asked_of_the_provider_by_its_own_name_travel_with_a_translated_call(ask):
+    service, provider = await ask("anthropic", [Reply(messages_answer([{"type": "text", "text": "Hello."}]))])
+    client = await service.client()
+    headers = {"anthropic-beta": "context-1m-2025-08-07", "openai-beta": "assistants=v2"}
+    await client.chat.completions.create(model="theirs", messages=HI, extra_headers=headers)
+    assert provider.seen[0].headers["anthropic-beta"] == "context-1m-2025-08-07"
+    assert "openai-beta" not in provider.seen[0].headers

@@ -102,7 +102,9 @@ class Forward:
 
     def _ask(self) -> Ask:
         sent, attempt = self._changed(), self.caller.attempt
-        headers = [(name.encode(), value.encode()) for name, value in self.headers.items() if name in _PASSED_HEADERS]
+        headers = [
+            (name.encode(), value.encode()) for name, value in self.headers.items() if name in _PASSED_HEADERS and value
+        ]
         return Ask(
             self.path,
             orjson.dumps(sent),

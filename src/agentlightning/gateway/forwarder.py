@@ -158,7 +158,10 @@ class Forwarder:
         trace_id = trace_id or new_trace_id()
         if can_forward(path, route):
             return Forward(path, route, caller, asked, headers, trace_id, forced)
-        return self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
+        translated = self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
+        if route.provider is not None:  # betas that the caller asks of the provider by its own name for them
+            translated.headers = {f"{route.provider.dialect}-beta": headers.get(f"{route.provider.dialect}-beta", "")}
+        return translated
 
     # -- the record ------------------------------------------------------------------------------------------------
 

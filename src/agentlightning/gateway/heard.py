@@ -26,6 +26,7 @@ _REASONS: Final = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
     "max_output_tokens": "length",
+    "model_context_window_exceeded": "length",
 }
 """Why an answer ended, by OpenAI's names."""
 
