@@ -25,6 +25,14 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, file or None, body) for language, file, body in FENCE.findall(page.read_text())]
 
 
+LONG = {"first-training"}
+"""Pages that train: with the slow tests."""
+
+
+def as_parameter(page: Path) -> object:
+    return pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+
+
 def run(block: Block, namespace: dict) -> None:
     if block.file:
         Path(block.file).write_text(block.body)
@@ -39,7 +47,7 @@ def run(block: Block, namespace: dict) -> None:
         assert block.language in SHOWN_ONLY, f"a block of language {block.language!r} is run by nobody"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [as_parameter(page) for page in PAGES])
 def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

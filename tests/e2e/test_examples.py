@@ -17,9 +17,8 @@ AGENTS = {
 SMALL = ["algorithm.steps=1", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "policy.max_context=160"]
 
 
-@pytest.mark.parametrize(
-    "name", ["a command in Node.js", pytest.param("a class that reads the environment", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGENTS)
 def test_an_example_trains(job, name):
     if "Node.js" in name and shutil.which("node") is None:
         pytest.skip("node is not installed")

@@ -103,7 +103,9 @@ class Forward:
     def _ask(self) -> Ask:
         sent, attempt = self._changed(), self.caller.attempt
         headers = [
-            (name.encode(), value.encode()) for name, value in self.headers.items() if name in _PASSED_HEADERS and value
+            (name.encode(), value.encode("latin-1"))
+            for name, value in self.headers.items()
+            if name in _PASSED_HEADERS and value
         ]
         return Ask(
             self.path,

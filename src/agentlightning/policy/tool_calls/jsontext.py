@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Final
 
 from agentlightning.policy.tool_calls.base import Malformed, ParsedToolCall, Unfinished
@@ -40,18 +41,23 @@ def _is_cut(text: str, error: ValueError) -> bool:
     return not rest.strip(_SPACE) or cut_word or _CUT_NUMBER.match(rest) is not None
 
 
+@cache
+def _either(marker: str, opening: str) -> re.Pattern[str]:
+    return re.compile(f"{re.escape(marker)}|{re.escape(opening)}")
+
+
 def outside_strings(text: str, start: int, marker: str, opening: str) -> int:
     """The first place of `marker` from `start` on that is in no JSON string. Raises Unfinished where there is none,
     Malformed where `opening` comes first: a call holds no other."""
-    position, checked, inside = start, start, False
-    while found := [place for sought in (marker, opening) if (place := text.find(sought, position)) >= 0]:
-        place = min(found)
+    checked, inside = start, False
+    for found in _either(marker, opening).finditer(text, start):
+        place = found.start()
         inside ^= sum(match[0] == '"' for match in _QUOTES.finditer(text, checked, place)) % 2 == 1
         if not inside and text.startswith(marker, place):
             return place
         if not inside:
             raise Malformed("another call begins within it")
-        checked, position = place, place + 1
+        checked = place
     raise Unfinished(f"{marker} is missing")
 
 
