@@ -25,8 +25,8 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, file or None, body) for language, file, body in FENCE.findall(page.read_text())]
 
 
-LONG = {"first-training"}
-"""Pages that train: with the slow tests."""
+LONG = {"first-training", "store", "serving"}
+"""Pages whose blocks take seconds: with the slow tests, which CI runs for the docs."""
 
 
 def as_parameter(page: Path) -> object:
