@@ -305,6 +305,10 @@ class _Call:
         )
         self._completed()
 
+    def drop(self) -> None:
+        """Hang up on the caller."""
+        self._protocol.transport.abort()
+
     def _completed(self) -> None:
         self.response_complete = True
         if not self.keep_alive:

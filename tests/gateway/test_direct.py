@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 
+import httpx
 import pytest
 
 from agentlightning import span as names
@@ -267,3 +268,17 @@ async def test_a_server_that_dies_while_it_thinks_is_a_failure(ask, monkeypatch)
     service, provider, http = await ask(lambda seen: Reply(head=False, end="close"), retries=0)
     assert (await call(service, http)).status_code == 502
     assert len(provider.seen) == 2
+
+
+async def test_a_server_that_ends_ends_what_is_under_way_and_asks_nobody_again(ask, durable):
+    service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"), retries=2)
+    service.server._uvicorn.config.timeout_graceful_shutdown = 0.1
+    calling = asyncio.create_task(call(service, http))
+    await until(lambda: len(provider.seen) == 2)
+    await service.server.stop()
+    with pytest.raises(httpx.TransportError):
+        await calling
+    await asyncio.wait_for(provider.hung_up.wait(), 5)
+    await asyncio.sleep(0.1)
+    assert len(provider.seen) == 2
+    assert [span.status_code for span in await service.spans()] == ["OK", "ERROR"]

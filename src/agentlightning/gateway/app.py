@@ -190,7 +190,8 @@ class Gateway:
         }
 
     async def close(self) -> None:
-        """Hang up on providers. A call that comes later calls them anew."""
+        """End the calls under way, and hang up on providers. A call that comes later calls them anew."""
+        await self._direct.close()
         for backends in self.providers.values():
             await backends.close()
         transports, self._transports = self._transports, {}

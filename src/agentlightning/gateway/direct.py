@@ -39,7 +39,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Line(Protocol):
-    """A call as the socket has it. It is ended by `reply` or by `hand_over`, or by its caller, who hangs up."""
+    """A call as the socket has it. It is ended by `reply`, `hand_over` or `drop`, or by its caller, who hangs up."""
 
     url: bytes
     headers: Headers
@@ -57,6 +57,10 @@ class Line(Protocol):
 
     def hand_over(self, app: ASGIApp) -> None:
         """Have an application serve it instead, in a task."""
+        ...
+
+    def drop(self) -> None:
+        """Hang up on the caller."""
         ...
 
 
@@ -77,6 +81,7 @@ class Direct:
         max_body_bytes: int,
     ) -> None:
         self.slots, self.forwarder, self.counters, self.resume = slots, forwarder, counters, resume
+        self.under_way: set[_Passing] = set()
         self.unfinished: set[asyncio.Future[None]] = set()
         """Records of callers that are gone, on their way into a store without a journal."""
         self._attribution = attribution
@@ -97,8 +102,16 @@ class Direct:
             return False
         if started:
             self.slots.take_now()
+            self.under_way.add(passing)
             line.when_gone(passing.hung_up)
         return started
+
+    async def close(self) -> None:
+        """End what is under way, as if its callers had hung up."""
+        for passing in list(self.under_way):
+            passing.drop()
+        if self.unfinished:
+            await asyncio.wait(self.unfinished)
 
     def _plan(self, path: Path, line: Line) -> Forward | None:
         if (known := self._caller(line)) is None:
@@ -146,6 +159,7 @@ class _Passing:
         """The provider has answered, or failed."""
         direct, forward, call, line = self._direct, self._forward, self.call, self._line
         line.when_gone(None)
+        direct.under_way.discard(self)
         direct.slots.give_back()
         if not call.whole:
             return self._hand_over(partial(direct.forwarder.run, forward, call=call))
@@ -175,6 +189,7 @@ class _Passing:
 
     def hung_up(self) -> None:
         """The caller is gone before the provider has answered."""
+        self._direct.under_way.discard(self)
         self._direct.slots.give_back()
         self._direct.counters.requests += 1
         self._direct.counters.cancelled += 1
@@ -184,6 +199,12 @@ class _Passing:
             work = asyncio.ensure_future(kept)
             self._direct.unfinished.add(work)
             work.add_done_callback(self._direct.unfinished.discard)
+
+    def drop(self) -> None:
+        """The server ends."""
+        self._line.when_gone(None)
+        self.hung_up()
+        self._line.drop()
 
     def _end(self) -> None:
         self._direct.counters.requests += 1
