@@ -70,7 +70,8 @@ class Learning:
             assert reply.status_code == 200, reply.text
         else:
             async with self.http.stream("POST", self.url + path, json=body) as reply:
-                lines = [line async for line in reply.aiter_lines() if line.startswith("data: ")]
+                text = (await reply.aread()).decode()
+            lines = [line for line in text.split("\n") if line.startswith("data: ")]  # httpx splits at U+2028 too
             assert reply.status_code == 200
             assert '"error"' not in "".join(lines).replace('"error":null', "")
             assert lines[-1] == "data: [DONE]" or json.loads(lines[-1][6:])["type"] in ENDS

@@ -176,7 +176,7 @@ async def until_running(server: str, count: int) -> None:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while await asyncio.to_thread(running) != count:  # noqa: ASYNC110  another process's state
             await asyncio.sleep(0.02)
 
