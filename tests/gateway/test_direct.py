@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from agentlightning import span as names
+from agentlightning.errors import StoreFullError
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.journal import journaled
@@ -282,3 +283,19 @@ async def test_a_server_that_ends_ends_what_is_under_way_and_asks_nobody_again(a
     await asyncio.sleep(0.1)
     assert len(provider.seen) == 2
     assert [span.status_code for span in await service.spans()] == ["OK", "ERROR"]
+
+
+async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkeypatch, caplog):
+    service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"))
+
+    def full(*_):
+        raise StoreFullError("the disk is full")
+
+    calling = asyncio.create_task(call(service, http))
+    await until(lambda: len(provider.seen) == 2)
+    monkeypatch.setattr(service.gateway._forwarder, "keep", full)
+    calling.cancel()
+    await asyncio.wait_for(provider.hung_up.wait(), 5)
+    await until(lambda: "could not be recorded: the disk is full" in caplog.text)
+    assert service.gateway.providers["them"].limits.under_way == 0
+    assert not service.gateway._direct.under_way

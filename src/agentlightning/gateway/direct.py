@@ -9,6 +9,7 @@ the way that can wait (`Gateway.serve`), which goes on with it where it stands.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, Final, Protocol
 from msgspec import MsgspecError, structs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentlightning.errors import StoreError
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.attribution import Attribution, Caller
 from agentlightning.gateway.counters import Counters
@@ -26,7 +28,9 @@ from agentlightning.gateway.provider import Path, passed_headers
 from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.sending import Call
 from agentlightning.gateway.slots import Slots
-from agentlightning.gateway.wire import Outlet
+from agentlightning.gateway.wire import Outlet, headers_by_name
+
+logger = logging.getLogger(__name__)
 
 _MAX_KNOWN: Final = 4096
 """Senders whose callers are remembered."""
@@ -126,8 +130,8 @@ class Direct:
         sender = line.url, tuple(same)
         if (known := self._callers.get(sender)) is not None:
             caller, headers = known
-            return caller, headers if len(line.headers) <= len(same) + 1 else _read(line.headers)
-        headers = _read(line.headers)
+            return caller, headers if len(line.headers) <= len(same) + 1 else headers_by_name(line.headers)
+        headers = headers_by_name(line.headers)
         caller = self._attribution.caller_now(headers, line.path_params)
         if caller is None:
             return None
@@ -136,10 +140,6 @@ class Direct:
                 self._callers.clear()
             self._callers[sender] = caller, headers
         return caller, headers
-
-
-def _read(headers: Headers) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
 
 
 def _bytes(line: Line) -> int:
@@ -194,7 +194,10 @@ class _Passing:
         self._direct.counters.requests += 1
         self._direct.counters.cancelled += 1
         self.call.leave()
-        kept = self._forward.keep_failure(self._direct.forwarder.keep, self.call, asyncio.CancelledError())
+        try:
+            kept = self._forward.keep_failure(self._direct.forwarder.keep, self.call, asyncio.CancelledError())
+        except StoreError as error:  # there is nobody left to tell, and others are to be ended as well
+            return logger.error("a call that its caller gave up could not be recorded: %s", error)
         if kept is not None:
             work = asyncio.ensure_future(kept)
             self._direct.unfinished.add(work)

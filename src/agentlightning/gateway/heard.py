@@ -15,6 +15,7 @@ import orjson
 
 from agentlightning.gateway.provider import Usage
 from agentlightning.gateway.said import tool_call
+from agentlightning.tracing.storable import readable
 
 Json = dict[str, Any]
 
@@ -121,7 +122,7 @@ def _refuse(constant: str) -> Any:
 
 def _readable(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return readable(value)
     if isinstance(value, list):
         return [_readable(each) for each in cast("list[Any]", value)]
     if isinstance(value, dict):

@@ -27,7 +27,11 @@ class ClientGone(Exception):
 
 def read_headers(scope: Scope) -> dict[str, str]:
     """Headers by lower-case name."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return headers_by_name(scope["headers"])
+
+
+def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
