@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.bodies import body_of
 from agentlightning.gateway.bodies.base import given_params
 from agentlightning.gateway.dialects.chat import CHAT
@@ -32,7 +31,7 @@ NOTE = base64.b64encode("Grüße".encode()).decode()
 
 def put(dialect, asked, provider, model="big-1"):
     """(the body, what was left out) of a request to a provider of the other dialect."""
-    request = replace(dialect.read(orjson.dumps(hide(asked)), Recall()), asked=asked)
+    request = replace(dialect.read(orjson.dumps(asked), Recall(), attachments=True), asked=asked)
     path = "chat/completions" if provider is OPENAI else "messages"
     return body_of(path, request, provider, model, given_params(asked, request.params, {}), lambda turn: [])
 

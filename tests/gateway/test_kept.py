@@ -1,9 +1,11 @@
 """Replies that later requests name: kept for their attempt, each message once, within bounds."""
 
+import orjson
 import pytest
 
-from agentlightning.gateway.conversation import Conversations
-from agentlightning.gateway.kept import Kept
+from agentlightning.gateway.conversation import Conversations, Prompt, extend_digest
+from agentlightning.gateway.dialects.responses import RESPONSES
+from agentlightning.gateway.kept import Kept, Recall
 from agentlightning.gateway.problems import Problem
 from agentlightning.testing import ByteChatFormat
 
@@ -88,3 +90,18 @@ def test_turns_that_a_provider_wants_back_count_and_make_room():
     assert len(kept) < 10
     assert kept.size <= 1000
     assert kept.recall(("ro-9", "at")).blocks(b"a turn") == block
+
+
+def test_a_reply_to_an_image_is_not_gone_on_with_by_a_model_that_reads_text():
+    image = {"type": "input_image", "image_url": "https://host/a.png"}
+    asked = {"input": [{"role": "user", "content": [image, {"type": "input_text", "text": "What is it?"}]}]}
+    messages = RESPONSES.read(orjson.dumps(asked), Recall(), attachments=True).messages
+    kept, attempt = Kept(), ("ro", "at")
+    digests = (b"agentlightning", extend_digest(b"agentlightning", messages[0]))
+    kept.keep(
+        attempt, "resp_1", Prompt([], digests=digests), messages, {"role": "assistant", "content": "A cat."}, None, ()
+    )
+    more = orjson.dumps({"input": "Sure?", "previous_response_id": "resp_1"})
+    assert len(RESPONSES.read(more, kept.recall(attempt), attachments=True).messages) == 3
+    with pytest.raises(Problem, match="goes on from images or files"):
+        RESPONSES.read(more, kept.recall(attempt))

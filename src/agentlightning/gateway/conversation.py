@@ -249,7 +249,14 @@ def same_meaning(message: Message) -> bytes:
     role = message["role"]
     calls = [_call_meaning(call) for call in message.get("tool_calls") or ()]
     name = None if role == "assistant" else message.get("name")
-    return orjson.dumps([role, text_of(message.get("content")), calls, message.get("tool_call_id"), name])
+    return orjson.dumps([role, _content_meaning(message.get("content")), calls, message.get("tool_call_id"), name])
+
+
+def _content_meaning(content: Any) -> Any:
+    """Text as one; the parts of content that holds more than text (`gateway.attachments`)."""
+    if isinstance(content, list) and any(part.get("type", "text") != "text" for part in content):
+        return content
+    return text_of(content)
 
 
 def text_of(content: Any) -> str:

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 import orjson
 
@@ -24,7 +24,7 @@ from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_d
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, passed_headers
 from agentlightning.gateway.routing import Route
-from agentlightning.gateway.said import OPERATIONS, asked_attributes, reshaped, said_messages
+from agentlightning.gateway.said import OPERATIONS, as_json, asked_attributes, reshaped, said_messages
 from agentlightning.gateway.sending import Ask, Call
 from agentlightning.gateway.wire import Outlet
 from agentlightning.span import Span, new_span_id
@@ -38,6 +38,14 @@ _PASSED_HEADERS: Final = frozenset({"anthropic-beta", "openai-beta", "openai-org
 _LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed", "message_stop", "error"})
 """Types of the events that end a stream."""
+
+
+def written(request: Mapping[str, Any]) -> bytes:
+    """A request as it is sent. Raises Problem 400 for one that is nested deeper than can be written."""
+    try:
+        return orjson.dumps(request)
+    except TypeError as error:
+        raise Problem(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
 
 
 def can_forward(path: Path, route: Route) -> bool:
@@ -64,6 +72,7 @@ class Forward:
     heard: Heard = field(default_factory=Heard, init=False)
     _strip: Strip = field(default_factory=lambda: Strip(), init=False)
     recorded: bool = field(default=False, init=False)
+    _asked: Ask | None = field(default=None, init=False)
 
     @property
     def strips(self) -> bool:
@@ -77,7 +86,12 @@ class Forward:
     def call(self) -> Call:
         """The call to the provider, not sent yet."""
         assert self.route.backends is not None
-        return Call(self.route.backends, self._ask())
+        return Call(self.route.backends, self._asked or self._ask())
+
+    def prepare(self) -> Self:
+        """Write the request, so that one that cannot be sent is refused before it is run. Raises Problem 400."""
+        self._asked = self._ask()
+        return self
 
     async def run(self, keep: Keep, outlet: Outlet, call: Call | None = None) -> None:
         """Ask, answer, record. Raises Problem where the provider fails, and what `keep` raises; a failure is recorded
@@ -109,7 +123,7 @@ class Forward:
         ]
         return Ask(
             self.path,
-            orjson.dumps(sent),
+            written(sent),
             self.stream,
             headers,
             "/".join(attempt) if attempt else "",
@@ -257,7 +271,7 @@ class Forward:
         attributes: Json = {names.INPUT_MESSAGES: said}
         if self.path == "embeddings":
             return attributes
-        attributes[names.OUTPUT_MESSAGES] = orjson.dumps([choice.message()]).decode()
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
         attributes[names.FINISH_REASONS] = [choice.reason or "error"]
         prompt = choice.prompt_token_ids or self.heard.prompt_token_ids
         drawn, logprobs = choice.token_ids, choice.logprobs
@@ -285,7 +299,7 @@ class Forward:
         attributes = self._attributes() | call.attributes()
         attributes[names.ERROR_TYPE] = kind
         attributes[names.INPUT_MESSAGES] = said_messages(self.path, self.data)
-        attributes[names.OUTPUT_MESSAGES] = orjson.dumps([choice.message()]).decode()
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
         return [self._span(attributes, time.time(), "ERROR", message)]
 
     def _attributes(self) -> Json:

@@ -81,7 +81,7 @@ class Forwarder:
         if (led := self._lead(path, caller, headers, body)) is None:
             return None
         context = None if caller.attempt is None else await self._find_context(caller)
-        return self._prepare(path, headers, led, context)
+        return self._prepare(path, headers, led, context).prepare()
 
     def plan_now(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
         """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be

@@ -6,6 +6,7 @@ Reads what it knows of each dialect and shows the rest as it came: nothing here 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, cast
@@ -67,13 +68,26 @@ def asked_attributes(data: Json) -> dict[str, Any]:
     elif isinstance(stop, list) and stop:
         found[names.REQUEST_STOP] = [text for text in cast("list[Any]", stop) if isinstance(text, str)]
     if tools := data.get("tools"):
-        found[names.TOOL_DEFINITIONS] = orjson.dumps(tools).decode()
+        found[names.TOOL_DEFINITIONS] = as_json(tools)
     return found
 
 
 def said_messages(path: str, data: Json, index: int = 0) -> str:
     """The messages of a request, as JSON; of several raw prompts the one with this index."""
-    return orjson.dumps(_READERS[path](data, index)).decode()
+    return as_json(_READERS[path](data, index))
+
+
+def as_json(value: Any) -> str:
+    """What a span holds. A request may be nested as deep as orjson writes, and what a span says of it is nested a
+    little deeper."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        pass
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        return "[]"
 
 
 # -- the dialects ----------------------------------------------------------------------------------------------------

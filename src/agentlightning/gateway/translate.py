@@ -19,7 +19,6 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Piece
-from agentlightning.gateway.attachments import hide
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.bodies import body_of
 from agentlightning.gateway.bodies.base import given_params, turns_of
@@ -29,7 +28,7 @@ from agentlightning.gateway.dialects import responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.fields import forced_params
 from agentlightning.gateway.failures import broken, without_secrets
-from agentlightning.gateway.forward import Forward, Keep
+from agentlightning.gateway.forward import Forward, Keep, written
 from agentlightning.gateway.heard import READERS, Choice, Events, event_data, hear
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.problems import Problem
@@ -76,11 +75,11 @@ class Translator:
         instead = _path_for(path, provider)
         dialect = self._dialects[path]
         recall = self._kept.recall(caller.attempt)
-        request = replace(dialect.read(hidden := orjson.dumps(hide(asked)), recall), asked=asked)
+        request = replace(dialect.read(sent := written(asked), recall, attachments=True), asked=asked)
         params = forced_params(request.params, resource, forced or {})
         given = given_params(asked, params, forced or {})
         body, lost = body_of(instead, request, provider, route.send_model, given, recall.blocks)
-        self._counters.count_unknown(lost + tuple(name for name, mark in _LOST.items() if mark in hidden))
+        self._counters.count_unknown(lost + tuple(name for name, mark in _LOST.items() if mark in sent))
         head = Head(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
         return Translation(
             instead,

@@ -6,11 +6,13 @@ Called by `gateway.translate`. Pure.
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from agentlightning.gateway.attachments import UnsupportedContentError
 from agentlightning.gateway.bodies.base import Blocks, Extras, Json, Write, object_of
 from agentlightning.gateway.bodies.chat import chat_body, chat_extras
 from agentlightning.gateway.bodies.messages import messages_body, messages_extras
 from agentlightning.gateway.bodies.responses import responses_body, responses_extras
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.problems import bad
 from agentlightning.gateway.provider import Provider
 
 _WRITERS: Final[Mapping[str, Write]] = {
@@ -32,7 +34,11 @@ def body_of(
     """(the body for a path, the names of what was left out of it). Raises Problem 400 naming what cannot be left
     out."""
     extras, taken = _EXTRAS[path](request, model)
-    body = _with(_WRITERS[path](request, provider, model, params, blocks), extras)
+    try:
+        written = _WRITERS[path](request, provider, model, params, blocks)
+    except UnsupportedContentError as error:
+        raise bad("messages" if "messages" in request.asked else "input", str(error)) from None
+    body = _with(written, extras)
     if "max_tokens" not in params:  # Thoughts are part of an answer: they come on top of the limit that is ours.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}

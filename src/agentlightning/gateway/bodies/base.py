@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from agentlightning.gateway.attachments import joined
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.fields import MESSAGES_PARAMS, RESPONSES_PARAMS, short
 from agentlightning.gateway.problems import bad
@@ -109,7 +110,7 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
         if last is None or message["role"] != "assistant" or last["role"] != "assistant":
             merged.append(message)
             continue
-        both = {"content": (last.get("content") or "") + (message.get("content") or "")}
+        both = {"content": joined(last.get("content"), message.get("content"))}
         lists = {
             key: [*last.get(key, ()), *message.get(key, ())]
             for key in ("tool_calls", "sealed")

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from agentlightning.gateway.attachments import as_chat, without
+from agentlightning.gateway.attachments import Content, as_chat, without
 from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, results_first, shape_of
 from agentlightning.gateway.constraint import Constraint
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.problems import bad
 from agentlightning.gateway.provider import Provider
 from agentlightning.policy.base import Message
 
@@ -23,11 +22,9 @@ _LONGEST_USER: Final = 64
 
 
 def chat_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
-    """The body of POST /v1/chat/completions. Raises Problem 400 naming what it cannot be asked."""
-    try:
-        messages = _chat_messages(request.messages, thoughts=provider.token_ids)
-    except ValueError as error:
-        raise bad("messages" if "messages" in request.asked else "input", str(error)) from None
+    """The body of POST /v1/chat/completions. Raises Problem 400 naming what it cannot be asked, and
+    UnsupportedContentError."""
+    messages = _chat_messages(request.messages, thoughts=provider.token_ids)
     body: Json = {"model": model, "messages": messages}
     names = {"max_tokens": _limit_name(provider)}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
@@ -89,7 +86,7 @@ def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
 _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
 
-def _chat_content(message: Message, content: str) -> Any:
+def _chat_content(message: Message, content: Content) -> Any:
     return None if not content and message.get("tool_calls") else as_chat(content)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.attachments import as_blocks, has_attachments
+from agentlightning.gateway.attachments import as_blocks, as_text, has_attachments
 from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, refuse, shape_of, turns_of
 from agentlightning.gateway.conversation import same_meaning
 from agentlightning.gateway.dialects.base import Request
@@ -83,7 +83,7 @@ def _turns(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]
     turns: list[Json] = []
     for index, message in enumerate(messages):
         if message["role"] == "system" and not turns:
-            system.append(message.get("content") or "")
+            system.append(as_text(message.get("content") or "", "the system prompt"))
             continue
         if message["role"] == "assistant":
             previous = messages[index - 1] if index else None

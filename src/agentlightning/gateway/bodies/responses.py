@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from agentlightning.gateway.attachments import as_items
+from agentlightning.gateway.attachments import as_items, as_text
 from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, refuse, shape_of, turns_of
 from agentlightning.gateway.bodies.chat import chat_extras
 from agentlightning.gateway.constraint import Constraint
@@ -52,7 +52,7 @@ def _items(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]
         content = message.get("content") or ""
         match message["role"]:
             case "system" if not items:
-                instructions.append(content)
+                instructions.append(as_text(content, "the system prompt"))
             case "assistant":
                 items += _said(message, blocks(turn_key(messages[index - 1] if index else None, message)))
             case "tool":
@@ -69,7 +69,7 @@ def _said(message: Message, before: list[Json]) -> list[Json]:
         return before
     items = [item for item in before if item["type"] == "reasoning"]
     if content := message.get("content"):
-        items.append({"role": "assistant", "content": content})
+        items.append({"role": "assistant", "content": as_items(content)})
     return items + [_call(call) for call in message.get("tool_calls") or ()]
 
 

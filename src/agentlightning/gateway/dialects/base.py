@@ -80,6 +80,15 @@ class Reply(Protocol):
         ...
 
 
+class Read(Protocol):
+    """Reads a request."""
+
+    def __call__(self, body: bytes, recall: Recall, attachments: bool = False) -> Request:
+        """`attachments`: images and files become parts of the messages (`gateway.attachments`); else they are refused.
+        Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One wire format."""
@@ -90,8 +99,7 @@ class Dialect:
     """What the ids of its replies begin with."""
     call_prefix: str
     """What the ids of its tool calls begin with."""
-    read: Callable[[bytes, Recall], Request]
-    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+    read: Read
     reply: Callable[[Request, Head], Reply]
     refusal: Callable[[Problem], bytes]
     """The body of an error reply."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.answer import Answer, CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
-from agentlightning.gateway.conversation import text_of
+from agentlightning.gateway.attachments import Content, Part, content_of, parts_of, text_part
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
@@ -57,8 +57,8 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-def read_request(body: bytes, recall: Recall | None = None) -> Request:
-    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> Request:
+    """See `Read`."""
     data = read_json(body)
     refuse(data, _REFUSED)
     tools, dropped = openai.function_tools(data, lambda tool: tool.get("function"))
@@ -76,7 +76,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     return Request(
         model=optional(data, "model", str),
-        messages=_messages(data.get("messages")),
+        messages=_messages(data.get("messages"), attachments),
         tools=tools,
         barred=barred,
         params=sampling_params(
@@ -94,19 +94,19 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(value: Any, attachments: bool) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise bad("messages", "messages must be a list with at least one message")
-    return [_message(index, message) for index, message in enumerate(value)]
+    return [_message(index, message, attachments) for index, message in enumerate(value)]
 
 
-def _message(index: int, message: Any) -> Message:
+def _message(index: int, message: Any, attachments: bool) -> Message:
     where = f"messages[{index}]"
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role not in _ROLES:
         raise bad("messages", f"{where} has the role {short(role)}; use {', '.join(_ROLES)} or developer")
-    read: Message = {"role": role, "content": _content(where, message.get("content"))}
+    read: Message = {"role": role, "content": _content(where, message.get("content"), attachments)}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = _tool_calls(where, calls)
     for key in ("tool_call_id", "name"):
@@ -118,16 +118,20 @@ def _message(index: int, message: Any) -> Message:
     return read
 
 
-def _content(where: str, content: Any) -> str:
+def _content(where: str, content: Any, attachments: bool) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
+    parts: list[Part] = []
     for part in expect(f"{where}.content", content, list):
         kind = kind_of(part)
-        if kind == "refusal":
-            part["text"] = part.get("refusal")
-        if kind not in ("text", "refusal") or not isinstance(part.get("text"), str):
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if isinstance(text, str):
+            parts.append(text_part(text))
+        elif attachments and (found := parts_of(part)) is not None:
+            parts += found
+        else:
             raise bad("messages", f"{where}.content has a part of type {short(kind)}; this model reads text only")
-    return text_of(content)
+    return content_of(parts)
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ _DEFAULT: Final = SamplingParams(max_tokens=16)
 _MAX_PROMPTS: Final = 1024
 
 
-def read_request(body: bytes, recall: Recall | None = None) -> Request:
+def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> Request:
     """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
     data = read_json(body)
     refuse(data, _REFUSED)

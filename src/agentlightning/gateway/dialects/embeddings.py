@@ -11,7 +11,7 @@ from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import Problem
 
 
-def read_request(body: bytes, recall: Recall | None = None) -> NoReturn:
+def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> NoReturn:
     """Raises Problem 404: who gets here asks an engine."""
     model = optional(read_json(body), "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"

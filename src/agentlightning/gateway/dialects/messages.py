@@ -8,8 +8,9 @@ an object, and comes back as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final
 
 import orjson
@@ -26,6 +27,7 @@ from agentlightning.gateway.answer import (
     ToolCall,
 )
 from agentlightning.gateway.arguments import ObjectText
+from agentlightning.gateway.attachments import Content, Part, content_of, parts_of, text_part
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
@@ -54,8 +56,8 @@ _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
 
 
-def read_request(body: bytes, recall: Recall | None = None) -> Request:
-    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> Request:
+    """See `Read`."""
     data = read_json(body)
     _refuse_thread(data)
     refuse(data, _REFUSED)
@@ -71,7 +73,7 @@ def read_request(body: bytes, recall: Recall | None = None) -> Request:
         openai.text_format(name, shape, nested=False),
         name.partition(".")[0],
     )
-    messages = _conversation(data, dropped)
+    messages = _conversation(data, dropped, attachments)
     return Request(
         model=optional(data, "model", str),
         messages=messages,
@@ -127,14 +129,14 @@ def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
     return "output_format", data.get("output_format")
 
 
-def _conversation(data: Mapping[str, Any], dropped: list[str]) -> list[Message]:
+def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool) -> list[Message]:
     given = data.get("messages")
     if not isinstance(given, list) or not given:
         raise bad("messages", "messages must be a list with at least one message")
     system = _system(data.get("system"))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(given):
-        messages += _message(f"messages[{index}]", message, dropped)
+        messages += _message(f"messages[{index}]", message, dropped, attachments)
     if messages[-1]["role"] == "assistant":
         raise bad("messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here")
     return messages
@@ -147,7 +149,7 @@ def _system(value: Any) -> str:
     return "\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _message(where: str, message: Any, dropped: list[str]) -> list[Message]:
+def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise bad("messages", f"{where} has the role {short(role)}; use user or assistant")
@@ -157,28 +159,36 @@ def _message(where: str, message: Any, dropped: list[str]) -> list[Message]:
     blocks = [expect(f"{where}.content", block, dict) for block in expect(f"{where}.content", content, list)]
     if role == "assistant":
         return [_assistant(where, blocks)]
-    return _user(where, role, blocks, dropped)
+    return _user(where, role, blocks, dropped, attachments)
 
 
-def _user(where: str, role: str, blocks: Sequence[dict[str, Any]], dropped: list[str]) -> list[Message]:
-    """Results of tools become messages of their own; the texts between them one message each."""
+def _user(
+    where: str, role: str, blocks: Sequence[dict[str, Any]], dropped: list[str], attachments: bool
+) -> list[Message]:
+    """Results of tools become messages of their own; what stands between them one message each."""
     messages: list[Message] = []
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            messages.append(_result(where, block, dropped))
-        elif messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += "\n" + _text(where, block)
+    for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
+        if is_result:
+            messages += [_result(where, block, dropped, attachments) for block in run]
         else:
-            messages.append({"role": role, "content": _text(where, block)})
+            messages.append({"role": role, "content": _content(where, run, attachments)})
     return messages or [{"role": role, "content": ""}]
 
 
-def _result(where: str, block: Mapping[str, Any], dropped: list[str]) -> Message:
+def _content(where: str, blocks: Iterable[Any], attachments: bool) -> Content:
+    parts: list[Part] = []
+    for block in blocks:
+        found = parts_of(block) if attachments else None
+        parts += [text_part(_text(where, block))] if found is None else found
+    return content_of(parts, "\n")
+
+
+def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachments: bool) -> Message:
     if block.get("is_error"):
         dropped.append("tool_result.is_error")
     content = block.get("content")
     if content is not None and not isinstance(content, str):
-        content = "\n".join(_text(where, part) for part in expect(f"{where}.tool_result.content", content, list))
+        content = _content(where, expect(f"{where}.tool_result.content", content, list), attachments)
     call_id = expect(f"{where}.tool_result.tool_use_id", block.get("tool_use_id"), str)
     return {"role": "tool", "content": content or "", "tool_call_id": call_id}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from agentlightning.gateway.attachments import Content, Part, content_of, has_attachments, joined, parts_of, text_part
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Dialect, Head, Request
 from agentlightning.gateway.dialects.fields import (
@@ -52,9 +53,8 @@ _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "r
 """Type of a content part -> where its text is."""
 
 
-def read_request(body: bytes, recall: Recall) -> Request:
-    """Raises Problem 400, naming the field, on what is not a request, cannot be honoured, or names a reply that is
-    not kept."""
+def read_request(body: bytes, recall: Recall, attachments: bool = False) -> Request:
+    """See `Read`. Raises Problem 400 for a reply that is not kept as well."""
     data = read_json(body)
     refuse(data, _REFUSED)
     tools, dropped = openai.function_tools(data, _function)
@@ -69,7 +69,7 @@ def read_request(body: bytes, recall: Recall) -> Request:
     )
     top = top_logprobs(data)
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
-    instructions, messages = _conversation(data, recall)
+    instructions, messages = _conversation(data, recall, attachments)
     return Request(
         model=optional(data, "model", str),
         messages=instructions + messages,
@@ -94,12 +94,15 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
 
 
-def _conversation(data: Mapping[str, Any], recall: Recall) -> tuple[list[Message], list[Message]]:
+def _conversation(data: Mapping[str, Any], recall: Recall, attachments: bool) -> tuple[list[Message], list[Message]]:
     """(the instructions of this request alone, the conversation)."""
     instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
-    leading = _read_items("instructions", _as_items(instructions, "system"), recall)
+    leading = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
     messages = recall.messages(expect("previous_response_id", previous, str)) if previous is not None else []
-    messages = messages + _read_items("input", _as_items(given, "user"), recall)
+    if not attachments and any(has_attachments(message.get("content")) for message in messages):
+        said = f"previous_response_id={previous!r} goes on from images or files; this model reads text"
+        raise bad("previous_response_id", said)
+    messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
     if not messages:
         raise bad("input", "input must be a text or a list with at least one item")
     return leading, messages
@@ -109,7 +112,7 @@ def _as_items(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if isinstance(value, str) else value or []
 
 
-def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
+def _read_items(where: str, items: Any, recall: Recall, attachments: bool) -> list[Message]:
     messages: list[Message] = []
     thought, sealed = "", list[dict[str, Any]]()
     for index, item in enumerate(expect(where, items, list)):
@@ -122,7 +125,7 @@ def _read_items(where: str, items: Any, recall: Recall) -> list[Message]:
             sealed += unseal(item.get("encrypted_content"))
             continue
         begun = len(messages)
-        _add_item(place, messages, item)
+        _add_item(place, messages, item, attachments)
         if thought or sealed:
             _add_thought(messages, begun, thought, sealed)
         thought, sealed = "", []
@@ -149,25 +152,26 @@ def _thought(where: str, item: Mapping[str, Any]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _add_item(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
     match item.get("type") or "message":
         case "message":
-            _add_message(where, messages, item)
+            _add_message(where, messages, item, attachments)
         case "function_call":
             _add_call(where, messages, item)
         case "function_call_output":
             call_id = expect(f"{where}.call_id", item.get("call_id"), str)
-            messages.append({"role": "tool", "content": _text(where, item.get("output")), "tool_call_id": call_id})
+            output = _content(where, item.get("output"), attachments)
+            messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
         case kind:
             raise bad(where.partition("[")[0], f"{where} is an item of type {short(kind)}, which cannot be read here")
 
 
-def _add_message(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
-    role, content = item.get("role"), _text(where, item.get("content"))
+def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+    role, content = item.get("role"), _content(where, item.get("content"), attachments)
     if role not in _ROLES:
         raise bad(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(_ROLES)}")
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
-        messages[-1]["content"] += content  # Text after a tool call of the same turn.
+        messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call of the same turn.
         return
     message: Message = {"role": "system" if role == "developer" else role, "content": content}
     if isinstance(name := item.get("name"), str):
@@ -187,13 +191,17 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
     message["tool_calls"] = [*message.get("tool_calls", ()), call]
 
 
-def _text(where: str, content: Any) -> str:
+def _content(where: str, content: Any, attachments: bool) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part(where, part) for part in expect(f"{where}.content", content, list))
+    parts: list[Part] = []
+    for part in expect(f"{where}.content", content, list):
+        found = parts_of(part) if attachments else None
+        parts += [text_part(_text(where, part))] if found is None else found
+    return content_of(parts)
 
 
-def _part(where: str, part: Any) -> str:
+def _text(where: str, part: Any) -> str:
     kind = kind_of(part)
     text = part.get(_TEXTS[kind]) if kind in _TEXTS else None
     if not isinstance(text, str):
