@@ -25,6 +25,8 @@ UNTRAINABLE_CALLS = "untrainable_calls"
 """Key of `Trajectory.metadata`: how many calls were left out because their tokens or log-probabilities are unknown."""
 OTHER_MODELS = "other_models"
 """Key of `Trajectory.metadata`: how many calls were left out because another model answered than learns."""
+OVERRIDDEN_CALLS = "overridden_calls"
+"""Key of `Trajectory.metadata`: how many calls asked for sampling parameters that training did not follow."""
 UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
 
@@ -238,7 +240,8 @@ def trajectory(
     """The trajectory of one attempt; spans of other attempts are left out, and with a `model` the calls that another
     one answered: what a frozen reference or a provider says is not the policy's to learn from.
 
-    `metadata` gains the counts `untrainable_calls`, `other_models` and `unlinked_rewards` where they are not zero.
+    `metadata` gains the counts `untrainable_calls`, `other_models`, `overridden_calls` and `unlinked_rewards` where
+    they are not zero.
     Raises RewardError as `link_rewards` does.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
@@ -248,6 +251,7 @@ def trajectory(
     counts = {
         UNTRAINABLE_CALLS: len(untrainable_calls(own)),
         OTHER_MODELS: len(others),
+        OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
         UNLINKED_REWARDS: links.unlinked,
     }
     return Trajectory(

@@ -67,3 +67,17 @@ def wait_for_step(run_dir, step: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was never reached")
+
+
+@pytest.mark.slow
+def test_an_agent_that_sets_a_seed_and_top_p_is_learned_from_all_the_same(job):
+    said = "max_tokens=6"
+    source = (job.directory / "agent.py").read_text()
+    (job.directory / "agent.py").write_text(source.replace(said, f"{said}, seed=7, top_p=0.9, temperature=0.0"))
+    done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=2"))
+    assert done.returncode == 0, done.stderr
+    assert "top_p" in done.stderr
+    figures = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in figures if "calls_overridden" in each]
+    assert [each["calls_overridden"] for each in steps] == [16, 16]
+    assert all(each["groups_trained"] > 0 for each in steps)

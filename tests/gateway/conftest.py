@@ -138,3 +138,30 @@ async def ask(serve):
 @pytest.fixture
 def secret():
     return SECRET
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The directory of a model small enough for every test."""
+    from agentlightning.testing.models import tiny_checkpoint
+
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def serve_tiny(store, tiny):
+    """serve_tiny(...) starts a server whose model "scripted" is a real one; options of the policy as keywords."""
+    from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+
+    async with AsyncExitStack() as exits:
+
+        async def start(**options):
+            config = LocalPolicyConfig.model_validate({"model": tiny, "device": "cpu", "name": "scripted"} | options)
+            policy = LocalPolicy.open(config)
+            exits.push_async_callback(policy.close)
+            gateway = Gateway(store, {"scripted": policy}, secret=SECRET)
+            server = await exits.enter_async_context(Server(store, gateway, secret=SECRET))
+            attempted = await store.start_rollout({"question": "6*7"})
+            return Service(store, policy, gateway, server, attempted, exits)
+
+        yield start

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.base import Algorithm, Training
-from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS, scalar_reward
+from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import CreditReport, credit_rule, group_trajectories, training_samples
 from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.policy.losses import Loss, PPOLoss
@@ -111,6 +111,7 @@ def reward_figures(collected: Collected, weights: Mapping[str, float] | None) ->
     return {
         "reward": sum(known) / len(known) if known else float("nan"),
         "calls_per_rollout": calls / max(1, len(collected.trajectories)),
+        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
     }
 
 

@@ -47,6 +47,7 @@ from agentlightning.gateway.forwarder import Forwarder
 from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.models import Models, json_reply, refusal
+from agentlightning.gateway.on_policy import OnPolicy, is_policy, is_training
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.refusals import keep_refusal
@@ -146,8 +147,9 @@ class Gateway:
         self._agents = Agents((*config.agents, *agents))
         self._holding: Holding = config.structured_output
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
+        self._on_policy = OnPolicy(self.counters)
         self._forwarder = Forwarder(
-            self.table, store, self._contexts, self._context, self._agents, self.counters, translator
+            self.table, store, self._contexts, self._context, self._agents, self.counters, translator, self._on_policy
         )
         self._max_body_bytes = max_body_bytes
         self._slots = Slots(max_concurrency)
@@ -339,11 +341,11 @@ class Gateway:
 
     async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
         model, engine = self._resolve(caller, _PATHS[dialect])
-        params, trace_id, learned = _in_mode(caller, request.params), "", False
+        params, trace_id, learned, overridden = request.params, "", False, tuple[str, ...]()
         if _attempt(caller):
             context = await self._context(caller)
-            params, trace_id = forced_params(params, *context.sampling_parameters(model)), context.trace_id
-            learned = context.learned
+            params, overridden = self._params(caller, context, model, params)
+            trace_id, learned = context.trace_id, context.learned
         refuse_unhonoured(engine, params)
         tools, holding = request.tools, self._holding
         params = await hold(engine, params, request.constraint, tools=tools, learned=learned, holding=holding)
@@ -353,13 +355,24 @@ class Gateway:
         response_id = dialect.id_prefix + secrets.token_hex(12)
         head = Head(response_id, model, int(time.time()), tokens)
         records = [
-            record_of(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id())
+            record_of(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id(), overridden)
             for prompt, asked in zip(prompts, asked_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
         answers = [answer_of(dialect, request, engine, params, index) for index in range(len(records))]
         exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
         return exchange, dialect.reply(request, head)
+
+    def _params(
+        self, caller: Caller, context: AttemptContext, model: str, asked: SamplingParams
+    ) -> tuple[SamplingParams, tuple[str, ...]]:
+        """(what is sampled with, names of what the call asked for and does not get)."""
+        training = is_training(context, caller.mode, model)
+        params = self._on_policy.neutral(asked) if training else asked
+        if caller.temperature is not None and is_policy(context, model):
+            params = replace(params, temperature=caller.temperature)
+        params = forced_params(params, *context.sampling_parameters(model))
+        return params, self._on_policy.compare(asked, params) if training else ()
 
     def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
         route = self.table.resolve(caller.agent.model, caller.agent.name, path)
@@ -444,10 +457,6 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve(scope, receive, send)
-
-
-def _in_mode(caller: Caller, params: SamplingParams) -> SamplingParams:
-    return params if caller.temperature is None else replace(params, temperature=caller.temperature)
 
 
 def _attempt(caller: Caller) -> tuple[str, str] | None:

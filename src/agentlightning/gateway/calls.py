@@ -31,6 +31,7 @@ def record_of(
     prompt: Prompt,
     asked: Sequence[Message],
     trace_id: str,
+    overridden: tuple[str, ...] = (),
 ) -> Record:
     return Record(
         rollout_id=caller.rollout_id or "",
@@ -48,6 +49,7 @@ def record_of(
         constraint=request.constraint,
         start_time=time.time(),
         span_id=new_span_id(),
+        overridden=overridden,
     )
 
 

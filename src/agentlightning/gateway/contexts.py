@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from agentlightning.gateway.problems import Problem
 from agentlightning.resources import LLM
-from agentlightning.rollouts import Attempt, Rollout, trace_id_of
+from agentlightning.rollouts import Attempt, Rollout, RolloutMode, trace_id_of
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
@@ -28,6 +28,8 @@ class AttemptContext:
     llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
     """model -> (name of the resource, the resource)."""
     trace_id: str = ""
+    mode: RolloutMode | None = None
+    """Of the rollout."""
     learned: bool = True
     """Whether somebody may learn from its calls; not in the modes val and test."""
     checked: float = 0.0
@@ -70,6 +72,7 @@ class Contexts:
             attempt_id,
             await self._llms(rollout),
             trace_id_of(attempt_id) or new_trace_id(),
+            mode=rollout.mode,
             learned=rollout.mode not in ("val", "test"),
         )
         context.checked = now

@@ -24,6 +24,8 @@ class Counters:
     """Requests that got the exact tokens of an earlier one."""
     drift: int = 0
     """Requests that looked like a continuation which could not be proven."""
+    overridden: int = 0
+    """Calls of training rollouts whose sampling parameters were not followed (`gateway.on_policy`)."""
     violated: int = 0
     """Answers that have not the shape their request asked for."""
     prompt_tokens: int = 0

@@ -23,6 +23,7 @@ from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.count import Counting, estimated_instead
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
+from agentlightning.gateway.on_policy import OnPolicy, is_training
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import COUNT_TOKENS, Path, Price, Usage
 from agentlightning.gateway.routing import Route, Routes
@@ -59,8 +60,10 @@ class Forwarder:
         agents: Agents,
         counters: Counters,
         translator: Translator,
+        on_policy: OnPolicy,
     ) -> None:
         self._translator = translator
+        self._on_policy = on_policy
         self._table = table
         self._store = store
         self._contexts = contexts
@@ -153,8 +156,12 @@ class Forwarder:
         else:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
-        if caller.temperature is not None:
-            forced = {"temperature": caller.temperature, **forced}
+            # A provider that reports tokens may serve what is trained; any other is a third party.
+            reports = route.provider is not None and route.provider.token_ids
+            if caller.temperature is not None and (reports or route.name in context.llms):
+                forced = {"temperature": caller.temperature, **forced}
+            if reports and is_training(context, caller.mode, route.name):
+                asked = self._on_policy.without(asked, forced)
         trace_id = trace_id or new_trace_id()
         if can_forward(path, route):
             return Forward(path, route, caller, asked, headers, trace_id, forced)

@@ -37,6 +37,8 @@ class Record:
     constraint: Constraint
     start_time: float
     span_id: str
+    overridden: tuple[str, ...] = ()
+    """Sampling parameters that were not followed, for the sake of learning."""
 
     def answered(self, answer: Answer, params: SamplingParams, end_time: float) -> Span:
         """The span of a whole answer."""
@@ -102,6 +104,7 @@ class Record:
             names.REQUEST_STOP: list(params.stop) or None,
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
             names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+            names.OVERRIDDEN: list(self.overridden) or None,
             names.RESHAPED: list(params.reshaping) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
             names.CONTINUES: self.prompt.continued_span,
