@@ -20,10 +20,35 @@ async def test_text_streams_as_it_is_drawn_and_ends_with_reason_and_usage(serve)
     assert "".join(deltas) == "Hé 🎉!"
     assert len(deltas) > 1
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == []
+    assert chunks[-1].choices[0].finish_reason == "stop"
     assert chunks[-1].usage.completion_tokens == len("Hé 🎉!".encode()) + 1
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_plain_loop_finds_a_choice_in_every_chunk_and_the_usage_on_the_last(serve, n):
+    service = await serve(["Hi."] * n)
+    said, used = "", []
+    for chunk in await service.stream(n=n):
+        said += chunk.choices[0].delta.content or ""
+        used.append(chunk.usage)
+    assert said == "Hi." * n
+    assert used[-1].completion_tokens == n * len("Hi.<")
+    assert not any(used[:-1])
+
+
+async def test_whoever_asks_for_the_usage_gets_it_in_a_chunk_of_its_own(serve):
+    service = await serve(["Hi."])
+    *chunks, last = await service.stream(stream_options={"include_usage": True})
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert (last.choices, last.usage.completion_tokens) == ([], len("Hi.<"))
+
+
+async def test_options_of_a_stream_that_are_none_are_refused_by_name(serve):
+    service = await serve(["Hi."])
+    with pytest.raises(openai.BadRequestError, match="stream_options"):
+        await service.stream(stream_options={"include_usage": "yes"})
 
 
 async def test_a_tool_call_streams_whole_with_index_id_and_type(serve):
@@ -34,7 +59,7 @@ async def test_a_tool_call_streams_whole_with_index_id_and_type(serve):
     assert text == "Let me see."
     assert [(call.index, call.type, call.function.name) for call in calls] == [(0, "function", "calculator")]
     assert json.loads(calls[0].function.arguments) == {"expression": "6*7"}
-    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 async def test_the_sdks_stream_helper_puts_together_what_the_span_says(serve):

@@ -91,7 +91,8 @@ async def test_text_streams_as_it_is_drawn_and_ends_with_reason_and_usage(serve)
         said[choice.index] += choice.text
     assert said == {0: "Hé 🎉!", 1: "Hé 🎉!"}
     assert chunks[-1].usage.prompt_tokens == 2
-    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.choices for chunk in chunks)
 
 
 async def test_log_probabilities_of_the_drawn_tokens_come_in_openais_shape(serve):

@@ -71,6 +71,7 @@ def read_request(body: bytes, recall: Recall | None = None, attachments: bool = 
         openai.text_format("response_format", data.get("response_format"), nested=True),
         "response_format",
     )
+    openai.include_usage(data)
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
     if top and not logprobs:
         raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
@@ -155,25 +156,27 @@ class Reply:
 
     head: Head
     logprobs: bool = False
+    include_usage: bool = False
+    """A stream ends with a chunk of its own for the usage."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
         return orjson.dumps(self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)})
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
-        return b"".join(self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers)
+        opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
+        return b"".join(map(openai.event, opened))
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         logprobs = self._logprobs(answer.logprobs_of_piece)
         delta = _delta(piece)
-        return b"" if delta is None else self._chunk(answer, delta, None, logprobs)
+        return b"" if delta is None else openai.event(self._chunk(answer, delta, None, logprobs))
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         closing = [
             self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer.logprobs_of_rest)) for answer in answers
         ]
-        used = self._head("chat.completion.chunk") | {"choices": [], "usage": self._usage(answers)}
-        return b"".join(closing) + openai.event(used) + openai.DONE
+        return openai.ending(closing, self._usage(answers), apart=self.include_usage)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
@@ -197,9 +200,9 @@ class Reply:
 
     def _chunk(
         self, answer: Answer, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
-    ) -> bytes:
+    ) -> dict[str, Any]:
         choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return openai.event(self._head("chat.completion.chunk") | {"choices": [choice]})
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
         content = listed() if self.logprobs else []
@@ -227,7 +230,7 @@ def _delta(piece: Piece) -> dict[str, Any] | None:
 
 
 def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs)
+    return Reply(head, request.logprobs, openai.include_usage(request.asked))
 
 
 CHAT: Final = Dialect(

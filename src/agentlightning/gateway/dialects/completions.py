@@ -52,6 +52,7 @@ def read_request(body: bytes, recall: Recall | None = None, attachments: bool = 
     """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
     data = read_json(body)
     refuse(data, _REFUSED)
+    openai.include_usage(data)
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
     top = top_logprobs(data, "logprobs") if logprobs is not None else 0
     return Request(
@@ -90,6 +91,7 @@ class Reply:
 
     head: Head
     logprobs: bool = False
+    include_usage: bool = False
     offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
     """Of each answer, where the text of the next token begins."""
 
@@ -108,9 +110,8 @@ class Reply:
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         closing = [self._choice(answer, "", answer.finish_reason, answer.drawn.rest()) for answer in answers]
-        parts = [openai.event(self._head() | {"choices": [choice]}) for choice in closing]
-        used = self._head() | {"choices": [], "usage": self._usage(answers)}
-        return b"".join(parts) + openai.event(used) + openai.DONE
+        chunks = [self._head() | {"choices": [choice]} for choice in closing]
+        return openai.ending(chunks, self._usage(answers), apart=self.include_usage)
 
     def _head(self) -> dict[str, Any]:
         head = self.head
@@ -142,7 +143,7 @@ def _tops(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, float]] |
 
 
 def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs)
+    return Reply(head, request.logprobs, openai.include_usage(request.asked))
 
 
 COMPLETIONS: Final = Dialect(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -121,6 +121,22 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def include_usage(data: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with a chunk that has no choice and the usage. Raises Problem 400 on what is no
+    option."""
+    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
+    return bool(expect("stream_options.include_usage", wanted, bool)) if wanted is not None else False
+
+
+def ending(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
+    """The last chunks of a stream. The usage comes in a chunk of its own (`apart`) only where that was asked for, since
+    a plain loop over `chunk.choices[0]` fails on it; some frameworks count by it all the same, so that it is otherwise
+    on the last chunk that has a choice."""
+    *others, last = chunks
+    final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
+    return b"".join(map(event, [*others, *final])) + DONE
 
 
 def usage(prompt_tokens: int, drawn: int) -> dict[str, int]:
