@@ -5,7 +5,8 @@ import contextlib
 
 import pytest
 
-from agentlightning.errors import TrainingStopped
+from agentlightning.errors import TrainingStopped, UnknownTokensError
+from agentlightning.rejection import Rejection
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.source import RolloutPlan, RolloutSource
 from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id
@@ -47,9 +48,9 @@ async def agents(store, behave):
     await asyncio.gather(worker, return_exceptions=True)
 
 
-async def collect(source, plans=PLANS):
+async def collect(source, plans=PLANS, **options):
     resources = await source.store.add_resources({})
-    return await source.collect(plans, resources_id=resources.resources_id)
+    return await source.collect(plans, resources_id=resources.resources_id, **options)
 
 
 async def test_trajectories_come_back_in_the_order_asked_for_with_their_groups(store):
@@ -119,3 +120,58 @@ async def test_what_a_dead_process_had_claimed_is_queued_again(store):
     async with agents(store, lambda task: 1.0):
         collected = await collect(source, PLANS[:1])
     assert collected.trajectories[0].attempt_id != claimed.attempt.attempt_id
+
+
+def unloved(*numbers, reason="unloved"):
+    """A check that rejects the rollouts with these rewards."""
+    return lambda trajectories: [
+        Rejection(each.rollout_id, reason, "nobody likes it") for each in trajectories if each.reward in numbers
+    ]
+
+
+async def test_a_rollout_whose_spans_make_no_sense_is_left_out_with_its_reason(store):
+    async with agents(store, lambda task: "hot" if task["n"] == 1 else 1.0):
+        collected = await collect(RolloutSource(store))
+    assert [trajectory.rollout_id for trajectory in collected.trajectories] == ["run-0", "run-2", "run-3"]
+    [rejected] = collected.rejected
+    assert (rejected.rollout_id, rejected.reason) == ("run-1", "bad_reward")
+    assert "'hot'" in rejected.message
+    assert not collected.failed
+
+
+async def test_too_many_rejected_and_failed_rollouts_stop_training_with_counts_and_the_first_reason(store):
+    def behave(task):
+        if task["n"] == 3:
+            raise ValueError("gone")
+        return float(task["n"])
+
+    stop = r"3 of 4 rollouts cannot be used \(3 unloved\), and 1 failed.*\nnobody likes it\n.*--resume"
+    async with agents(store, behave):
+        with pytest.raises(TrainingStopped, match=stop):
+            await collect(RolloutSource(store), check=unloved(0.0, 1.0, 2.0))
+        with pytest.raises(UnknownTokensError):
+            await collect(RolloutSource(store), check=unloved(0.0, 1.0, 2.0, reason="unknown_tokens"))
+        collected = await collect(RolloutSource(store), check=unloved(0.0, 1.0, 2.0), max_failed_share=1.0)
+    assert not collected.trajectories
+    assert len(collected.rejected) == 3
+
+
+async def test_asking_again_runs_what_was_rejected_again_and_nothing_else(store):
+    runs = []
+    mended = False
+
+    def behave(task):
+        runs.append(task["n"])
+        return "hot" if task["n"] == 1 and not mended else 1.0
+
+    async with agents(store, behave):
+        assert len((await collect(RolloutSource(store))).rejected) == 1
+        assert len((await collect(RolloutSource(store))).rejected) == 1
+        mended = True
+        third = await collect(RolloutSource(store))
+        fourth = await collect(RolloutSource(store))
+    assert runs.count(1) == 3
+    assert [runs.count(n) for n in (0, 2, 3)] == [1, 1, 1]
+    assert not third.rejected
+    assert [trajectory.group for trajectory in third.trajectories] == ["g0", "g0", "g1", "g1"]
+    assert fourth.trajectories == third.trajectories

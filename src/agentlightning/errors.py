@@ -7,6 +7,7 @@
     ├── AgentError             an agent that cannot be loaded or run
     │   └── AgentTimeoutError  an agent that did not end within its time
     ├── RewardError            a reward that is missing, not a finite number, or of a kind nobody can use
+    ├── RolloutRejectedError   one rollout whose data cannot be used: training leaves it out and counts it
     ├── StoreError
     │   ├── NotFoundError      an id the store does not know
     │   ├── ConflictError      an illegal status change, or an id that is already taken by something else
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class AgentLightningError(Exception):
@@ -60,6 +62,20 @@ class AgentTimeoutError(AgentError):
 
 class RewardError(AgentLightningError, ValueError):
     """A reward that is missing, not finite, or of a kind that cannot be used."""
+
+    reason: ClassVar[str] = "bad_reward"
+    """What a rollout is counted under that is left out because of it."""
+
+
+class RolloutRejectedError(AgentLightningError, ValueError):
+    """One rollout whose recorded data cannot be used. It never ends a run: the rollout is left out, named and counted.
+
+    `reason` is what it is counted under: a short identifier such as "token_ids", the same for all rollouts of the kind.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class StoreError(AgentLightningError):
@@ -100,6 +116,9 @@ class ContextLengthError(PolicyError, ValueError):
 
 class UnfaithfulSampleError(PolicyError, ValueError):
     """Samples whose probabilities a loss cannot correct for."""
+
+    reason: ClassVar[str] = "unfaithful_sampling"
+    """What a rollout is counted under that is left out because of it."""
 
 
 class ServerError(AgentLightningError):

@@ -19,6 +19,8 @@ class TrainingResult:
     rollouts: int
     """Training rollouts, the failed ones included."""
     failed_rollouts: int
+    rejected_rollouts: Mapping[str, int]
+    """Training rollouts that succeeded and could not be learned from, by reason."""
     skipped_groups: int
     steps: int
     best_step: int | None
@@ -44,6 +46,7 @@ class TrainingResult:
             },
             "rollouts": self.rollouts,
             "failed_rollouts": self.failed_rollouts,
+            "rejected_rollouts": dict(self.rejected_rollouts),
             "skipped_groups": self.skipped_groups,
             "steps": self.steps,
             "best_step": self.best_step,

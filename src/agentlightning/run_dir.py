@@ -39,6 +39,8 @@ class RunState:
     rollouts: int = 0
     """Rollouts accounted for in training, the failed ones included."""
     failed_rollouts: int = 0
+    rejected: dict[str, int] = field(default_factory=dict[str, int])
+    """Rollouts that succeeded and could not be used, by reason."""
     skipped_groups: int = 0
     checkpoint: str | None = None
     """Directory, relative to the run's, of the weights and training state after `step`."""

@@ -3,18 +3,29 @@
 `RolloutSource` is the only place that queues rollouts for training and evaluation. Every rollout it asks for has an id
 made from the run, the purpose, the step and the place within the step, so that asking again after a crash finds what
 is there already: a finished rollout is used as it stands, a waiting one is waited for, a failed one gets another
-chance, nothing is done twice. It never runs an agent and never calls a model.
+chance, nothing is done twice. One that finished and cannot be used is *rejected*: left out, with a reason; asking
+again runs its task anew, under an id of its own. It never runs an agent and never calls a model.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning.assemble import trajectory
-from agentlightning.errors import TrainingStopped
+from agentlightning.errors import TrainingStopped, UnknownTokensError
+from agentlightning.rejection import (
+    REJECTING,
+    UNKNOWN_TOKENS,
+    UNREADABLE,
+    Check,
+    Rejection,
+    count_reasons,
+    describe_reasons,
+    rejection,
+)
 from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.trajectory import Trajectory
@@ -23,6 +34,14 @@ MIN_FAILURES = 4
 """Fewer failures than this never stop a run: one bad rollout of two is not a pattern."""
 WAIT_SECONDS = 1.0
 """How often a waiting source looks up to report progress and failures."""
+RESUME_ADVICE = (
+    "Mend the agent and continue the run with --resume, which runs these again; try one task alone with"
+    " `agl eval --limit 1`; or raise runner.max_failed_share if this is expected."
+)
+EVALUATION_ADVICE = (
+    "Mend the agent; try one task alone with `agl eval --limit 1`; or, from Python, pass"
+    " runner=RunnerConfig(max_failed_share=1.0) to have failures counted only."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +59,11 @@ class Collected:
     """What came back."""
 
     trajectories: tuple[Trajectory, ...]
-    """Of the rollouts that succeeded, in the order asked for."""
+    """Of the rollouts that can be used, in the order asked for."""
     failed: tuple[Rollout, ...] = ()
+    """Rollouts that ended without success."""
+    rejected: tuple[Rejection, ...] = ()
+    """Rollouts that succeeded and cannot be used."""
     seconds: float = 0.0
 
     @property
@@ -56,9 +78,11 @@ class RolloutSource:
     store: LightningStoreBase
     config: RolloutConfig = field(default_factory=RolloutConfig)
     max_failed_share: float = 0.5
-    """With a larger share of failed rollouts in one request, training stops with the first traceback."""
+    """With a larger share of failed and rejected rollouts in one request, training stops with the first reason."""
     model: str | None = None
     """The model that learns: what another one answered is left out of trajectories. None: nothing is."""
+    advice: str = RESUME_ADVICE
+    """What to do when it stops."""
 
     async def collect(
         self,
@@ -66,21 +90,46 @@ class RolloutSource:
         *,
         resources_id: str,
         mode: RolloutMode = "train",
+        check: Check | None = None,
+        max_failed_share: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Collected:
-        """Queue what is not there yet, wait for all, read the trajectories.
+        """Queue what is not there yet, wait for all, read the trajectories; `check` names those it cannot use.
 
-        Raises TrainingStopped when more than `max_failed_share` of the rollouts failed.
+        Raises TrainingStopped when more than `max_failed_share` (default: the source's) of the rollouts failed or were
+        rejected.
         """
         started = time.monotonic()
-        queued = await self.store.enqueue_many_rollouts([self._request(plan, resources_id, mode) for plan in plans])
-        for rollout in queued:
-            if rollout.status in ("failed", "cancelled"):
-                await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
-        finished = await self._wait([plan.rollout_id for plan in plans], on_progress)
+        share = self.max_failed_share if max_failed_share is None else max_failed_share
+        asked = await self._ask(plans, resources_id, mode, check)
+        finished = await self._wait([plan.rollout_id for plan in asked], share, on_progress)
         failed = tuple(rollout for rollout in finished if rollout.status != "succeeded")
-        trajectories = await self._read(plans, {rollout.rollout_id for rollout in failed})
-        return Collected(trajectories, failed, time.monotonic() - started)
+        succeeded = {rollout.rollout_id for rollout in finished} - {rollout.rollout_id for rollout in failed}
+        trajectories, rejected = await self._read([plan for plan in asked if plan.rollout_id in succeeded], check)
+        self._check_rejected(rejected, failed, len(asked), share)
+        return Collected(trajectories, failed, rejected, time.monotonic() - started)
+
+    async def _ask(
+        self, plans: Sequence[RolloutPlan], resources_id: str, mode: RolloutMode, check: Check | None
+    ) -> list[RolloutPlan]:
+        """Queue each plan's rollout. One that was finished before it was asked for, and cannot be used, is replaced."""
+        asked = list(plans)
+        places = list(range(len(asked)))
+        again = 0
+        while places:
+            requests = [self._request(asked[place], resources_id, mode) for place in places]
+            queued = await self.store.enqueue_many_rollouts(requests)
+            for rollout in queued:
+                if rollout.status in ("failed", "cancelled"):
+                    await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
+            done = [place for place, rollout in zip(places, queued, strict=True) if rollout.status == "succeeded"]
+            _, rejected = await self._read([asked[place] for place in done], check)
+            unusable = {each.rollout_id for each in rejected}
+            places = [place for place in done if asked[place].rollout_id in unusable]
+            again += 1
+            for place in places:
+                asked[place] = replace(asked[place], rollout_id=f"{plans[place].rollout_id}-again{again}")
+        return asked
 
     def _request(self, plan: RolloutPlan, resources_id: str, mode: RolloutMode) -> EnqueueRolloutRequest:
         return EnqueueRolloutRequest(
@@ -92,7 +141,9 @@ class RolloutSource:
             rollout_id=plan.rollout_id,
         )
 
-    async def _wait(self, rollout_ids: Sequence[str], on_progress: Callable[[int], None] | None) -> list[Rollout]:
+    async def _wait(
+        self, rollout_ids: Sequence[str], share: float, on_progress: Callable[[int], None] | None
+    ) -> list[Rollout]:
         minimum = 1
         while True:
             finished = await self.store.wait_for_rollouts(
@@ -100,30 +151,55 @@ class RolloutSource:
             )
             if on_progress is not None:
                 on_progress(len(finished))
-            await self._check_failures(finished, len(rollout_ids))
+            await self._check_failures(finished, len(rollout_ids), share)
             if len(finished) == len(rollout_ids):
                 return finished
             minimum = len(finished) + max(1, len(rollout_ids) // 8)
 
-    async def _check_failures(self, finished: Sequence[Rollout], total: int) -> None:
+    async def _check_failures(self, finished: Sequence[Rollout], total: int, share: float) -> None:
         failed = [rollout for rollout in finished if rollout.status != "succeeded"]
-        if len(failed) < min(MIN_FAILURES, total) or len(failed) <= self.max_failed_share * total:
+        if not _too_many(len(failed), total, share):
             return
         attempt = await self.store.get_latest_attempt(failed[0].rollout_id)
         raise TrainingStopped(
-            f"{len(failed)} of {total} rollouts failed, more than max_failed_share={self.max_failed_share:g} allows."
-            f" The first one, {failed[0].rollout_id}:\n{describe_failure(attempt)}\n"
-            "Mend the agent and continue the run with --resume; try one task alone with `agl eval --limit 1`;"
-            " or raise runner.max_failed_share if these failures are expected."
+            f"{len(failed)} of {total} rollouts failed, more than max_failed_share={share:g} allows."
+            f" The first one, {failed[0].rollout_id}:\n{describe_failure(attempt)}\n{self.advice}"
         )
 
-    async def _read(self, plans: Sequence[RolloutPlan], failed: set[str]) -> tuple[Trajectory, ...]:
-        groups = {plan.rollout_id: plan.group for plan in plans if plan.rollout_id not in failed}
+    def _check_rejected(
+        self, rejected: Sequence[Rejection], failed: Sequence[Rollout], total: int, share: float
+    ) -> None:
+        if not rejected or not _too_many(len(rejected) + len(failed), total, share):
+            return
+        counts = count_reasons(rejected)
+        also = f", and {len(failed)} failed" if failed else ""
+        stop = UnknownTokensError if set(counts) == {UNKNOWN_TOKENS} else TrainingStopped
+        raise stop(
+            f"{len(rejected)} of {total} rollouts cannot be used ({describe_reasons(counts)}){also}, more than"
+            f" max_failed_share={share:g} allows. The first one, {rejected[0].rollout_id}:\n{rejected[0].message}\n"
+            f"{self.advice}"
+        )
+
+    async def _read(
+        self, plans: Sequence[RolloutPlan], check: Check | None
+    ) -> tuple[tuple[Trajectory, ...], tuple[Rejection, ...]]:
+        groups = {plan.rollout_id: plan.group for plan in plans}
         found: dict[str, Trajectory] = {}
+        rejected: dict[str, Rejection] = {}
         async for rollout_id, spans in self.store.iter_spans(list(groups)):
             attempt_id = spans[-1].attempt_id if spans else ""
-            found[rollout_id] = trajectory(rollout_id, attempt_id, spans, group=groups[rollout_id], model=self.model)
-        return tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
+            try:
+                read = trajectory(rollout_id, attempt_id, spans, group=groups[rollout_id], model=self.model)
+            except (*REJECTING, *UNREADABLE) as error:
+                rejected[rollout_id] = rejection(rollout_id, error)
+            else:
+                found[rollout_id] = read
+        usable = tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
+        if check is not None:
+            refused = {each.rollout_id: each for each in check(usable)}
+            usable = tuple(each for each in usable if each.rollout_id not in refused)
+            rejected |= refused
+        return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
 
     async def recover(self, run_id: str, reason: str) -> int:
         """After a crash: queue again what a process that is gone had claimed of this run. Returns how many."""
@@ -131,6 +207,10 @@ class RolloutSource:
         for rollout in left:
             await self.store.requeue_rollout(rollout.rollout_id, reason)
         return len(left)
+
+
+def _too_many(bad: int, total: int, share: float) -> bool:
+    return bad >= min(MIN_FAILURES, total) and bad > share * total
 
 
 def describe_failure(attempt: Attempt | None) -> str:

@@ -409,6 +409,7 @@ async def _report(
         held_out=gains,
         rollouts=run.state.rollouts,
         failed_rollouts=run.state.failed_rollouts,
+        rejected_rollouts=dict(run.state.rejected),
         skipped_groups=run.state.skipped_groups,
         steps=run.state.step,
         best_step=run.state.best_step,

@@ -19,13 +19,15 @@ from agentlightning.evaluation import Evaluation, evaluate_tasks
 from agentlightning.monitor import staleness
 from agentlightning.policy.base import Policy
 from agentlightning.progress import Progress
+from agentlightning.rejection import Check, count_reasons
 from agentlightning.resources import LLM, NamedResources
 from agentlightning.run_dir import RunDir, RunState
-from agentlightning.source import Collected, RolloutPlan, RolloutSource
+from agentlightning.source import Collected, RolloutPlan, RolloutSource, describe_failure
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import TaskSampler
 from agentlightning.trajectory import TrainingSample
 
+FAILED = "failed"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
@@ -56,6 +58,10 @@ class TrainingRun:
     total_steps: int
     resources: NamedResources = field(default_factory=dict[str, Any])
     """What agents are given beside the policy."""
+    named: set[str] = field(default_factory=set[str])
+    """Reasons for leaving rollouts out that were shown."""
+    collections: int = 0
+    """Requests for rollouts within the step under way."""
     since: float = field(default_factory=time.monotonic)
     """When this process took the run up, or last noted the time spent."""
 
@@ -65,9 +71,12 @@ class TrainingRun:
 
     # -- rollouts ------------------------------------------------------------------------------------------------------
 
-    async def collect(self, *, tasks: int, group_size: int, temperature: float) -> Collected:
+    async def collect(
+        self, *, tasks: int, group_size: int, temperature: float, check: Check | None = None
+    ) -> Collected:
         step = self.state.step
-        prefix = f"{self.state.run_id}-train-{step:06d}"
+        prefix = f"{self.state.run_id}-train-{step:06d}" + (f"-part{self.collections}" if self.collections else "")
+        self.collections += 1
         drawn = TaskSampler(self.tasks.train, tasks, self.config.run.seed).draw(step)
         plans = [
             RolloutPlan(f"{prefix}-{index:04d}-{member:03d}", task, f"{prefix}-{index:04d}")
@@ -75,10 +84,28 @@ class TrainingRun:
             for member in range(group_size)
         ]
         resources_id = await self._publish(prefix, temperature)
-        collected = await self.source.collect(plans, resources_id=resources_id)
+        collected = await self.source.collect(plans, resources_id=resources_id, check=check)
         self.state.rollouts += len(plans)
-        self.state.failed_rollouts += len(collected.failed)
+        await self._account(collected)
         return collected
+
+    async def _account(self, collected: Collected) -> None:
+        """Count the rollouts that are of no use, and name the first of each kind."""
+        self.state.failed_rollouts += len(collected.failed)
+        if collected.failed and not self.named & {FAILED}:
+            attempt = await self.store.get_latest_attempt(collected.failed[0].rollout_id)
+            self._name(FAILED, collected.failed[0].rollout_id, describe_failure(attempt).splitlines()[-1])
+        for rejection in collected.rejected:
+            self.state.rejected[rejection.reason] = self.state.rejected.get(rejection.reason, 0) + 1
+            self._name(rejection.reason, rejection.rollout_id, rejection.message)
+
+    def _name(self, reason: str, rollout_id: str, message: str) -> None:
+        if reason not in self.named:
+            self.named.add(reason)
+            self.progress.note(
+                f"rollout {rollout_id} is left out ({reason.replace('_', ' ')}): {message}\n"
+                "  further ones are counted: metrics.jsonl, report.json"
+            )
 
     async def _publish(self, resources_id: str, temperature: float) -> str:
         """The newest weights under a name of their own; again under the same name after a crash, at the new address."""
@@ -112,12 +139,16 @@ class TrainingRun:
     async def finish_step(self, collected: Collected, figures: Mapping[str, float]) -> None:
         state = self.state
         state.step += 1
-        state.skipped_groups += int(figures["groups"] - figures["groups_trained"])
+        self.collections = 0
+        state.skipped_groups += int(figures.get("groups", 0) - figures.get("groups_trained", 0))
+        reasons = count_reasons(collected.rejected)
         record = {
             "step": state.step,
             **figures,
             "rollouts": state.rollouts,
             "failed": len(collected.failed),
+            "rejected": len(collected.rejected),
+            **{f"rejected_{reason}": count for reason, count in reasons.items()},
             "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),
             "collect_seconds": collected.seconds,
         }

@@ -4,7 +4,6 @@ import pytest
 from pydantic import ValidationError
 
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
-from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -22,9 +21,11 @@ class FakeTraining:
         self.step = 0
         self.asked, self.updates, self.figures = [], [], []
 
-    async def collect(self, **wish):
+    async def collect(self, check, **wish):
         self.asked.append(wish)
-        return self.collected
+        rejected = tuple(check(self.collected.trajectories))
+        left_out = {each.rollout_id for each in rejected}
+        return Collected(tuple(t for t in self.collected.trajectories if t.rollout_id not in left_out), (), rejected)
 
     async def update(self, samples, **options):
         self.updates.append((samples, options))
@@ -72,16 +73,31 @@ async def test_the_better_rollout_gets_the_higher_advantage():
     assert advantages["r1"] > 0 > advantages["r2"]
 
 
-async def test_rollouts_without_any_reward_stop_training_with_the_ways_to_give_one():
+async def test_a_rollout_that_cannot_be_used_is_named_and_the_others_are_learned_from():
+    training = FakeTraining(*GOOD_AND_BAD, rollout("r3", "g", None), rollout("r4", "g", {"right": 1.0}))
+    await LightningRL(steps=1, group_size=2).run(training)
+    (samples, _), = training.updates  # fmt: skip
+    assert {node.rollout_id for node in samples[0].tree.nodes if node.sampled} == {"r1", "r2"}
+    found = LightningRL(group_size=2).rejections(training.collected.trajectories)
+    assert {each.rollout_id: each.reason for each in found} == {"r3": "missing_reward", "r4": "bad_reward"}
+    assert "emit_reward" in found[0].message
+
+
+async def test_a_step_without_one_usable_rollout_is_finished_without_an_update():
     training = FakeTraining(rollout("r1", "g", None), rollout("r2", "g", None))
-    with pytest.raises(TrainingStopped, match="emit_reward"):
-        await LightningRL(steps=1, group_size=2).run(training)
+    await LightningRL(steps=2, group_size=2).run(training)
+    assert training.updates == []
+    assert training.step == 2
 
 
-async def test_rollouts_that_never_call_the_policy_stop_training():
-    training = FakeTraining(rollout("r1", "g", 1.0, calls=0), rollout("r2", "g", 0.0, calls=0))
-    with pytest.raises(TrainingStopped, match="OPENAI_BASE_URL"):
-        await LightningRL(steps=1, group_size=2).run(training)
+def test_rollouts_that_never_call_the_policy_are_rejected_with_where_calls_must_go():
+    found = LightningRL(group_size=2).rejections([rollout("r1", "g", 1.0, calls=0), rollout("r2", "g", 0.0, calls=0)])
+    assert [each.reason for each in found] == ["no_policy_calls"] * 2
+    assert "OPENAI_BASE_URL" in found[0].message
+
+
+def test_a_rollout_without_calls_beside_others_still_counts_for_the_baseline():
+    assert LightningRL(group_size=2).rejections([rollout("r1", "g", 1.0, calls=0), rollout("r2", "g", 0.0)]) == []
 
 
 def test_a_group_of_one_is_refused_by_name():
@@ -95,12 +111,13 @@ def test_an_unknown_setting_is_refused():
         LightningRL(grup_size=2)
 
 
-async def test_calls_without_tokens_are_refused_with_what_to_do():
+def test_calls_without_tokens_are_rejected_with_what_to_do():
     metadata = {"untrainable_calls": 1, "other_models": 2}
     told = [
         Trajectory(name, "a", (), reward=float(name == "r1"), group="g", metadata=metadata) for name in ("r1", "r2")
     ]
-    with pytest.raises(
-        UnknownTokensError, match=r"none of the 6 model calls .* 4 were answered by other models .* routes"
-    ):
-        await LightningRL(steps=1, group_size=2).run(FakeTraining(*told))
+    found = LightningRL(group_size=2).rejections(told)
+    assert [each.reason for each in found] == ["unknown_tokens"] * 2
+    assert "none of the 6 model calls" in found[0].message
+    assert "4 were answered by other models" in found[0].message
+    assert "routes" in found[0].message

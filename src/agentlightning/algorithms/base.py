@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from agentlightning.rejection import Check
 from agentlightning.source import Collected
 from agentlightning.trajectory import TrainingSample
 
@@ -25,9 +26,14 @@ class Training(Protocol):
         """Steps done so far: 0 in a new run, more in a resumed one."""
         ...
 
-    async def collect(self, *, tasks: int, group_size: int, temperature: float) -> Collected:
+    async def collect(
+        self, *, tasks: int, group_size: int, temperature: float, check: Check | None = None
+    ) -> Collected:
         """The rollouts of the step under way: `group_size` for each of `tasks` tasks, by the newest weights.
-        Trajectories of one task carry the same `group`."""
+        Trajectories of one task carry the same `group`.
+
+        `check` names the rollouts the algorithm cannot learn from. They are left out and counted, a resumed run runs
+        them again, and too many of them stop training."""
         ...
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:

@@ -15,18 +15,19 @@ does (`aggregate="token"`). Groups whose rewards are all equal teach nothing; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
-from agentlightning.credit import CreditReport, credit_rule, group_trajectories, training_samples
-from agentlightning.errors import TrainingStopped, UnknownTokensError
+from agentlightning.credit import credit_rule, group_trajectories, rejections, training_samples
 from agentlightning.policy.losses import Loss, PPOLoss
 from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.rejection import NO_POLICY_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.source import Collected
+from agentlightning.trajectory import Trajectory
 
 
 class LightningRLConfig(BaseModel):
@@ -85,7 +86,10 @@ class LightningRL(Algorithm[LightningRLConfig]):
     async def _step(self, training: Training) -> None:
         config = self.config
         collected = await training.collect(
-            tasks=config.tasks_per_step, group_size=config.group_size, temperature=config.temperature
+            tasks=config.tasks_per_step,
+            group_size=config.group_size,
+            temperature=config.temperature,
+            check=self.rejections,
         )
         samples, report = training_samples(
             group_trajectories(collected.trajectories),
@@ -93,11 +97,18 @@ class LightningRL(Algorithm[LightningRLConfig]):
             aggregate=config.aggregate,
             reward_weights=config.reward_weights,
         )
-        _check_rewards(report, collected)
         figures = {**reward_figures(collected, config.reward_weights), **report.metrics()}
         if samples:
             figures |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
         await training.finish_step(collected, figures)
+
+    def rejections(self, trajectories: Sequence[Trajectory]) -> list[Rejection]:
+        """The rollouts it cannot learn from; all of them where not one call of the policy is among them."""
+        config = self.config
+        found = rejections(trajectories, config.credit, reward_weights=config.reward_weights)
+        known = {each.rollout_id for each in found}
+        left = [trajectory for trajectory in trajectories if trajectory.rollout_id not in known]
+        return found if any(trajectory.transitions for trajectory in left) else [*found, *_without_calls(left)]
 
 
 def reward_figures(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
@@ -115,30 +126,23 @@ def reward_figures(collected: Collected, weights: Mapping[str, float] | None) ->
     }
 
 
-def _check_rewards(report: CreditReport, collected: Collected) -> None:
-    count = len(collected.trajectories)
-    if count and report.rewards_missing == count:
-        raise TrainingStopped(
-            f"none of the {count} rollouts of this step has a reward. Return a number from the agent, call"
-            " agl.emit_reward, post a reward event to AGL_EVENT_URL, or give a reward function (--reward)"
-        )
-    if count and not any(trajectory.transitions for trajectory in collected.trajectories):
-        _check_calls(collected)
-        raise TrainingStopped(
-            f"none of the {count} rollouts of this step called the policy. The agent must send its model calls to"
-            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
-        )
-
-
-def _check_calls(collected: Collected) -> None:
-    """Raises UnknownTokensError where the agents' calls were answered, and none by the policy."""
-    kept = [trajectory.metadata for trajectory in collected.trajectories]
+def _without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+    """Why rollouts without a single call of the policy teach nothing: another model answered, or nobody was asked."""
+    kept = [trajectory.metadata for trajectory in trajectories]
     unknown, others = (sum(counts.get(name, 0) for counts in kept) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
-    if not unknown + others:
-        return
-    raise UnknownTokensError(
-        f"none of the {unknown + others} model calls of this step can be learned from: {others} were answered by other"
-        f" models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the tokens of"
-        " the policy: have the agent ask for the policy's name, or change the route that leads its model elsewhere"
-        " ([gateway] routes); text alone serves SFT"
+    reason, message = (
+        (
+            UNKNOWN_TOKENS,
+            f"none of the {unknown + others} model calls of these rollouts can be learned from: {others} were answered"
+            f" by other models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the"
+            " tokens of the policy: have the agent ask for the policy's name, or change the route that leads its model"
+            " elsewhere ([gateway] routes); text alone serves SFT",
+        )
+        if unknown + others
+        else (
+            NO_POLICY_CALLS,
+            f"none of these {len(trajectories)} rollouts called the policy. The agent must send its model calls to"
+            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own",
+        )
     )
+    return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.app import Output, reported
+from agentlightning.rejection import describe_reasons
 from agentlightning.result import TrainingResult
 
 Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
@@ -84,6 +85,8 @@ def show(result: TrainingResult, console: Console) -> None:
             f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}, {gain.tasks} tasks)"
         )
     failed = f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
+    if result.rejected_rollouts:
+        failed += f", left out: {describe_reasons(result.rejected_rollouts)}"
     console.print(
         f"{result.steps} steps, {result.rollouts} rollouts{failed}, {result.seconds:.1f} s"
         + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")

@@ -2,7 +2,7 @@
 
 from agentlightning.credit.base import CreditRule, credit_rule, register
 from agentlightning.credit.reinforce import ReinforceCredit
-from agentlightning.credit.samples import Aggregate, CreditReport, group_trajectories, training_samples
+from agentlightning.credit.samples import Aggregate, CreditReport, group_trajectories, rejections, training_samples
 from agentlightning.credit.uniform import UniformCredit
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "credit_rule",
     "group_trajectories",
     "register",
+    "rejections",
     "training_samples",
 ]

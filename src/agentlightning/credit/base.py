@@ -35,6 +35,9 @@ class CreditRule(BaseModel, ABC):
         Raises RewardError for a kind of reward the rule cannot use.
         """
 
+    def check(self, trajectory: Trajectory) -> None:
+        """Raises RewardError where the rule cannot use the rewards of this rollout. By default it can."""
+
     def check_group_size(self, group_size: int) -> None:
         """Raises ConfigError where groups of this size can never be trained on."""
         if group_size < self.min_group:

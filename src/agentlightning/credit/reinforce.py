@@ -22,9 +22,13 @@ class ReinforceCredit(CreditRule):
     """A reward that is neither good nor bad."""
     intermediate: Literal["refuse", "ignore"] = "refuse"
 
-    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
+    def check(self, trajectory: Trajectory) -> None:
         if self.intermediate == "refuse":
-            refuse_intermediate(group, self.type)
+            refuse_intermediate([trajectory], self.type)
+
+    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
+        for trajectory in group:
+            self.check(trajectory)
         gains = [reward - self.baseline for reward in final_rewards(group)]
         if not any(gains):
             return None

@@ -1,6 +1,7 @@
 """From groups of trajectories to training samples: a token tree, and an advantage and a weight for each token.
 
-This is the only place where rollouts are left out, and it counts each with its reason.
+`rejections` names the rollouts that cannot be used at all, for the rollout source to leave out; `training_samples`
+leaves out what teaches nothing, and counts it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Literal
 
 from agentlightning.assemble import scalar_reward, token_tree
 from agentlightning.credit.base import CreditRule, credit_rule
-from agentlightning.errors import UnfaithfulSampleError
+from agentlightning.errors import RewardError, UnfaithfulSampleError
+from agentlightning.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 Aggregate = Literal["rollout", "token"]
@@ -59,6 +61,41 @@ def group_trajectories(trajectories: Iterable[Trajectory]) -> list[list[Trajecto
     for trajectory in trajectories:
         groups.setdefault(trajectory.group, []).append(trajectory)
     return list(groups.values())
+
+
+def rejections(
+    trajectories: Iterable[Trajectory],
+    rule: str | Mapping[str, Any] | CreditRule = "uniform",
+    *,
+    target_agent: str | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+) -> list[Rejection]:
+    """The rollouts `training_samples` would leave out or raise for, whatever their group: without a reward, with one
+    that the rule cannot use or that has no weight, or sampled from a distribution that no loss corrects for."""
+    rule = credit_rule(rule)
+    found: list[Rejection] = []
+    for trajectory in trajectories:
+        try:
+            scored = _scalar(trajectory, reward_weights)
+            rule.check(scored)
+            for call in scored.transitions:
+                if target_agent is None or call.agent == target_agent:
+                    _refuse_unfaithful(call)
+        except (RewardError, UnfaithfulSampleError) as error:
+            found.append(rejection(trajectory.rollout_id, error))
+        else:
+            if scored.reward is None:
+                found.append(Rejection(trajectory.rollout_id, MISSING_REWARD, _without_reward(trajectory)))
+    return found
+
+
+def _without_reward(trajectory: Trajectory) -> str:
+    if trajectory.reward is not None:
+        return f"the reward {trajectory.reward!r} lacks a dimension that reward_weights names; give all of them"
+    return (
+        "it has no reward: return a number from the agent, call agl.emit_reward, post a reward event to AGL_EVENT_URL,"
+        " or give a reward function (--reward)"
+    )
 
 
 def training_samples(

@@ -29,9 +29,13 @@ class UniformCredit(CreditRule):
     intermediate: Literal["refuse", "ignore"] = "refuse"
     """What to do with intermediate rewards, which this rule has no use for."""
 
-    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
+    def check(self, trajectory: Trajectory) -> None:
         if self.intermediate == "refuse":
-            refuse_intermediate(group, self.type)
+            refuse_intermediate([trajectory], self.type)
+
+    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
+        for trajectory in group:
+            self.check(trajectory)
         rewards = final_rewards(group)
         if len(rewards) < self.min_group or _spread(rewards) <= SMALLEST_SPREAD:
             return None

@@ -1,0 +1,60 @@
+"""Rejections: rollouts that ran but cannot be used, each with the reason it is counted under.
+
+What reads a rollout's spans raises one of `REJECTING` for data that cannot be used; the rollout source turns that into
+a `Rejection`. A rejected rollout is left out, named once and counted; it is never taken for reward 0.0, and a resumed
+run runs it again. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agentlightning.errors import RewardError, RolloutRejectedError, UnfaithfulSampleError
+from agentlightning.trajectory import Trajectory
+
+REJECTING: Final = (RolloutRejectedError, RewardError, UnfaithfulSampleError)
+"""Errors that say that one rollout cannot be used, each with its `reason`."""
+UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading spans of an unexpected shape raises: agents write them."""
+
+MISSING_REWARD: Final = "missing_reward"
+MALFORMED_SPANS: Final = "malformed_spans"
+NO_POLICY_CALLS: Final = "no_policy_calls"
+UNKNOWN_TOKENS: Final = "unknown_tokens"
+NO_TARGET_CALLS: Final = "no_target_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """One rollout that was left out."""
+
+    rollout_id: str
+    reason: str
+    """What it is counted under: a short identifier."""
+    message: str
+    """What is wrong with it, and the way out."""
+
+
+Check = Callable[[Sequence[Trajectory]], Iterable[Rejection]]
+"""Says which trajectories an algorithm cannot learn from."""
+
+
+def rejection(rollout_id: str, error: Exception) -> Rejection:
+    """What an error of `REJECTING` or `UNREADABLE` makes of a rollout."""
+    if isinstance(error, REJECTING):
+        return Rejection(rollout_id, error.reason, str(error))
+    message = f"the spans of rollout {rollout_id} cannot be read: {type(error).__name__}: {error}"
+    return Rejection(rollout_id, MALFORMED_SPANS, message)
+
+
+def count_reasons(rejections: Iterable[Rejection]) -> dict[str, int]:
+    """How many were rejected for each reason, the most frequent first."""
+    return dict(Counter(each.reason for each in rejections).most_common())
+
+
+def describe_reasons(counts: Mapping[str, int]) -> str:
+    """`3 missing reward, 1 bad reward`."""
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items())
