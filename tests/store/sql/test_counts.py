@@ -244,7 +244,12 @@ async def test_counts_are_right_after_a_kill(tmp_path: Path, start_process: Any)
     await store.close()
 
 
-OLDER = ("DROP TABLE counts", "UPDATE about SET value = '2' WHERE name = 'schema_version'")
+OLDER = (
+    "DROP TABLE counts",
+    "DROP TABLE answered_calls",
+    "DROP TABLE clocks",
+    "UPDATE about SET value = '2' WHERE name = 'schema_version'",
+)
 
 
 async def test_an_older_store_is_counted_when_it_is_opened(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,23 @@ import pytest
 from agentlightning.errors import StoreError
 from agentlightning.span import PROMPT_TOKEN_IDS, SUPERSEDED, Span
 from agentlightning.store import LightningStore
-from agentlightning.store.sql.migrations import STEPS, Step, migrate
+from agentlightning.store.sql.migrations import STEPS, Schema, Step, migrate
 from agentlightning.store.sql.schema import SCHEMA_VERSION
+from agentlightning.store.sql.sqlite import guard
+from agentlightning.store.sql.sqlite.migration import SqliteSchema
 
-VERSION_1 = Path(__file__).parent / "version_1.sql"
-"""A store as version 1 wrote it: a rollout that succeeded with one span, and one that waits."""
+VERSIONS = Path(__file__).parent
+"""version_N.sql is a store as version N wrote it: a rollout that succeeded with one span, and one that waits."""
 
 
-def old_store(path: Path) -> sqlite3.Connection:
+def old_store(path: Path, version: int = 1) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None)
-    connection.executescript(VERSION_1.read_text())
+    connection.executescript((VERSIONS / f"version_{version}.sql").read_text())
     return connection
+
+
+def bring_up(connection: sqlite3.Connection, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
+    migrate(SqliteSchema(connection, "store.db"), latest, steps)
 
 
 def shape(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
@@ -76,10 +83,11 @@ async def test_every_span_of_version_1_is_packed_as_it_was(tmp_path: Path) -> No
     await store.close()
 
 
-def test_an_old_database_ends_with_the_same_tables_as_a_new_one(tmp_path: Path) -> None:
-    old, new = old_store(tmp_path / "old.db"), sqlite3.connect(tmp_path / "new.db", isolation_level=None)
-    migrate(old, "old")
-    migrate(new, "new")
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_old_database_ends_with_the_same_tables_as_a_new_one(tmp_path: Path, version: int) -> None:
+    old, new = old_store(tmp_path / "old.db", version), sqlite3.connect(tmp_path / "new.db", isolation_level=None)
+    bring_up(old)
+    bring_up(new)
     assert shape(old) == shape(new)
     old.close()
     new.close()
@@ -95,11 +103,16 @@ def test_each_step_above_the_version_is_taken_in_order_and_once(tmp_path: Path) 
     taken: list[int] = []
 
     def step(number: int) -> Step:
-        return lambda connection: taken.append(number)
+        def take(schema: Schema) -> None:
+            taken.append(number)
+            if number in STEPS:
+                STEPS[number](schema)
+
+        return take
 
     steps = {number: step(number) for number in range(2, latest + 1)}
-    migrate(connection, "store.db", latest, steps)
-    migrate(connection, "store.db", latest, steps)
+    bring_up(connection, latest, steps)
+    bring_up(connection, latest, steps)
     assert taken == list(range(2, latest + 1))
     connection.close()
 
@@ -108,12 +121,12 @@ def test_a_step_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None
     connection = old_store(tmp_path / "store.db")
     before = shape(connection)
 
-    def breaks(connection: sqlite3.Connection) -> None:
-        connection.execute("CREATE TABLE half (done TEXT)")
+    def breaks(schema: Schema) -> None:
+        schema.execute("CREATE TABLE half (done TEXT)")
         raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        migrate(connection, "store.db", SCHEMA_VERSION + 1, {**STEPS, SCHEMA_VERSION + 1: breaks})
+        bring_up(connection, SCHEMA_VERSION + 1, {**STEPS, SCHEMA_VERSION + 1: breaks})
     assert shape(connection) == before
     connection.close()
 
@@ -124,3 +137,46 @@ def test_a_database_of_a_newer_version_is_refused_with_advice(tmp_path: Path) ->
     connection.close()
     with pytest.raises(StoreError, match=r"store\.db was written by a newer version.*99.*pip install --upgrade"):
         LightningStore(tmp_path / "store.db")
+
+
+def test_what_the_steps_make_of_a_database_never_changes(tmp_path: Path) -> None:
+    """Whatever the tables of today are: a column that a later version adds is the business of its own step."""
+    migrated, written = old_store(tmp_path / "old.db"), old_store(tmp_path / "written.db", 3)
+    bring_up(migrated, 3)
+    assert [each for each in shape(migrated) if each[0] != "trigger"] == shape(written)
+    migrated.close()
+    written.close()
+
+
+async def test_counts_that_an_older_process_did_not_keep_are_right_again(tmp_path: Path) -> None:
+    connection = old_store(tmp_path / "store.db", 3)
+    connection.execute("UPDATE counts SET number = number + 3 WHERE name IN ('queuing', 'spans')")
+    connection.close()
+    store = LightningStore(tmp_path / "store.db")
+    statistics = await store.statistics()
+    assert (statistics["rollouts.queuing"], statistics["rollouts.succeeded"], statistics["spans"]) == (1, 1, 1)
+    await store.close()
+
+
+async def test_a_process_that_has_an_older_store_open_writes_no_more_once_a_newer_one_migrates_it(
+    tmp_path: Path,
+) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    rollout = await store.start_rollout("a task")
+    newer = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    guard.allow(newer, SCHEMA_VERSION + 1)
+    bring_up(newer, SCHEMA_VERSION + 1, {SCHEMA_VERSION + 1: lambda schema: None})
+    for call in (
+        lambda: store.enqueue_rollout("another"),
+        lambda: store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"),
+        lambda: store.add_span(Span(rollout.rollout_id, rollout.attempt.attempt_id, "chat", 1.0)),
+        lambda: store.update_worker("w1"),
+        lambda: store.update_queue("default", 1),
+        lambda: store.add_resources({}),
+    ):
+        with pytest.raises(StoreError, match=rf"schema {SCHEMA_VERSION + 1} by a newer version.*pip install --upgrade"):
+            await call()
+    assert [each.status for each in await store.query_rollouts()] == ["preparing"]
+    newer.execute("UPDATE rollouts SET status = 'succeeded'")
+    newer.close()
+    await store.close()

@@ -29,8 +29,8 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-SCHEMA_VERSION = 3
-"""Raised by one with each migration; see migrations.py."""
+SCHEMA_VERSION = 4
+"""Raised by one with each migration; see migrations/."""
 
 WAITING = text("status IN ('queuing', 'requeuing')")
 OPEN = text("status IN ('preparing', 'running')")
@@ -197,12 +197,29 @@ counts = Table(
 )
 """How many there are: `name` is a status, of the rollouts of `queue`, or what is counted whole. See counts.py."""
 
-FILL_COUNTS = (
-    "INSERT INTO counts SELECT '', status, queue, count(*) FROM rollouts GROUP BY status, queue",
-    "INSERT INTO counts SELECT '', 'attempts', '', count(*) FROM attempts",
-    "INSERT INTO counts SELECT '', 'spans', '', coalesce(sum(spans), 0) FROM attempts",
+answered_calls = Table(
+    "answered_calls",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("digest", LargeBinary, nullable=False),
+    Column("answered_at", _Number, nullable=False),
+    Column("answer", LargeBinary),
+    Index("answered_calls_in_order", "answered_at"),
 )
-"""Count what is there, where nothing was counted yet."""
+"""Calls that must not be done twice, by the idempotency key of their caller: a digest of the method and its arguments,
+and what was answered (null where that was too large to be kept)."""
+
+clocks = Table(
+    "clocks",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("steady", _Number, nullable=False),
+    Column("wall", _Number, nullable=False),
+    Column("shift", _Number, nullable=False),
+    Column("boot", Text),
+)
+"""When a process last kept the deadlines, on the steady and on the wall clock; `boot` is the boot of the machine whose
+steady clock it is, and `shift` what is added to that to have the clock of the deadlines."""
 
 
 def ddl(dialect: Dialect) -> list[str]:

@@ -18,12 +18,13 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.clock import Clock
 from agentlightning.store.ids import new_hex
 from agentlightning.store.sql.database import Wake
+from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.connection import PostgresConnection, value
-from agentlightning.store.sql.postgres.dialect import DIALECT, STEPS, TABLES, ddl
+from agentlightning.store.sql.postgres.dialect import DIALECT
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import RETRY_SECONDS, PostgresListener
-from agentlightning.store.sql.schema import SCHEMA_VERSION
+from agentlightning.store.sql.postgres.migration import ALLOW, PostgresSchema
 
 PATIENCE_SECONDS: Final = 60.0
 """How long a call waits for a lost server to come back."""
@@ -32,7 +33,7 @@ SUSPENDED_SECONDS: Final = 30
 OLDEST: Final = 130_000
 """PostgreSQL 13."""
 _SETTINGS: Final = (
-    "SET statement_timeout = 0; SET lock_timeout = '120s'; SET client_min_messages = warning; "
+    ALLOW + "SET statement_timeout = 0; SET lock_timeout = '120s'; SET client_min_messages = warning; "
     f"SET idle_in_transaction_session_timeout = '{SUSPENDED_SECONDS}s'; "
     # A stronger setting than "on" is the administrator's choice, a weaker one would lose what was acknowledged.
     "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') IN "
@@ -78,13 +79,7 @@ class PostgresDatabase:
             with contextlib.closing(self.open()) as connection:
                 self._check(connection)
                 self._clock = DatabaseClock(connection)
-                if self._version(connection) == SCHEMA_VERSION:
-                    return
-                # Servers that start at the same time wait here for the first, until its connection is closed.
-                lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
-                value(connection, lock, self._schema)
-                with connection.transaction():
-                    self._bring_up(connection)
+                migrate(PostgresSchema(connection, self.name, self._schema))
         except self.errors as error:
             raise self.explain(error) from error
 
@@ -93,49 +88,6 @@ class PostgresDatabase:
             raise StoreError(f"{self.name} is PostgreSQL {connection.info.server_version // 10_000}; use 13 or newer")
         if value(connection, "SELECT pg_is_in_recovery()"):
             raise StoreError(f"{self.name} is a standby, which takes no writes; give the address of the primary")
-
-    def _bring_up(self, connection: psycopg.Connection[Any]) -> None:
-        version = self._version(connection)
-        if version == 0:
-            self._make(connection)
-        elif version > SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.name} was written by a newer version of agentlightning (its schema is {version}, this one "
-                f"knows {SCHEMA_VERSION}); run: pip install --upgrade agentlightning, or give another database"
-            )
-        else:
-            self._migrate(connection, version)
-
-    def _version(self, connection: psycopg.Connection[Any]) -> int:
-        """0 where there is no store yet."""
-        if value(connection, "SELECT to_regclass('about')") is None:
-            return 0
-        row = connection.execute("SELECT value FROM about WHERE name = 'schema_version'").fetchone()
-        return int(row[0]) if row else 0
-
-    def _make(self, connection: psycopg.Connection[Any]) -> None:
-        if self._schema:
-            connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema)))
-        names = list(TABLES)
-        taken = value(connection, "SELECT min(n) FROM unnest(%s::text[]) n WHERE to_regclass(n) IS NOT NULL", names)
-        if taken is not None:
-            raise StoreError(
-                f"{self.name} has a table {taken!r} that is not ours; give another database, or a schema of its own "
-                "with ?schema=NAME"
-            )
-        for statement in ddl():
-            connection.execute(statement.encode())
-        self._put_version(connection)
-
-    def _migrate(self, connection: psycopg.Connection[Any], version: int) -> None:
-        for number in range(version + 1, SCHEMA_VERSION + 1):
-            for statement in STEPS[number]:
-                connection.execute(statement.encode())
-        self._put_version(connection)
-
-    def _put_version(self, connection: psycopg.Connection[Any]) -> None:
-        put = "INSERT INTO about VALUES ('schema_version', %s) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
-        connection.execute(put, [str(SCHEMA_VERSION)])
 
     def open(self) -> psycopg.Connection[Any]:
         """One connection, outside of any transaction. Raises ConnectError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from typing import Any, Final
@@ -11,7 +11,6 @@ import psycopg
 from sqlalchemy import LargeBinary, Table
 from sqlalchemy.dialects.postgresql import psycopg as dialects
 from sqlalchemy.dialects.postgresql.base import PGDDLCompiler, PGTypeCompiler
-from sqlalchemy.schema import CreateTable
 
 from agentlightning.store.sql import schema
 from agentlightning.store.sql.database import Insert, Update
@@ -49,16 +48,6 @@ class _Dialect(dialects.dialect):
 
 
 DIALECT: Final = _Dialect(paramstyle="numeric_dollar")
-
-STEPS: Mapping[int, Sequence[str]] = {
-    3: (
-        "LOCK TABLE rollouts, attempts IN SHARE ROW EXCLUSIVE MODE",
-        str(CreateTable(schema.counts).compile(dialect=DIALECT)),
-        *schema.FILL_COUNTS,
-    )
-}
-"""version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
-
 
 FOLD_COUNTS: Final = (
     "WITH gone AS (DELETE FROM counts WHERE shard <> '' AND shard NOT IN (SELECT server FROM servers) RETURNING *) "

@@ -23,8 +23,10 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.database import Insert, Row, Statement, Update, Wake
 from agentlightning.store.sql.migrations import migrate
+from agentlightning.store.sql.sqlite import guard
 from agentlightning.store.sql.sqlite.checkpoints import Checkpoints
 from agentlightning.store.sql.sqlite.faults import explain, is_fatal
+from agentlightning.store.sql.sqlite.migration import SqliteSchema
 
 DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
 BUSY_SECONDS: Final = 30.0
@@ -79,7 +81,7 @@ class SqliteDatabase:
         try:
             connection = _connect(self.path)
             _use_wal(connection, self.path)
-            migrate(connection, str(self.path))
+            migrate(SqliteSchema(connection, str(self.path)))
         except sqlite3.Error as error:
             raise self.explain(error) from error
         finally:
@@ -90,7 +92,7 @@ class SqliteDatabase:
         try:
             connection = _connect(self.path)
             if self.path is None:
-                migrate(connection, self.name)
+                migrate(SqliteSchema(connection, self.name))
             if read_only:
                 connection.execute("PRAGMA query_only = ON")
         except sqlite3.Error as error:
@@ -316,6 +318,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         cached_statements=256,
     )
     try:
+        guard.allow(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")

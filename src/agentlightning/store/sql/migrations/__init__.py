@@ -1,0 +1,49 @@
+"""Numbered migrations: how an older database becomes one of today, the same for SQLite and PostgreSQL.
+
+A new database is made from schema.py at once. An older one is taken through every step above its version, in one
+transaction. A step holds the SQL of its version and knows nothing of schema.py, which goes on changing: what a step
+makes of a database never changes. A database that a newer release wrote is refused: reading it with older code could
+lose what that added. A process that has a database open while a newer one migrates it is refused when it writes next:
+what only the newer one keeps up would be wrong from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from agentlightning.errors import StoreError
+from agentlightning.store.sql.migrations import version_2, version_3, version_4
+from agentlightning.store.sql.migrations.base import Schema
+from agentlightning.store.sql.schema import SCHEMA_VERSION
+
+__all__ = ["STEPS", "Schema", "Step", "migrate"]
+
+Step = Callable[[Schema], None]
+
+STEPS: Final[Mapping[int, Step]] = {2: version_2.migrate, 3: version_3.migrate, 4: version_4.migrate}
+"""version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
+
+
+def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
+    """Bring a database to version `latest`. Raises StoreError for one of a newer version, and of something else."""
+    if schema.version() == latest:
+        return
+    with schema.exclusive():
+        version = schema.version()  # another process may have been faster
+        if version == latest:
+            return
+        if version > latest:
+            raise StoreError(
+                f"{schema.name} was written by a newer version of agentlightning (its schema is {version}, this one "
+                f"knows {latest}); run: pip install --upgrade agentlightning, or give another {schema.elsewhere}"
+            )
+        if version == 0:
+            schema.create()
+        else:
+            schema.remove_guard()
+            for number in range(version + 1, latest + 1):
+                steps[number](schema)
+        schema.install_guard(latest)
+        schema.execute("DELETE FROM about WHERE name = 'schema_version'")
+        schema.execute(f"INSERT INTO about (name, value) VALUES ('schema_version', '{latest}')")

@@ -1,0 +1,69 @@
+"""Version 3 to 4: answers of calls that must not be done twice, a mark of when the store was last alive, and counts
+that are counted anew, as a process of version 2 that went on writing did not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from agentlightning.store.sql.migrations.base import Schema
+from agentlightning.store.sql.migrations.version_3 import COUNT
+
+_TABLES: Final[Mapping[str, Sequence[str]]] = {
+    "sqlite": (
+        """
+        CREATE TABLE answered_calls (
+            key TEXT NOT NULL,
+            digest BLOB NOT NULL,
+            answered_at FLOAT NOT NULL,
+            answer BLOB,
+            PRIMARY KEY (key)
+        )
+        """,
+        """
+        CREATE TABLE clocks (
+            name TEXT NOT NULL,
+            steady FLOAT NOT NULL,
+            wall FLOAT NOT NULL,
+            shift FLOAT NOT NULL,
+            boot TEXT,
+            PRIMARY KEY (name)
+        )
+        """,
+    ),
+    "postgresql": (
+        """
+        CREATE TABLE answered_calls (
+            key TEXT COLLATE "C" NOT NULL,
+            digest BYTEA NOT NULL,
+            answered_at DOUBLE PRECISION NOT NULL,
+            answer BYTEA,
+            PRIMARY KEY (key)
+        )
+        """,
+        """
+        CREATE TABLE clocks (
+            name TEXT COLLATE "C" NOT NULL,
+            steady DOUBLE PRECISION NOT NULL,
+            wall DOUBLE PRECISION NOT NULL,
+            shift DOUBLE PRECISION NOT NULL,
+            boot TEXT COLLATE "C",
+            PRIMARY KEY (name)
+        )
+        """,
+    ),
+}
+_INDEXES: Final = (
+    "CREATE INDEX answered_calls_in_order ON answered_calls (answered_at)",
+    # The first databases of version 2 were made without these.
+    "CREATE INDEX IF NOT EXISTS token_blocks_of_parent ON token_blocks (parent)",
+    "CREATE INDEX IF NOT EXISTS pack_blocks_of_digest ON pack_blocks (digest)",
+)
+_LOCK: Final = "LOCK TABLE rollouts, attempts, counts IN SHARE ROW EXCLUSIVE MODE"
+
+
+def migrate(schema: Schema) -> None:
+    if schema.kind == "postgresql":
+        schema.execute(_LOCK)
+    for statement in (*_TABLES[schema.kind], *_INDEXES, "DELETE FROM counts", *COUNT):
+        schema.execute(statement)
