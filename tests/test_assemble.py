@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.assemble import (
+    VOID_CALLS,
+    VOID_REASON,
     calls,
     link_rewards,
     scalar_reward,
@@ -19,7 +23,8 @@ from agentlightning.assemble import (
     transitions,
     untrainable_calls,
 )
-from agentlightning.errors import RewardError
+from agentlightning.call_checks import TokenLimits
+from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
 from agentlightning.trajectory import TokenTree, Trajectory, Transition
 
@@ -167,10 +172,51 @@ def test_spans_of_other_attempts_and_superseded_rewards_do_not_count() -> None:
     assert len(trajectory("ro-1", "at-2", [*spans, chat(4, [1], [3], attempt="at-2")]).transitions) == 1
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "good", None, {}, {"a": math.nan}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, "good", None, {}, {"a": math.nan}])
 def test_a_reward_that_is_no_finite_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(RewardError, match="ro-1"):
         trajectory("ro-1", "at-1", [chat(1, [1], [2]), reward(2, value)])
+
+
+def test_rewards_that_are_a_label_alone_or_came_late_do_not_count() -> None:
+    label = span(3, names.REWARD, **{names.EVALUATION_NAME: "tone", "gen_ai.evaluation.score.label": "kind"})
+    late = reward(4, 9.0, **{names.LATE: True})
+    assert trajectory("ro-1", "at-1", [chat(1, [1], [2]), reward(2, 0.5), label, late]).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("attributes", "named"),
+    [
+        ({names.RESPONSE_TOKEN_IDS: [99]}, "99"),
+        ({names.PROMPT_TOKEN_IDS: [-1]}, "-1"),
+        ({names.PROMPT_TOKEN_IDS: ["a"]}, "'a'"),
+        ({names.PROMPT_TOKEN_IDS: [1] * 200}, "201 tokens"),
+        ({names.LOGPROBS: [-1e30]}, "-1e+30"),
+        ({names.LOGPROBS: [3.5]}, "3.5"),
+        ({names.LOGPROBS: [math.nan]}, "nan"),
+        ({names.REQUEST_TEMPERATURE: "hot"}, "'hot'"),
+        ({names.REQUEST_TOP_P: 7}, "7"),
+        ({names.POLICY_VERSION: "new"}, "'new'"),
+    ],
+)
+def test_a_call_that_cannot_be_true_is_left_out_named_and_counted(attributes: dict[str, Any], named: str) -> None:
+    limits = TokenLimits(vocabulary=50, context=100)
+    good, bad = chat(1, [1], [2]), chat(2, [1, 2], [3], **attributes)
+    found = trajectory("ro-1", "at-1", [good, bad, reward(3, 1.0)], limits=limits)
+    assert [call.span_id for call in found.transitions] == ["s1"]
+    assert found.metadata[VOID_CALLS] == 1
+    assert named in found.metadata[VOID_REASON]
+    with pytest.raises(RolloutRejectedError, match=r"ro-1.*s2"):
+        trajectory("ro-1", "at-1", [bad, reward(3, 1.0)], limits=limits)
+
+
+def test_values_of_any_type_end_nothing() -> None:
+    odd: list[Any] = [None, True, -1, 1e308, "x", [], {}, [[1]], {"a": [1]}, [None]]
+    keys = (names.OPERATION_NAME, names.FINISH_REASONS, names.AGENT_NAME, names.RESHAPED, names.POLICY_VERSIONS)
+    keys += (names.REQUEST, names.RESPONSE_ID, names.RESPONSE_MODEL, names.RETRIES, *names.TOKEN_ATTRIBUTES)
+    for key, value in itertools.product(keys, odd):
+        with contextlib.suppress(RolloutRejectedError):
+            trajectory("ro-1", "at-1", [chat(1, [1], [2]), chat(2, [1], [2], **{key: value})], model="m")
 
 
 def test_named_dimensions_are_combined_by_their_weights() -> None:

@@ -8,13 +8,16 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentlightning import span as names
+from agentlightning.assemble import trajectory, transitions
 from agentlightning.errors import ServerError
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.budget import Account, spent_by
 from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.observe import observed
 from agentlightning.testing import ScriptedEngine
+from agentlightning.tracing.emit import find_final_reward
 
 SECRET = "a-secret"
 
@@ -53,7 +56,7 @@ async def test_a_posted_reward_becomes_a_reward_of_the_attempt(store, attempt):
     reply = await post(environment, {"event_type": "reward", "data": {"value": 1.0}})
     (span,) = await store.query_spans(rollout_id, attempt_id)
     assert (span.name, span.attributes[names.SCORE_VALUE]) == (names.REWARD, 1.0)
-    assert reply.json() == {"span_id": span.span_id, "sequence_id": 1, "superseded": False}
+    assert reply.json() == {"span_id": span.span_id, "sequence_id": 1, "superseded": False, "late": False}
 
 
 async def test_a_reward_of_several_dimensions_keeps_their_names(store, attempt):
@@ -79,6 +82,7 @@ async def test_other_events_become_spans_of_their_name(store, attempt):
         (b'{"event_type": "reward", "data": {"value": NaN}}', "NaN"),
         ({"event_type": "reward", "data": {"value": "good"}}, 'value="good"'),
         ({"event_type": "reward", "data": {"value": True}}, "value=true"),
+        ({"event_type": "reward", "data": {"value": 1e308}}, "value=1e"),
         ({"event_type": "reward", "data": {}}, "value=null"),
         ({"event_type": "reward", "data": {"value": {"format": None}}}, "format=null"),
         ({"data": {}}, "event_type"),
@@ -113,6 +117,32 @@ async def test_an_event_of_a_superseded_attempt_is_kept_and_said_to_be_late(stor
     await store.start_attempt(rollout_id)
     reply = await post(environment, {"event_type": "reward", "data": {"value": 1}})
     assert reply.json()["superseded"] is True
+
+
+async def test_an_event_cannot_say_what_only_the_gateway_knows(store, attempt):
+    rollout_id, attempt_id, environment = attempt
+    forged = {names.OPERATION_NAME: "chat", names.PROMPT_TOKEN_IDS: [1], names.RESPONSE_TOKEN_IDS: [2]}
+    forged |= {names.LOGPROBS: [-1e30], names.COST: -1e6, names.PROVIDER_RETRIES: 0, names.RETRIES: 1, "mine": 1}
+    await post(environment, {"event_type": "chat", "data": forged})
+    (span,) = await store.query_spans(rollout_id, attempt_id)
+    stripped = span.attributes.pop(names.STRIPPED)
+    assert span.attributes == {names.OPERATION_NAME: "chat", "mine": 1}
+    assert stripped == sorted(forged.keys() - {names.OPERATION_NAME, "mine"})
+    assert transitions([span]) == ()
+    assert spent_by([span]) == Account()
+
+
+@pytest.mark.parametrize("status", ["succeeded", "failed"])
+async def test_an_event_after_the_attempt_has_ended_is_kept_and_changes_nothing(store, attempt, status):
+    rollout_id, attempt_id, environment = attempt
+    await post(environment, {"event_type": "reward", "data": {"value": 0.25}})
+    await store.update_attempt(rollout_id, attempt_id, status=status)
+    reply = await post(environment, {"event_type": "reward", "data": {"value": 1.0}})
+    assert reply.json()["late"] is True
+    spans = await store.query_spans(rollout_id, attempt_id)
+    assert len(spans) == 2
+    assert trajectory(rollout_id, attempt_id, spans).reward == 0.25
+    assert find_final_reward(spans) == 0.25
 
 
 async def test_health_is_that_of_the_store(store, server):

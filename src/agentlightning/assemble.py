@@ -6,14 +6,14 @@ every rollout and hand groups of them to `agentlightning.credit`, which calls `t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from agentlightning import span as names
-from agentlightning.errors import RewardError
-from agentlightning.span import Span
+from agentlightning.call_checks import NO_LIMITS, TokenLimits, defect_of, has_tokens
+from agentlightning.errors import RewardError, RolloutRejectedError
+from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
 from agentlightning.trajectory import Node, TokenTree, Trajectory, Transition
 
 Reward = float | dict[str, float]
@@ -29,6 +29,10 @@ OVERRIDDEN_CALLS = "overridden_calls"
 """Key of `Trajectory.metadata`: how many calls asked for sampling parameters that training did not follow."""
 UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
+VOID_CALLS = "void_calls"
+"""Key of `Trajectory.metadata`: how many calls were left out because their record cannot be true."""
+VOID_REASON = "void_reason"
+"""Key of `Trajectory.metadata`: what is wrong with the first of them."""
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -42,22 +46,35 @@ def calls(spans: Iterable[Span]) -> list[Span]:
     return [span for span in counted if span.span_id not in unheard] if unheard else counted
 
 
-def transitions(spans: Iterable[Span]) -> tuple[Transition, ...]:
+def transitions(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> tuple[Transition, ...]:
     """The model calls whose tokens are known, by sequence number.
 
     Calls without prompt ids, sampled ids and one log-probability for each sampled id are skipped;
-    `untrainable_calls` names them.
+    `untrainable_calls` names them. So are those whose record cannot be true, which `void_calls` names.
     """
-    return tuple(_transition(span) for span in calls(spans) if _has_tokens(span))
+    own = tuple(spans)
+    void = void_calls(own, limits)
+    return _known([span for span in own if span.span_id not in void])
+
+
+def _known(spans: Iterable[Span]) -> tuple[Transition, ...]:
+    return tuple(_transition(span) for span in calls(spans) if has_tokens(span.attributes))
 
 
 def untrainable_calls(spans: Iterable[Span]) -> tuple[str, ...]:
-    """span_ids of the calls `transitions` skips (answers of a third party, say)."""
-    return tuple(span.span_id for span in calls(spans) if not _has_tokens(span))
+    """span_ids of the calls `transitions` skips because their tokens are unknown (answers of a third party, say)."""
+    return tuple(span.span_id for span in calls(spans) if not has_tokens(span.attributes))
+
+
+def void_calls(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> dict[str, str]:
+    """By span_id, what is wrong with the calls `transitions` skips because their record cannot be true."""
+    found = {span.span_id: defect_of(span.attributes, limits) for span in calls(spans) if has_tokens(span.attributes)}
+    return {span_id: why for span_id, why in found.items() if why}
 
 
 def _is_call(span: Span) -> bool:
-    return span.attributes.get(names.OPERATION_NAME) in CALL_OPERATIONS
+    operation = span.attributes.get(names.OPERATION_NAME)
+    return isinstance(operation, str) and operation in CALL_OPERATIONS
 
 
 def _served_by(span: Span) -> str | None:
@@ -65,8 +82,7 @@ def _served_by(span: Span) -> str | None:
 
 
 def _is_void(span: Span) -> bool:
-    attributes = span.attributes
-    return bool(attributes.get(names.SUPERSEDED)) or span.status_code == "ERROR" or names.ERROR_TYPE in attributes
+    return not counts(span) or span.status_code == "ERROR" or names.ERROR_TYPE in span.attributes
 
 
 def _unheard(counted: Sequence[Span]) -> set[str]:
@@ -87,16 +103,11 @@ def _unheard(counted: Sequence[Span]) -> set[str]:
     return unheard
 
 
-def _has_tokens(span: Span) -> bool:
-    attributes = span.attributes
-    sampled = attributes.get(names.RESPONSE_TOKEN_IDS) or ()
-    logprobs = attributes.get(names.LOGPROBS) or ()
-    return bool(attributes.get(names.PROMPT_TOKEN_IDS)) and 0 < len(sampled) == len(logprobs)
-
-
 def _transition(span: Span) -> Transition:
     attributes = span.attributes
-    reasons = attributes.get(names.FINISH_REASONS) or ("stop",)
+    reasons, agent, version = (
+        attributes.get(name) for name in (names.FINISH_REASONS, names.AGENT_NAME, names.POLICY_VERSION)
+    )
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -105,20 +116,24 @@ def _transition(span: Span) -> Transition:
         prompt_token_ids=tuple(attributes[names.PROMPT_TOKEN_IDS]),
         response_token_ids=tuple(attributes[names.RESPONSE_TOKEN_IDS]),
         logprobs=tuple(attributes[names.LOGPROBS]),
-        policy_version=attributes.get(names.POLICY_VERSION),
+        policy_version=None if version is None else int(version),
         versions=_versions(attributes),
-        agent=attributes.get(names.AGENT_NAME),
+        agent=agent if isinstance(agent, str) else None,
         temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
         top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
         top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
-        reshaped=tuple(attributes.get(names.RESHAPED) or ()),
-        finish_reason=str(reasons[0]),
+        reshaped=tuple(map(str, _items(attributes.get(names.RESHAPED)))),
+        finish_reason=str(next(iter(_items(reasons)), "stop")),
     )
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return cast("Sequence[Any]", value) if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
 def _versions(attributes: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """Which weights drew how many tokens; nothing where the span's numbers do not add up to its tokens."""
-    numbers = attributes.get(names.POLICY_VERSIONS) or ()
+    numbers = _items(attributes.get(names.POLICY_VERSIONS))
     if not all(isinstance(number, int) for number in numbers) or len(numbers) % 2:
         return ()
     runs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
@@ -152,13 +167,14 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     The last reward span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is
     the intermediate reward of the last model call before it; where several follow the same call they add up, named
     dimensions name by name. An earlier reward before the first call belongs to nothing and is counted. Superseded
-    spans do not count. Where there is no reward span the final reward is missing (None), which is never 0.0.
+    spans, those that came after the end of their attempt, and evaluations without a score (a label alone, say) do not
+    count. Where there is no reward span the final reward is missing (None), which is never 0.0.
 
-    Raises RewardError for a reward that is not a finite number, and where a plain reward and named dimensions follow
+    Raises RewardError for a reward that is not a usable number, and where a plain reward and named dimensions follow
     the same call.
     """
-    valid = sorted((s for s in spans if not s.attributes.get(names.SUPERSEDED)), key=lambda s: s.sequence_id)
-    rewards = [span for span in valid if span.name == names.REWARD]
+    valid = sorted((span for span in spans if counts(span)), key=lambda span: span.sequence_id)
+    rewards = [span for span in valid if _is_reward(span)]
     if not rewards:
         return RewardLinks(final=None, intermediate={})
     links: dict[str, Reward] = {}
@@ -167,7 +183,7 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     for span in valid:
         if span.span_id in counted:
             call = span.span_id
-        elif span.name == names.REWARD and span is not rewards[-1]:
+        elif _is_reward(span) and span is not rewards[-1]:
             if call is None:
                 unlinked += 1
             else:
@@ -175,25 +191,33 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     return RewardLinks(final=read_reward(rewards[-1]), intermediate=links, unlinked=unlinked)
 
 
+def _is_reward(span: Span) -> bool:
+    """An evaluation, as OpenTelemetry has it, may hold a label and no score; it is no reward then."""
+    scored = names.SCORE_VALUE in span.attributes or names.REWARD_VALUES in span.attributes
+    return span.name == names.REWARD and scored
+
+
 def read_reward(span: Span) -> Reward:
-    """The value of a reward span. Raises RewardError unless it is a finite number or finite named numbers."""
+    """The value of a reward span. Raises RewardError unless it is a usable number or usable named numbers."""
     values = span.attributes.get(names.REWARD_VALUES)
     if values is None:
         return _finite(span.attributes.get(names.SCORE_VALUE), span)
-    if not values:
+    if not isinstance(values, Mapping) or not values:
         raise RewardError(
             f"reward span {span.span_id} of rollout {span.rollout_id} names no dimension; give one number"
         )
-    return {str(name): _finite(value, span) for name, value in values.items()}
+    named = cast("Mapping[Any, Any]", values)
+    return {str(name): _finite(value, span) for name, value in named.items()}
 
 
 def _finite(value: Any, span: Span) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise RewardError(
-        f"reward {value!r} of rollout {span.rollout_id} (span {span.span_id}) is not a finite number; "
-        "emit a number, or emit none to mark it missing"
-    )
+    number = usable_reward(value)
+    if number is None:
+        raise RewardError(
+            f"reward {value!r:.80} of rollout {span.rollout_id} (span {span.span_id}) is not a finite number up to "
+            f"{MAX_REWARD:g}; emit a number, or emit none to mark it missing"
+        )
+    return number
 
 
 def _sum(left: Reward | None, right: Reward, call: str) -> Reward:
@@ -236,32 +260,46 @@ def trajectory(
     group: str = "",
     metadata: Mapping[str, Any] | None = None,
     model: str | None = None,
+    limits: TokenLimits = NO_LIMITS,
 ) -> Trajectory:
     """The trajectory of one attempt; spans of other attempts are left out, and with a `model` the calls that another
     one answered: what a frozen reference or a provider says is not the policy's to learn from.
 
-    `metadata` gains the counts `untrainable_calls`, `other_models`, `overridden_calls` and `unlinked_rewards` where
-    they are not zero.
-    Raises RewardError as `link_rewards` does.
+    A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
+    `untrainable_calls`, `other_models`, `overridden_calls`, `void_calls` and `unlinked_rewards` where they are not
+    zero, and what is wrong with the first void call. Whatever an agent has written, only two things are raised:
+    RewardError as `link_rewards` does, and RolloutRejectedError where every call with tokens is void.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
     others = {span.span_id for span in calls(own) if model is not None and _served_by(span) not in (model, None)}
     own = [span for span in own if span.span_id not in others] if others else own
+    void = void_calls(own, limits)
+    learned = _known([span for span in own if span.span_id not in void] if void else own)
+    if void and not learned:
+        raise _all_void(rollout_id, void)
     links = link_rewards(own)
-    counts = {
+    found = {
         UNTRAINABLE_CALLS: len(untrainable_calls(own)),
         OTHER_MODELS: len(others),
         OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
+        VOID_CALLS: len(void),
+        VOID_REASON: next(iter(void.values()), ""),
         UNLINKED_REWARDS: links.unlinked,
     }
     return Trajectory(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
-        transitions=tuple(replace(t, reward=links.intermediate.get(t.span_id)) for t in transitions(own)),
+        transitions=tuple(replace(t, reward=links.intermediate.get(t.span_id)) for t in learned),
         reward=links.final,
         group=group,
-        metadata={**(metadata or {}), **{name: count for name, count in counts.items() if count}},
+        metadata={**(metadata or {}), **{name: value for name, value in found.items() if value}},
     )
+
+
+def _all_void(rollout_id: str, void: Mapping[str, str]) -> RolloutRejectedError:
+    span_id, why = next(iter(void.items()))
+    message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
+    return RolloutRejectedError("void_calls", message)
 
 
 # -- token trees -----------------------------------------------------------------------------------------------------

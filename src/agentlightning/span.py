@@ -114,6 +114,13 @@ OPERATION_INPUT: Final = "agentlightning.operation.input"
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"
 SUPERSEDED: Final = "agentlightning.superseded"
 """True where the span was written by an attempt that was no longer the latest one; set by the store."""
+LATE: Final = "agentlightning.late"
+"""True where an agent sent the span after its attempt had ended; it is kept and counts for nothing."""
+STRIPPED: Final = "agentlightning.stripped"
+"""list[str]: attributes that only the gateway writes, which an agent had sent in this span and which were left out."""
+
+MAX_REWARD: Final = 1e12
+"""The largest reward, either way: sums and squares of many are still numbers, in float32 too."""
 
 TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 """Stored in binary (int32 and float32, little endian), read back as lists."""
@@ -149,6 +156,18 @@ class Span(Carrier, frozen=True, gc=False):
     attributes: dict[str, Any] = msgspec.field(default_factory=dict)
     events: tuple[SpanEvent, ...] = ()
     resource: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def usable_reward(value: Any) -> float | None:
+    """The number of a reward; None for what is no number, or so large that nothing can be computed with it."""
+    usable = isinstance(value, bool | int | float) and -MAX_REWARD <= value <= MAX_REWARD
+    return float(value) if usable else None
+
+
+def counts(span: Span) -> bool:
+    """Whether the span counts: its attempt was the latest one, and had not ended, when it was written."""
+    attributes = span.attributes
+    return not attributes.get(SUPERSEDED) and not attributes.get(LATE)
 
 
 _random = random.Random()

@@ -223,6 +223,46 @@ async def test_an_attempts_key_names_it_and_no_other(guarded: Site) -> None:
     assert await guarded.store.query_spans(other.rollout_id) == []
 
 
+async def test_an_attempts_key_cannot_claim_the_trace_of_another(guarded: Site) -> None:
+    other = await guarded.store.start_rollout({})
+    thief = {"authorization": f"Bearer {attempt_key(SECRET, other.rollout_id, other.attempt.attempt_id)}"}
+    collector = {"authorization": f"Bearer {TOKEN}"}
+    own = trace_id_of(guarded.attempt_id) or ""
+    guarded.receiver.claim(TRACE, (guarded.rollout_id, guarded.attempt_id))
+    for trace_id, span_id in ((own, f"{1:016x}"), (TRACE, f"{2:016x}")):
+        await guarded.post(request({"trace_id": trace_id, "span_id": span_id}).SerializeToString(), **thief)
+    rejected, _ = partial(
+        await guarded.post(
+            request({"trace_id": own, "span_id": SPAN}, {"trace_id": TRACE, "span_id": SPAN}).SerializeToString(),
+            **collector,
+        )
+    )
+    assert rejected == 1  # two attempts say that TRACE is theirs, so that nobody can tell
+    assert [span.trace_id for span in await guarded.spans()] == [own]
+    assert len(await guarded.store.query_spans(other.rollout_id)) == 2  # what it has sent itself
+
+
+async def test_an_attempts_key_cannot_say_what_only_the_gateway_knows(guarded: Site) -> None:
+    key = attempt_key(SECRET, guarded.rollout_id, guarded.attempt_id)
+    forged = {"gen_ai.operation.name": "chat", names.PROVIDER_RETRIES: 0, names.COST: -1e6, "mine": 1}
+    foreign = {"llm.hosted_vllm.prompt_token_ids": "[1]", "llm.hosted_vllm.response_token_ids": "[2]"}
+    sent = request({"attributes": forged | foreign}).SerializeToString()
+    assert partial(await guarded.post(sent, authorization=f"Bearer {key}")) == (0, "")
+    (span,) = await guarded.spans()
+    stripped = {names.PROVIDER_RETRIES, names.COST, names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS}
+    assert span.attributes.pop(names.STRIPPED) == sorted(stripped)
+    assert span.attributes == {"gen_ai.operation.name": "chat", "mine": 1} | foreign
+
+
+async def test_spans_that_come_with_a_key_after_the_attempt_has_ended_do_not_count(guarded: Site) -> None:
+    key = attempt_key(SECRET, guarded.rollout_id, guarded.attempt_id)
+    await guarded.store.update_attempt(guarded.rollout_id, guarded.attempt_id, status="succeeded")
+    sent = request({"name": names.REWARD, "attributes": {names.SCORE_VALUE: 1.0}}).SerializeToString()
+    assert partial(await guarded.post(sent, authorization=f"Bearer {key}")) == (0, "")
+    assert find_reward_spans(await guarded.spans()) == []
+    assert len(await guarded.spans()) == 1
+
+
 async def test_spans_of_nobody_are_refused_and_the_others_kept(site: Site) -> None:
     unknown = {"agentlightning.rollout_id": "ro-none", "agentlightning.attempt_id": "at-none"}
     other = {"trace_id": "1" * 32}

@@ -77,7 +77,7 @@ def test_what_is_no_finite_number_is_refused_by_name(recorded: Any, value: Any, 
 
 
 @settings(deadline=None)
-@given(st.floats(allow_nan=False, allow_infinity=False))
+@given(st.floats(-names.MAX_REWARD, names.MAX_REWARD))
 def test_a_reward_reads_back_exactly(value: float) -> None:
     kept: list[Span] = []
 

@@ -29,6 +29,8 @@ from agentlightning.store.base import LightningStoreBase
 _LAYOUT: Final = struct.Struct("<8sdd")
 _MAGIC: Final = b"aglspent"
 _MAX_ROLLOUTS: Final = 65536
+_MOST: Final = 1e15
+"""Dollars or tokens of one call."""
 
 
 @dataclass(slots=True)
@@ -135,13 +137,18 @@ def spent_by(spans: Iterable[Span]) -> Account:
         kept = span.attributes
         if names.PROVIDER_RETRIES not in kept:
             continue
-        account.dollars += kept.get(names.COST, 0.0)
-        account.tokens += kept.get(names.OUTPUT_TOKENS, 0)
-        call = kept.get(names.RESPONSE_ID, span.span_id)
+        account.dollars += _spent(kept.get(names.COST))
+        account.tokens += int(_spent(kept.get(names.OUTPUT_TOKENS)))
+        call = str(kept.get(names.RESPONSE_ID, span.span_id))
         if call not in known:  # Each answer of a call has a span, and they share its prompt.
             known.add(call)
-            account.tokens += kept.get(names.INPUT_TOKENS, 0)
+            account.tokens += int(_spent(kept.get(names.INPUT_TOKENS)))
     return account
+
+
+def _spent(value: object) -> float:
+    """Nothing that is recorded gives money back."""
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST else 0.0
 
 
 class Reservation:

@@ -11,6 +11,7 @@ from agentlightning.errors import AgentError
 from agentlightning.runner.command import describe_exit
 from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, Started, Stopping, encode
 from agentlightning.span import Span
+from agentlightning.tracing.agent_spans import agent_span
 
 OnSpans = Callable[[Sequence[Span]], None]
 
@@ -125,7 +126,7 @@ class HostLink(asyncio.Protocol):
             return
         if isinstance(message, Spans):
             if job is not None:
-                job.on_spans(message.spans)
+                job.on_spans([agent_span(span) for span in message.spans])
             return
         if job is not None and not job.done.done():
             job.done.set_result(message)

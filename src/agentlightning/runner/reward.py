@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from agentlightning.errors import AgentError, RewardError
 from agentlightning.runner.inject import Call, Signature
+from agentlightning.span import MAX_REWARD
 
 Reward = float | dict[str, float]
 
@@ -46,6 +47,8 @@ def _finite(value: Any, source: str) -> float:
             f"{source} gave {number}, which cannot be learned from; return a finite number, "
             "or raise an exception where there is none"
         )
+    if abs(number) > MAX_REWARD:
+        raise RewardError(f"{source} gave {number:g}; a reward is at most {MAX_REWARD:g} either way: scale it")
     return number
 
 

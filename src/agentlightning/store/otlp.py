@@ -1,8 +1,11 @@
 """`POST /v1/traces`: OTLP over HTTP, from any OpenTelemetry SDK or collector, into the store.
 
 Whose a span is: the attempt whose key the request carries; else the ids among its own attributes, then among its
-resource's; else those of another span of its trace; else the attempt its trace id was made from. A span of nobody is
+resource's; else the attempt its trace id was made from; else those of another span of its trace. A span of nobody is
 refused by name in `partial_success`, or kept as part of a session of its own (see `adopt.py`), as the receiver is told.
+
+What the key of an attempt sends is an agent's word: it is kept without what only the gateway records, it is marked
+where the attempt has ended, and a trace is the attempt's only as long as no other attempt says so too.
 
 Answers are in the encoding of the request. A request is answered once its spans are durable; the statuses that
 OpenTelemetry repeats (503) are given where repeating helps, and repeating is harmless: a span is known by its id.
@@ -41,6 +44,7 @@ from agentlightning.store.adopt import Adopter
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import presented_key
 from agentlightning.store.http.wire import MAX_BODY_BYTES
+from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.export import FROM, THIS_PROCESS
 from agentlightning.tracing.otlp import Decoded, OtlpError, Request, decode_json, decode_protobuf
 
@@ -190,7 +194,8 @@ class OtlpReceiver:
         """Keep the spans of a request; returns why how many were refused. `caller` is the attempt that sent them,
         where it has said so with its key."""
         refused = request.refused
-        owned, lost = await self._owners.find(request.spans, caller, refused)
+        spans = request.spans if caller is None else await self._of_agent(request.spans, caller)
+        owned, lost = await self._owners.find(spans, caller, refused)
         if lost and self._adopter is not None:
             owned += await self._adopter.adopt(lost)
         elif lost:
@@ -203,6 +208,11 @@ class OtlpReceiver:
         self.counts.accepted += accepted
         self.counts.refused += refused.total()
         return refused
+
+    async def _of_agent(self, spans: Sequence[Decoded], caller: Ids) -> list[Decoded]:
+        """The spans as the agent of this attempt may write them."""
+        late = late_mark(await self._store.get_attempt(caller[1]))
+        return [span._replace(attributes={**agent_attributes(span.attributes), **late}) for span in spans]
 
     async def _keep(self, spans: Sequence[Span], refused: Counter[str]) -> int:
         """Add the spans; where some cannot be, those of other attempts can. Returns how many were kept."""
@@ -255,7 +265,7 @@ class Owners:
     traces: OrderedDict[str, Ids] = field(default_factory=OrderedDict[str, Ids])
     attempts: OrderedDict[str, Ids] = field(default_factory=OrderedDict[str, Ids])
     claims: OrderedDict[str, Ids | None] = field(default_factory=OrderedDict[str, "Ids | None"])
-    """Traces that attempts have made calls in; None where several have."""
+    """Traces that attempts have made calls in, or sent spans of; None where several have."""
 
     def claim(self, trace_id: str, ids: Ids) -> None:
         known = self.claims.get(trace_id, ids)
@@ -280,7 +290,10 @@ class Owners:
             else:
                 refused[owner] += 1
         for trace_id, ids in traces.items():
-            _remember(self.traces, trace_id, ids)
+            if caller is None:
+                _remember(self.traces, trace_id, ids)
+            else:
+                self.claim(trace_id, ids)
         return owned, lost
 
     async def _by_name(self, spans: Sequence[Decoded], caller: Ids | None) -> list[tuple[Decoded, Ids | str | None]]:
@@ -323,11 +336,12 @@ class Owners:
         return known
 
     async def by_trace(self, trace_id: str) -> Ids | None:
-        """The attempt a trace belongs to."""
-        if (known := self.traces.get(trace_id) or self.claims.get(trace_id)) is not None:
-            return known
+        """The attempt a trace belongs to. What its id says nobody can claim; whoever knows the access token comes
+        before what attempts say."""
         attempt_id = attempt_of_trace(trace_id)
-        return None if attempt_id is None else await self._of_attempt(attempt_id)
+        if attempt_id is not None and (owner := await self._of_attempt(attempt_id)) is not None:
+            return owner
+        return self.traces.get(trace_id) or self.claims.get(trace_id)
 
 
 def _names_in(attributes: Mapping[str, Any]) -> Names:

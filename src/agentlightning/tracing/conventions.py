@@ -297,9 +297,9 @@ def _read_parameters(attributes: Attributes) -> None:
 
 
 def _read_by_operation(source: str, targets: Mapping[str, str], attributes: Attributes) -> None:
-    operation = attributes.get(names.OPERATION_NAME)
-    if operation in MODEL_CALLS:
+    if _is_model_call(attributes):
         return
+    operation = attributes.get(names.OPERATION_NAME)
     target = targets.get(operation if isinstance(operation, str) else "", targets[""])
     attributes.setdefault(target, attributes[source])
 
@@ -324,7 +324,8 @@ def _read_whole(key: str, target: str, role: str, attributes: Attributes) -> Non
 
 
 def _is_model_call(attributes: Attributes) -> bool:
-    return attributes.get(names.OPERATION_NAME) in MODEL_CALLS
+    operation = attributes.get(names.OPERATION_NAME)
+    return isinstance(operation, str) and operation in MODEL_CALLS
 
 
 def _read_events(attributes: Attributes, events: Iterable[SpanEvent]) -> None:

@@ -97,6 +97,8 @@ def _number(value: Any, dimension: str | None = None) -> float:
         ) from error
     if not math.isfinite(number):
         raise RewardError(f"{_call(value, dimension)}: a reward must be finite; emit none where no score is known")
+    if abs(number) > names.MAX_REWARD:
+        raise RewardError(f"{_call(value, dimension)}: a reward is at most {names.MAX_REWARD:g} either way; scale it")
     return number
 
 
@@ -263,18 +265,21 @@ def _jsonable(value: Any) -> Any:
 
 
 def get_reward_value(span: Span) -> Reward | None:
-    """The reward a span carries; None where it carries none."""
-    if span.name != names.REWARD or span.attributes.get(names.SUPERSEDED):
+    """The reward a span carries; None where it carries none that counts and is made of numbers."""
+    if span.name != names.REWARD or not names.counts(span):
         return None
     values = span.attributes.get(names.REWARD_VALUES)
-    if values is not None:
-        return {str(name): float(value) for name, value in values.items()}
-    score = span.attributes.get(names.SCORE_VALUE)
-    return None if score is None else float(score)
+    if values is None:
+        return names.usable_reward(span.attributes.get(names.SCORE_VALUE))
+    found: dict[Any, Any] = values if isinstance(values, dict) else {}
+    numbers = {str(name): names.usable_reward(value) for name, value in found.items()}
+    usable = {name: number for name, number in numbers.items() if number is not None}
+    return usable if len(usable) == len(numbers) > 0 else None
 
 
 def find_reward_spans(spans: Sequence[Span]) -> list[Span]:
-    """The spans that carry a reward, in the order given. What a superseded attempt wrote is no reward."""
+    """The spans that carry a reward, in the order given. What came too late is no reward: of a superseded attempt, or
+    after its end."""
     return [span for span in spans if get_reward_value(span) is not None]
 
 

@@ -1,12 +1,12 @@
 """Events: what agents in any language post to their own attempt.
 
 An event is `{"event_type": "reward", "data": {"value": 1.0}}`. A reward becomes a reward span; any other type becomes
-a span of that name with its data as attributes. The caller proves with its key that the attempt is its own.
+a span of that name with its data as attributes, but for what only the gateway records. The caller proves with its key
+that the attempt is its own; what comes after the attempt has ended is kept, marked, and counts for nothing.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any, Final
 
@@ -18,12 +18,14 @@ from starlette.routing import Route
 from agentlightning import span as names
 from agentlightning.errors import AgentLightningError, RewardError
 from agentlightning.rollouts import read_attempt_key, trace_id_of
-from agentlightning.span import Span, new_span_id, new_trace_id
+from agentlightning.span import MAX_REWARD, Span, new_span_id, new_trace_id, usable_reward
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.refusals import RequestError, refusal_of, status_of
 from agentlightning.store.http.requests import presented_key
 from agentlightning.store.http.wire import encode
+from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 
+_MARKS: Final = {"superseded": names.SUPERSEDED, "late": names.LATE}
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 _EVENT_PATHS: Final = (
     "/rollout/{rollout_id}/attempt/{attempt_id}/events",
@@ -49,17 +51,19 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
         rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
         try:
             _check_key(request, secret, rollout_id, attempt_id)
-            kept = await store.add_span(read_event(await _body(request), rollout_id, attempt_id))
+            span = read_event(await _body(request), rollout_id, attempt_id)
+            span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
+            kept = await store.add_span(span)
         except AgentLightningError as error:
             return _refusal(error)
-        superseded = bool(kept.attributes.get(names.SUPERSEDED))
-        return _json({"span_id": kept.span_id, "sequence_id": kept.sequence_id, "superseded": superseded})
+        marks = {name: bool(kept.attributes.get(mark)) for name, mark in _MARKS.items()}
+        return _json({"span_id": kept.span_id, "sequence_id": kept.sequence_id, **marks})
 
     return [Route(path, post_event, methods=["POST"]) for path in _EVENT_PATHS]
 
 
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
-    """The span of a posted event. Raises EventError, or RewardError on a reward that is not a finite number."""
+    """The span of a posted event. Raises EventError, or RewardError on a reward that cannot be used."""
     try:
         event = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -76,7 +80,7 @@ def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
     """(name of the span, its attributes)."""
     if kind == "reward":
         return names.REWARD, _reward(data.get("value") if isinstance(data, dict) else data)
-    attributes: dict[str, Any] = data if isinstance(data, dict) else {"value": data}
+    attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
     if kind != "message":
         return kind, attributes
     body = attributes.get("message", attributes.get("content", attributes.get("body")))
@@ -86,15 +90,18 @@ def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
 
 def _reward(value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _finite(key, value[key]) for key in value}}
-    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _finite("value", value)}
+        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _usable(key, value[key]) for key in value}}
+    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _usable("value", value)}
 
 
-def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def _usable(name: str, value: Any) -> float:
+    reward = None if isinstance(value, bool) else usable_reward(value)
+    if reward is None:
         shown = orjson.dumps(value).decode()[:80]
-        raise RewardError(f"the reward {name}={shown} is not a finite number; send one, or no reward at all")
-    return float(value)
+        raise RewardError(
+            f"the reward {name}={shown} is no number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
+        )
+    return reward
 
 
 def _check_key(request: Request, secret: str, rollout_id: str, attempt_id: str) -> None:

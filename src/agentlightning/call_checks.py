@@ -1,0 +1,95 @@
+"""Whether the record of a model call can be true: what is trained on was drawn by a policy, or it is left out.
+
+Called by `assemble` for every call. Pure, and quick: tokens are looked at one by one only where something is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentlightning import span as names
+
+LEAST_LOGPROB = -104.0
+"""The smallest positive number of float32 is e^-103.3: nothing is drawn with less."""
+_ROUNDING = 1e-3
+"""A log-probability may exceed 0 by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """What tokens must fit for a policy to be trained on them; None: nothing is known of it."""
+
+    vocabulary: int | None = None
+    """Token ids are smaller than this."""
+    context: int | None = None
+    """A prompt and its answer have no more tokens together."""
+
+
+NO_LIMITS = TokenLimits()
+
+
+def has_tokens(attributes: Mapping[str, Any]) -> bool:
+    """Whether a call has prompt ids, sampled ids and one log-probability for each sampled id."""
+    prompt, sampled, logprobs = (attributes.get(name) or () for name in names.TOKEN_ATTRIBUTES)
+    if not all(isinstance(part, list | tuple) for part in (prompt, sampled, logprobs)):
+        return False
+    return bool(prompt) and 0 < len(sampled) == len(logprobs)
+
+
+def defect_of(attributes: Mapping[str, Any], limits: TokenLimits) -> str:
+    """What cannot be true of a call that has tokens; "" where nothing is wrong."""
+    prompt, sampled, logprobs = (attributes[name] for name in names.TOKEN_ATTRIBUTES)
+    return (
+        _defect_of_ids(names.PROMPT_TOKEN_IDS, prompt, limits)
+        or _defect_of_ids(names.RESPONSE_TOKEN_IDS, sampled, limits)
+        or _defect_of_length(len(prompt) + len(sampled), limits)
+        or _defect_of_logprobs(logprobs)
+        or _defect_of_numbers(attributes)
+    )
+
+
+def _defect_of_ids(name: str, ids: Sequence[Any], limits: TokenLimits) -> str:
+    if set(map(type, ids)) != {int}:
+        return f"{name} holds {next(item for item in ids if type(item) is not int)!r:.80}, which is no token id"
+    last = 2**31 if limits.vocabulary is None else limits.vocabulary
+    if min(ids) >= 0 and max(ids) < last:
+        return ""
+    return f"{name} holds {next(item for item in ids if not 0 <= item < last)}; ids are from 0 to {last - 1}"
+
+
+def _defect_of_length(count: int, limits: TokenLimits) -> str:
+    if limits.context is None or count <= limits.context:
+        return ""
+    return f"it has {count} tokens, more than the {limits.context} that the policy takes"
+
+
+def _defect_of_logprobs(logprobs: Sequence[Any]) -> str:
+    numbers = set(map(type, logprobs)) <= {float, int} and math.isfinite(sum(logprobs))
+    if numbers and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= _ROUNDING:
+        return ""
+    bad = next(item for item in logprobs if not _is_within(item, LEAST_LOGPROB, _ROUNDING))
+    return f"{names.LOGPROBS} holds {bad!r:.80}; a token that was drawn has one from {LEAST_LOGPROB:g} to 0"
+
+
+def _defect_of_numbers(attributes: Mapping[str, Any]) -> str:
+    for name, low, high in _NUMBERS:
+        value = attributes.get(name)
+        if value is not None and not _is_within(value, low, high):
+            return f"{name}={value!r:.80} is no number from {low:g} to {high:g}"
+    return ""
+
+
+_NUMBERS = (
+    (names.REQUEST_TEMPERATURE, 0.0, 1e6),
+    (names.REQUEST_TOP_P, 0.0, 1.0),
+    (names.REQUEST_TOP_K, -1.0, 2.0**31),
+    (names.POLICY_VERSION, 0.0, 2.0**53),
+)
+"""What a call was drawn with, and between what it is."""
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
