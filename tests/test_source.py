@@ -5,11 +5,21 @@ import contextlib
 
 import pytest
 
+from agentlightning.call_checks import TokenLimits
 from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.rejection import Rejection
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.source import RolloutPlan, RolloutSource
-from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id
+from agentlightning.span import (
+    LOGPROBS,
+    OPERATION_NAME,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    REWARD,
+    SCORE_VALUE,
+    Span,
+    new_span_id,
+)
 from agentlightning.store import InMemoryLightningStore
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
@@ -175,3 +185,15 @@ async def test_asking_again_runs_what_was_rejected_again_and_nothing_else(store)
     assert not third.rejected
     assert [trajectory.group for trajectory in third.trajectories] == ["g0", "g0", "g1", "g1"]
     assert fourth.trajectories == third.trajectories
+
+
+async def test_a_rollout_of_tokens_the_policy_does_not_have_is_run_again(store):
+    source = RolloutSource(store, limits=TokenLimits(vocabulary=10))
+    tokens = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1], RESPONSE_TOKEN_IDS: [99], LOGPROBS: [-0.5]}
+    claimed = await store.start_rollout(PLANS[0].task, rollout_id=PLANS[0].rollout_id)
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    await store.add_span(Span(*ids, "chat", 0.0, span_id=new_span_id(), attributes=tokens))
+    await store.update_attempt(*ids, status="succeeded")
+    async with agents(store, lambda task: 1.0):
+        collected = await collect(source, PLANS[:2], max_failed_share=1.0)
+    assert [trajectory.rollout_id for trajectory in collected.trajectories] == ["run-0-again1", "run-1"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning.assemble import trajectory
+from agentlightning.call_checks import NO_LIMITS, TokenLimits
 from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.rejection import (
     REJECTING,
@@ -81,6 +82,8 @@ class RolloutSource:
     """With a larger share of failed and rejected rollouts in one request, training stops with the first reason."""
     model: str | None = None
     """The model that learns: what another one answered is left out of trajectories. None: nothing is."""
+    limits: TokenLimits = NO_LIMITS
+    """What tokens must fit to be learned from: calls beyond are left out and counted."""
     advice: str = RESUME_ADVICE
     """What to do when it stops."""
 
@@ -189,7 +192,8 @@ class RolloutSource:
         async for rollout_id, spans in self.store.iter_spans(list(groups)):
             attempt_id = spans[-1].attempt_id if spans else ""
             try:
-                read = trajectory(rollout_id, attempt_id, spans, group=groups[rollout_id], model=self.model)
+                group = groups[rollout_id]
+                read = trajectory(rollout_id, attempt_id, spans, group, model=self.model, limits=self.limits)
             except (*REJECTING, *UNREADABLE) as error:
                 rejected[rollout_id] = rejection(rollout_id, error)
             else:

@@ -24,6 +24,7 @@ import orjson
 
 from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.call_checks import TokenLimits
 from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.curve import draw_curve
 from agentlightning.errors import ConfigError, ResumeError
@@ -196,7 +197,8 @@ class Trainer:
             server = Server(store, gateway, secret=secret, host=config.run.host, listener=listener)
             await stack.enter_async_context(server)
             limits = _rollout_config(config.runner), config.runner.max_failed_share
-            source = RolloutSource(store, *limits, model=policy.model)
+            tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
+            source = RolloutSource(store, *limits, model=policy.model, limits=tokens)
             await source.recover(state.run_id, "the process that ran it ended")
             await runner.start(server.url)
             stack.push_async_callback(runner.stop)

@@ -71,11 +71,13 @@ class LocalPolicy:
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = _context_length(config, model, tokenizer)
+        self.vocabulary = vocabulary(model)
+        """Token ids are smaller than this."""
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
         self._updater = Updater(model, config.optimizer)
-        self._grammars = Grammars(tokenizer, vocabulary(model), self.chat.eos_token_ids)
+        self._grammars = Grammars(tokenizer, self.vocabulary, self.chat.eos_token_ids)
         self._generator = TokenGenerator(
             model,
             eos_token_ids=self.chat.eos_token_ids,

@@ -60,6 +60,7 @@ class ServedPolicy:
         self.servers = servers
         self.model = servers.model
         self.context_length = min(servers.context_length, learner.context_length)
+        self.vocabulary: int | None = getattr(learner, "vocabulary", None)
         self.differences: list[float] = []
         """For each update, how far the servers' log-probabilities of the probed tokens were from the learner's."""
         self.transfer = transfer
