@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.batch import MicroBatch
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import Updater
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 

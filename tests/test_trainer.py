@@ -5,11 +5,13 @@ import pytest
 from agentlightning import trainer
 from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
+from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.run_dir import RunDir, RunState
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import agents
 from agentlightning.trainer import _runner
+from agentlightning.training import newest_version, step_name
 
 
 async def test_its_runner_holds_a_lease_so_that_a_killed_run_leaves_nothing_behind():
@@ -43,6 +45,17 @@ async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(m
     run_dir = RunDir.create(tmp_path / "run")
     config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
     with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
-        await trainer._open_policy(config, run_dir, RunState(run_id="r"))
+        await trainer._open_policy(config, run_dir, RunState(run_id="r"), InMemoryLightningStore())
     assert policy.closed
     run_dir.close()
+
+
+async def test_a_resumed_run_gives_its_weights_a_version_that_no_agent_has_seen():
+    """The steps after the checkpoint were lost; what their agents did with later weights is still in the store."""
+    store, state = InMemoryLightningStore(), RunState(run_id="r", step=5)
+    assert await newest_version(store, state) == 0
+    for step, version in ((4, 4), (5, 5), (6, 6), (7, 7)):
+        llm = LLM(endpoint="http://h", model="policy", policy_version=version)
+        await store.add_resources({"llm": llm}, step_name(state, step))
+    assert await newest_version(store, state) == 7
+    await store.close()

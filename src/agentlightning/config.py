@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.servers import ServersConfig
 
 
@@ -47,8 +47,14 @@ class WarmStartConfig(Section):
     """Conversations in each update."""
     shuffle: bool = True
     """False keeps the order of the file."""
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated."""
+
+    @model_validator(mode="after")
+    def _the_warmup_ends(self) -> Self:
+        if self.steps is not None:
+            self.optimizer.check_warmup(self.steps)
+        return self
 
 
 class PolicyConfig(Section):
@@ -61,7 +67,8 @@ class PolicyConfig(Section):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights. bfloat16 halves the memory, and rounds updates of a small learning rate away."""
+    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
+    in float32, which cost 4 bytes a weight more."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch. More than one is slower whenever the machine is busy with anything else."""
     max_batch_size: int = Field(default=128, ge=1)

@@ -18,7 +18,7 @@ import uvloop
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import Engine, Policy
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.servers import ServedModel
 from agentlightning.progress import Progress
 from agentlightning.run_dir import RunDir, write_atomically
@@ -149,7 +149,7 @@ async def make_start(config: TrainConfig, run_dir: RunDir, tasks: Tasks, progres
         model = str(await _make_tiny(config, run_dir, [*tasks.train, *conversations]))
     warm_start = config.warm_start
     steps = warm_start.steps or math.ceil(len(conversations) / warm_start.batch_size)
-    policy = await open_policy(policy_config(config, model, warm_start.optimizer, max(1, steps)))
+    policy = await open_policy(policy_config(config, model, warm_start.optimizer, max(1, steps), "supervised"))
     try:
         if conversations:
             await _warm_up(policy, config, conversations, steps, progress)
@@ -187,8 +187,15 @@ async def _make_tiny(config: TrainConfig, run_dir: RunDir, records: Iterable[Any
     return await asyncio.to_thread(make_tiny, directory, records, seed=config.run.seed)
 
 
-def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, steps: int) -> LocalPolicyConfig:
-    """The settings of a local policy that takes `steps` optimiser steps."""
+def policy_config(
+    config: TrainConfig,
+    path: str,
+    optimizer: OptimizerConfig,
+    steps: int,
+    objective: Objective = "reinforcement",
+) -> LocalPolicyConfig:
+    """The settings of a local policy that takes `steps` optimiser steps. Raises ValidationError for a warmup that is
+    longer."""
     from agentlightning.policy.local import LocalPolicyConfig
 
     settings = config.policy
@@ -202,7 +209,8 @@ def policy_config(config: TrainConfig, path: str, optimizer: OptimizerConfig, st
         max_context=settings.max_context,
         tool_calls=settings.tool_calls,
         seed=config.run.seed,
-        optimizer=optimizer.model_copy(update={"total_steps": steps}),
+        optimizer=OptimizerConfig.model_validate(optimizer.model_dump() | {"total_steps": steps}),
+        objective=objective,
     )
 
 

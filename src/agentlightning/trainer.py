@@ -33,7 +33,7 @@ from agentlightning.gateway import verbatim
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Policy
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.prepare import (
     keep_tasks,
     load_tasks,
@@ -61,7 +61,7 @@ from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal import take_over
 from agentlightning.task import load_dataset
-from agentlightning.training import TEMPERATURES, Tasks, TrainingRun
+from agentlightning.training import TEMPERATURES, Tasks, TrainingRun, newest_version
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class Trainer:
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             listener = await _load_agent(runner, stack, config.run.host, config.run.port)
             await make_start(config, run_dir, tasks, self.progress)
-            learner = await _open_policy(config, run_dir, state)
+            learner = await _open_policy(config, run_dir, state, store)
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
@@ -365,7 +365,7 @@ def _rollout_config(config: RunnerConfig) -> RolloutConfig:
     )
 
 
-async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState) -> Policy:
+async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState, store: LightningStoreBase) -> Policy:
     steps = config.algorithm.steps * config.algorithm.minibatches
     path = start_path(config, run_dir)
     policy = await open_policy(policy_config(config, path, config.algorithm.optimizer, steps))
@@ -373,7 +373,7 @@ async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState) ->
         await policy.close()
         raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
     if state.checkpoint is not None:
-        await policy.load(run_dir.path / state.checkpoint)
+        await policy.load(run_dir.path / state.checkpoint, above=await newest_version(store, state))
     return policy
 
 

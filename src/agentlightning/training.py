@@ -75,7 +75,7 @@ class TrainingRun:
         self, *, tasks: int, group_size: int, temperature: float, check: Check | None = None
     ) -> Collected:
         step = self.state.step
-        prefix = f"{self.state.run_id}-train-{step:06d}" + (f"-part{self.collections}" if self.collections else "")
+        prefix = step_name(self.state, step) + (f"-part{self.collections}" if self.collections else "")
         self.collections += 1
         drawn = TaskSampler(self.tasks.train, tasks, self.config.run.seed).draw(step)
         plans = [
@@ -227,3 +227,18 @@ class TrainingRun:
             reward_weights=self.config.algorithm.reward_weights,
             on_progress=on_progress,
         )
+
+
+def step_name(state: RunState, step: int) -> str:
+    """What a training step's resources are called, and its rollouts' names begin with."""
+    return f"{state.run_id}-train-{step:06d}"
+
+
+async def newest_version(store: LightningStoreBase, state: RunState) -> int:
+    """The newest policy_version that agents were given in steps after the checkpoint, which a crash took back."""
+    step, newest = state.step, 0
+    while (published := await store.get_resources_by_id(step_name(state, step))) is not None:
+        llm = published.resources.get("llm")
+        newest = max(newest, (llm.policy_version or 0) if isinstance(llm, LLM) else 0)
+        step += 1
+    return newest

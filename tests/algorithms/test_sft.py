@@ -16,7 +16,7 @@ from agentlightning.demo.problems import TOOLS, demonstrations
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.tiny import make_tiny
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 

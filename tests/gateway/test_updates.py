@@ -20,7 +20,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.monitor import staleness
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.rollouts import attempt_path
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore

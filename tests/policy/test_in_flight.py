@@ -19,7 +19,7 @@ from agentlightning.policy import shared
 from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.generate import Request, TokenGenerator
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import Updater
 from agentlightning.testing.models import Architecture, tiny_checkpoint, tiny_model, tiny_tokenizer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
@@ -382,11 +382,12 @@ async def test_a_checkpoint_is_loaded_under_answers_that_are_drawn(policy: Local
     by_version = {0: copy.deepcopy(policy._model)}
     await policy.train([training_sample(ids, sample)])
     by_version[1] = copy.deepcopy(policy._model)
+    by_version[2] = by_version[0]  # The same weights again, under a version of their own.
     running = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200, seed=1), listener))
     await listener.heard.wait()
     await policy.load(tmp_path / "kept", in_flight=True)
     drawn = await running
-    assert [version for version, _ in drawn.versions] == [1, 0]
+    assert [version for version, _ in drawn.versions] == [1, 2]
     assert_faithful(by_version, drawn, ids)
 
 

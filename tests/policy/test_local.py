@@ -6,7 +6,9 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
@@ -146,14 +148,104 @@ async def test_a_run_continues_from_its_checkpoint_as_if_never_interrupted(
     await policy.save(tmp_path / "deep" / "step-1", training_state=True)
     other = open_policy(checkpoint, seed=5)
     await other.load(tmp_path / "deep" / "step-1")
-    assert other.policy_version == 1
     futures: list[tuple[list[Sample], dict[str, float], Sample]] = []
     for each in (policy, other):
         drawn = list(await asyncio.gather(*(each.sample(ids, PARAMS) for _ in range(3))))
         metrics = await each.train([training_sample(ids, sample) for sample in drawn[:1]])
-        futures.append((drawn, dict(metrics), await each.sample(ids, PARAMS)))
+        after = await each.sample(ids, PARAMS)
+        futures.append(([replace(s, policy_version=0) for s in drawn], dict(metrics), replace(after, policy_version=0)))
     await other.close()
     assert futures[0] == futures[1]
+
+
+async def test_two_different_weights_never_share_a_version(policy: LocalPolicy, tmp_path: Path) -> None:
+    ids = prompt(policy)
+    sample = training_sample(ids, await policy.sample(ids, PARAMS))
+    await policy.train([sample])
+    await policy.save(tmp_path / "step-1", training_state=True)
+    await policy.train([sample])
+    assert policy.policy_version == 2
+    await policy.load(tmp_path / "step-1")
+    assert policy.policy_version == 3, "rolled back, and not the version of anything before"
+    await policy.load(tmp_path / "step-1", above=9)
+    assert policy.policy_version == (await policy.sample(ids, PARAMS)).policy_version == 10
+
+
+@pytest.mark.parametrize("damage", ["weights", "state", "optimizer"])
+async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
+    policy: LocalPolicy, tmp_path: Path, damage: str
+) -> None:
+    ids = prompt(policy)
+    sample = training_sample(ids, await policy.sample(ids, PARAMS))
+    await policy.train([sample])
+    await policy.save(tmp_path / "step", training_state=True)
+    await policy.train([sample])
+    weights, state = tmp_path / "step" / "model.safetensors", tmp_path / "step" / "training_state.pt"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "state":
+        state.write_bytes(state.read_bytes()[:1000])
+    else:
+        torch.save({**torch.load(state), "updater": {"steps": 1, "optimizers": []}}, state)
+    before = await policy.sample(ids, SamplingParams(temperature=0.0, max_tokens=12))
+    with pytest.raises((PolicyError, ConfigError), match=r"step|state"):
+        await policy.load(tmp_path / "step")
+    assert await policy.sample(ids, SamplingParams(temperature=0.0, max_tokens=12)) == before
+    assert before.policy_version == 2
+
+
+async def test_bfloat16_weights_learn_at_the_learning_rates_of_large_models(checkpoint: Path, tmp_path: Path) -> None:
+    """Steps of 1e-6 are far below what a bfloat16 weight can hold; they add up in float32 master weights."""
+    models: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for dtype in ("float32", "bfloat16"):
+        policy = open_policy(checkpoint, dtype=dtype, optimizer=OptimizerConfig(lr=1e-6))
+        ids = prompt(policy)
+        optimizer = policy._updater.optimizer
+        before = torch.cat([master.detach().flatten().clone() for master in optimizer.masters])
+        for _ in range(20):
+            await policy.train([training_sample(ids, Sample((5, 6, 7, 8), (-3.0,) * 4, "stop", 0))])
+        after = torch.cat([master.detach().flatten() for master in optimizer.masters])
+        models[dtype] = (before, after)
+        if dtype == "bfloat16":
+            rounded = torch.cat([weight.detach().flatten() for weight in policy._model.parameters()])
+            assert torch.equal(rounded, after.bfloat16())
+            await policy.save(tmp_path / "step", training_state=True)
+            resumed = open_policy(checkpoint, dtype=dtype, optimizer=OptimizerConfig(lr=1e-6))
+            await resumed.load(tmp_path / "step")
+            masters = torch.cat([master.detach().flatten() for master in resumed._updater.optimizer.masters])
+            assert torch.equal(masters, after), "what bfloat16 cannot hold survives a resume"
+            await resumed.close()
+        await policy.close()
+    moved = {dtype: (after - before).abs() for dtype, (before, after) in models.items()}
+    shares = {dtype: (distance > 0).float().mean().item() for dtype, distance in moved.items()}
+    assert shares["bfloat16"] == pytest.approx(shares["float32"], abs=0.05)
+    assert moved["bfloat16"].sum().item() == pytest.approx(moved["float32"].sum().item(), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 48),
+        ({"rope_type": "dynamic", "factor": 4.0}, 96),
+    ],
+)
+async def test_tokens_are_faithful_up_to_the_longest_context_of_any_rope(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: dict[str, Any], longest: int
+) -> None:
+    given = {**rope, "rope_theta": 1e4, "original_max_position_embeddings": 48}
+    if rope["rope_type"] == "dynamic":
+        del given["original_max_position_embeddings"]
+    model = tiny_checkpoint(tmp_path / "model", context_length=96, rope=given)
+    policy = open_policy(model)
+    assert policy.context_length == longest
+    assert ("longrope RoPE" in caplog.text) is (longest == 48), "a context that is not used is said"
+    ids = prompt(policy)[-20:]
+    params = SamplingParams(max_tokens=longest - len(ids))
+    for sample in await asyncio.gather(*(policy.sample(ids, params) for _ in range(4))):
+        torch.testing.assert_close(torch.tensor(sample.logprobs), scored(policy._model, ids, sample), atol=1e-4, rtol=0)
+    await policy.close()
+    with pytest.raises(ConfigError, match=f"use at most {longest}"):
+        open_policy(model, max_context=longest + 1)
 
 
 async def test_a_checkpoint_is_an_ordinary_model_and_replaces_an_older_one(policy: LocalPolicy, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.optimizer import Optimizer, OptimizerConfig
+from agentlightning.policy.optimizer import Optimizer
+from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
 
@@ -59,11 +60,11 @@ def test_a_resumed_run_makes_the_very_same_steps(kind: Any) -> None:
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     model = Tiny()
-    state = Optimizer(model, OptimizerConfig(type="muon")).state_dict()
+    state = Optimizer(model, OptimizerConfig(type="muon", lr=1e-3)).state_dict()
     muon, adamw = state["optimizers"]
     assert sum(len(group["params"]) for group in muon["param_groups"]) == 1
     assert sum(len(group["params"]) for group in adamw["param_groups"]) == 6
-    assert (muon["param_groups"][0]["lr"], adamw["param_groups"][0]["lr"]) == (0.02, 1e-5)
+    assert (muon["param_groups"][0]["lr"], adamw["param_groups"][0]["lr"]) == (0.02, 1e-3)
 
 
 def test_muon_steps_are_as_large_as_its_rate_says() -> None:
@@ -130,3 +131,18 @@ def test_a_state_of_another_type_is_refused() -> None:
     muon = Optimizer(Tiny(), OptimizerConfig(type="muon")).state_dict()
     with pytest.raises(ConfigError, match="saved state holds 2 optimisers"):
         Optimizer(Tiny(), OptimizerConfig()).load_state_dict(muon)
+
+
+def test_the_default_learning_rate_fits_the_size_of_the_model() -> None:
+    sizes = (400_000, 10_000_000, 500_000_000, 1_500_000_000, 70_000_000_000)
+    assert [default_lr(size) for size in sizes] == [3.2e-4, 3.3e-5, 2.2e-6, 1e-6, 1e-6]
+    assert default_lr(1_500_000_000, "supervised") == 1e-5
+    model = Tiny()
+    rate = default_lr(sum(p.numel() for p in model.parameters()))
+    assert learn(model, Optimizer(model, OptimizerConfig()), 1)[0]["lr"] == rate
+    assert learn(model, Optimizer(model, OptimizerConfig(lr=2e-5)), 1)[0]["lr"] == 2e-5
+
+
+def test_settings_are_checked_again_when_the_run_fills_them_in() -> None:
+    with pytest.raises(ValidationError, match="warmup_steps=50 must be below total_steps=10"):
+        OptimizerConfig(warmup_steps=50).completed(weights=1, objective="reinforcement", total_steps=10)

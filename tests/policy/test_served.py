@@ -58,8 +58,8 @@ class Learner:
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         directory.mkdir(parents=True)  # noqa: ASYNC240
 
-    async def load(self, directory: Path) -> None:
-        self.policy_version = 40
+    async def load(self, directory: Path, *, above: int = 0) -> None:
+        self.policy_version = max(self.policy_version, above) + 1
 
     async def close(self) -> None:
         self.closed = True
@@ -91,7 +91,7 @@ async def test_servers_begin_with_the_learners_weights_and_get_them_after_each_u
         sample = await policy.sample([50], SamplingParams(max_tokens=3))
         assert policy.policy_version == sample.policy_version == version
     assert len(list((tmp_path / "weights").iterdir())) == 2
-    await policy.load(tmp_path)
+    await policy.load(tmp_path, above=39)
     assert (policy.policy_version, server.weights) == (40, str(tmp_path / "weights" / "version-000040"))
 
 

@@ -28,7 +28,7 @@ from transformers import (
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, UnfaithfulSampleError
 from agentlightning.policy.losses import NLLLoss, PPOLoss, TokenLoss
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.positions import last_block
 from agentlightning.policy.update import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, PolicyConfig, RunnerConfig, TrainConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import Held, ServedPolicy
 from agentlightning.policy.servers import ServersConfig
 from agentlightning.settings import dump_toml

@@ -16,7 +16,7 @@ from agentlightning import span as names
 from agentlightning.config import TrainConfig
 from agentlightning.demo import job
 from agentlightning.policy.base import SamplingParams
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.policy.servers import ServersConfig
 from agentlightning.store import LightningStore

@@ -21,7 +21,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.child import Launch, VllmChild
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.policy.servers import ServersConfig
 from agentlightning.policy.transfer import choice

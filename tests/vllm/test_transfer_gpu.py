@@ -11,7 +11,7 @@ import torch
 
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.policy.servers import ServersConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample

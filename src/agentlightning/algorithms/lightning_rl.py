@@ -24,7 +24,7 @@ from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import credit_rule, group_trajectories, rejections, training_samples
 from agentlightning.policy.losses import Loss, PPOLoss
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.rejection import NO_POLICY_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory
@@ -55,8 +55,13 @@ class LightningRLConfig(BaseModel):
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-6))
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated."""
+
+    @model_validator(mode="after")
+    def _the_warmup_ends(self) -> Self:
+        self.optimizer.check_warmup(self.steps * self.minibatches)
+        return self
 
     @model_validator(mode="after")
     def _a_group_has_a_baseline(self) -> Self:

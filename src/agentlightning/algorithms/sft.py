@@ -24,7 +24,7 @@ from agentlightning.assemble import token_tree
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import ChatFormat, Message, Policy
 from agentlightning.policy.losses import Loss, NLLLoss
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
@@ -148,7 +148,8 @@ class SFTAlgorithm:
         from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
-        return LocalPolicy.open(LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer))
+        config = LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised")
+        return LocalPolicy.open(config)
 
 
 def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:

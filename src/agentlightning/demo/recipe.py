@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
 
 # -- warm start ------------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """0 for the weights as loaded; one more after each update."""
+        """0 for the weights as opened; more after each update and each `load`, never less and never the same again."""
         ...
 
     async def sample(
@@ -217,9 +217,10 @@ class Policy(Engine, Protocol):
         """Write a checkpoint `transformers` loads; with `training_state`, also all that a resume needs."""
         ...
 
-    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
-        """Continue from a checkpoint saved with `training_state`: weights, optimiser, version, random state. Raises as
-        `train` does."""
+    async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
+        """Continue from a checkpoint saved with `training_state`: weights, optimiser, random state. The weights get a
+        policy_version of their own: one more than the present one, the saved one and `above`. Raises as `train` does;
+        a checkpoint that is damaged or does not fit is refused before anything changes."""
         ...
 
     async def close(self) -> None: ...

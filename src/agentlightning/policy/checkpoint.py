@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -60,20 +61,22 @@ def save(
         raise PolicyError(f"cannot save a checkpoint to {directory}: {error}; free space or choose another") from error
 
 
-def load_weights(directory: Path, model: PreTrainedModel) -> None:
-    """Copy the weights saved in `directory` into `model`, in place. Raises PolicyError where they do not fit."""
+def read_weights(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights saved in `directory`, which fit `model`. Raises PolicyError where they are damaged or do not."""
     try:
         with without_bars():
             saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{directory} holds no model that transformers loads: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise PolicyError(
+            f"{directory} holds no model that transformers loads, or a damaged one: {error}; choose another checkpoint"
+        ) from error
     weights, own = saved.state_dict(), model.state_dict()
     if unlike := [name for name in own if name not in weights or weights[name].shape != own[name].shape]:
         raise PolicyError(
             f"{directory} holds another model: {unlike[0]} and {len(unlike) - 1} more weights differ in name or shape; "
             "continue with the model it was saved from"
         )
-    model.load_state_dict(weights)
+    return weights
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

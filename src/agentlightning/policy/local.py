@@ -8,6 +8,7 @@ weights everything computed with the old ones is forgotten.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,9 +25,11 @@ from agentlightning.policy.engine import EngineThread
 from agentlightning.policy.generate import TokenGenerator
 from agentlightning.policy.grammar import Grammars
 from agentlightning.policy.kv import vocabulary
-from agentlightning.policy.optimizer import OptimizerConfig
+from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.update import Updater
 from agentlightning.trajectory import TrainingSample
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
@@ -43,7 +46,8 @@ class LocalPolicyConfig(BaseModel):
     device: str = "auto"
     """cpu, cuda, cuda:1 ...; auto takes an accelerator where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights. bfloat16 halves the memory, and rounds updates of a small learning rate away."""
+    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
+    in float32, which cost 4 bytes a weight more."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch. More than 1 pays only on cores that nothing else uses."""
     max_batch_size: int = Field(default=128, ge=1)
@@ -61,6 +65,8 @@ class LocalPolicyConfig(BaseModel):
     seed: int = 0
     """Of the draws that have no seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    objective: Objective = "reinforcement"
+    """What it is opened for: decides the learning rate where the optimiser's is left open."""
 
 
 class LocalPolicy:
@@ -76,7 +82,8 @@ class LocalPolicy:
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
-        self._updater = Updater(model, config.optimizer)
+        optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
+        self._updater = Updater(model, optimizer)
         self._grammars = Grammars(tokenizer, self.vocabulary, self.chat.eos_token_ids)
         self._generator = TokenGenerator(
             model,
@@ -160,8 +167,10 @@ class LocalPolicy:
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
 
-    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
-        await self._engine.run(lambda: self._load(Path(directory), in_flight))
+    async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
+        """See `Policy.load`. What is damaged or does not fit is refused with PolicyError or ConfigError, and nothing
+        has changed then."""
+        await self._engine.run(lambda: self._load(Path(directory), in_flight, above))
 
     async def close(self) -> None:
         await self._engine.close()
@@ -206,14 +215,21 @@ class LocalPolicy:
             }
         checkpoint.save(directory, self._model, self._tokenizer, state)
 
-    def _load(self, directory: Path, in_flight: bool) -> None:
-        self._weights_change(in_flight)
+    def _load(self, directory: Path, in_flight: bool, above: int) -> None:
         state = checkpoint.load_state(directory)
-        checkpoint.load_weights(directory, self._model)
-        self._updater.load_state_dict(state["updater"])
-        self._generator.load_state_dict(state["generator"])
-        torch.set_rng_state(state["torch_random"])
-        self._set_version(int(state["policy_version"]))
+        weights = checkpoint.read_weights(directory, self._model)
+        updater, generator, random = state["updater"], state["generator"], state["torch_random"]
+        self._updater.check_state_dict(updater)
+        self._weights_change(
+            in_flight
+        )  # Nothing has changed so far: what is refused above leaves the policy as it was.
+        try:
+            self._model.load_state_dict(weights)
+            self._updater.load_state_dict(updater)
+            self._generator.load_state_dict(generator)
+            torch.set_rng_state(random)
+        finally:
+            self._set_version(max(self._version, int(state["policy_version"]), above) + 1)
 
 
 def _device(name: str) -> torch.device:
@@ -249,6 +265,29 @@ def _load(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreTraine
 def _context_length(config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     text_config = model.config.get_text_config(decoder=True)
     most = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
-    if config.max_context is not None and config.max_context > most:
-        raise ConfigError(f"max_context={config.max_context} exceeds what {config.model} can hold; use at most {most}")
-    return min(config.max_context or most, most)
+    faithful, kind = _faithful_length(text_config, most)
+    if config.max_context is not None and config.max_context > faithful:
+        reason = f" faithfully: beyond, {kind} RoPE changes what was computed before" if faithful < most else ""
+        raise ConfigError(
+            f"max_context={config.max_context} exceeds what {config.model} can hold{reason}; use at most {faithful}"
+        )
+    if config.max_context is None and faithful < most:
+        logger.warning(
+            "%s is used up to %d of its %d tokens: beyond, %s RoPE turns every earlier position otherwise, so that "
+            "tokens would be drawn from one distribution and trained under another",
+            config.model, faithful, most, kind,
+        )  # fmt: skip
+    return min(config.max_context or faithful, faithful)
+
+
+def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
+    """How long a sequence may be while every key stays what it was when it was computed, and the kind of RoPE.
+
+    LongRoPE has other frequencies for all positions once a sequence is past the original length, those of keys in a
+    cache included. Dynamic RoPE has them past `max_position_embeddings`, which no sequence is here.
+    """
+    parameters: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
+    for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
+        if rope.get("rope_type") == "longrope":
+            return min(most, int(rope.get("original_max_position_embeddings") or most)), "longrope"
+    return most, "default"

@@ -21,10 +21,13 @@ from agentlightning.errors import PolicyError
 
 
 @contextmanager
-def only_positions(model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None) -> Generator[None]:
+def only_positions(
+    model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor] | None = None
+) -> Generator[None]:
     """Let the output head, and `block` (see `last_block`), compute at `positions_N` of the flattened [B, T] input only.
 
-    The model's logits are then [1, N, V]; what it does to them after the head stays its own.
+    The model's logits are then [1, N, V]; what it does to them after the head stays its own. With `hidden`, that list
+    gets the head's input hidden_NH, and the head itself computes none.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -44,8 +47,14 @@ def only_positions(model: PreTrainedModel, positions_N: Tensor, block: nn.Module
         empty = output.new_zeros(shape[0] * shape[1], shape[2])
         return empty.index_copy(0, positions_N, output[0]).view(shape)
 
+    def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states = select(module, args)[0]
+        assert hidden is not None
+        hidden.append(states[0])
+        return (states[:, :0], *args[1:])
+
     with ExitStack() as hooks:
-        hooks.callback(head.register_forward_pre_hook(select).remove)
+        hooks.callback(head.register_forward_pre_hook(select if hidden is None else take).remove)
         if block is not None:
             hooks.callback(block.register_forward_pre_hook(narrow).remove)
             hooks.callback(block.register_forward_hook(widen).remove)

@@ -155,11 +155,11 @@ class ServedPolicy:
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self.learner.save(directory, training_state=training_state)
 
-    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+    async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises as `train` does."""
         self._nobody(in_flight)
         self._changes += 1
-        await self.learner.load(directory)
+        await self.learner.load(directory, above=above)
         await self.publish()
 
     async def publish(self) -> None:

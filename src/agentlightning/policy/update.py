@@ -1,7 +1,8 @@
 """One update of a policy: training samples in, an optimiser step done.
 
 Works with any `transformers` causal language model through its own forward and `DynamicCache`, on any device. Only
-the hidden states at trained positions reach the output head (`policy.positions`), so that no [B, T, V] logits exist.
+the hidden states at trained positions reach the output head (`policy.positions`), a chunk at a time
+(`policy.scoring`), so that no [B, T, V] logits exist and no [N, V] ones of a large vocabulary.
 The model stays in evaluation mode: the probabilities that are trained are those that were sampled from.
 
 Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabulary, H hidden.
@@ -22,9 +23,10 @@ from transformers.cache_utils import DynamicLayer
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.batch import CostModel, MicroBatch, Sharing, plan, predictions
 from agentlightning.policy.losses import PPOLoss, TokenBatch, TokenLoss, token_loss
-from agentlightning.policy.optimizer import Optimizer, OptimizerConfig
+from agentlightning.policy.optimizer import Optimizer
+from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.positions import last_block, only_positions
-from agentlightning.policy.sampling import COLDEST
+from agentlightning.policy.scoring import OutputHead, score, score_logits
 from agentlightning.trajectory import TrainingSample
 
 LAUNCH_CPU = 1.5e7
@@ -43,6 +45,7 @@ class Updater:
         self.cost = cost_model(model)
         self.last_block = last_block(model)
         """What is computed at trained positions only; None turns that off."""
+        self.head = OutputHead(model)
 
     def step(
         self,
@@ -124,6 +127,10 @@ class Updater:
         """All that a resume needs beside the weights."""
         return self.optimizer.state_dict()
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a state that `load_state_dict` would refuse."""
+        self.optimizer.check_state_dict(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
@@ -131,31 +138,35 @@ class Updater:
         """logprobs_N in the order of rows and targets, and the summed entropy of their distributions."""
         rows, cut = batch.rows, batch.cut
         where = predictions(batch)
-        prefix_logits, cache = self._prefix(batch, where.prefix) if cut else (None, None)
+        prefix_N, cache = self._prefix(batch, where.prefix) if cut else (None, None)
         ids_BT = self._padded([row.token_ids[cut:-1] for row in rows], batch.width)
-        logits_NV = self._forward(ids_BT, where.rows, cache)
-        if prefix_logits is not None and where.prefix:
-            logits_NV = torch.cat([prefix_logits, logits_NV])[self._longs(where.order)]
+        states_N = self._forward(ids_BT, where.rows, cache)
+        if prefix_N is not None and where.prefix:
+            states_N = torch.cat([prefix_N, states_N])[self._longs(where.order)]
         chosen_N = self._longs([row.token_ids[t] for row in rows for t in row.targets])
         temperatures_N = self._floats(row.temperatures for row in rows) if at_temperature else None
-        return _score(logits_NV, chosen_N, temperatures_N)
+        if not self.head.separable:
+            return score_logits(states_N, chosen_N, temperatures_N)
+        return score(self.head, states_N, chosen_N, temperatures_N)
 
     def _prefix(self, batch: MicroBatch, positions: Sequence[int]) -> tuple[Tensor, DynamicCache]:
-        """Compute each family's prefix once; returns its logits and a cache with one entry for each row."""
+        """Compute each family's prefix once; returns what `_forward` does, and a cache with one entry for each row."""
         firsts = [sum(batch.families[:i]) for i in range(len(batch.families))]
         ids_GT = self._padded([batch.rows[b].token_ids[: batch.cut] for b in firsts], batch.cut)
         cache = DynamicCache(config=self.model.config)
-        logits_NV = self._forward(ids_GT, positions, cache)
+        states_N = self._forward(ids_GT, positions, cache)
         _hand_out(cache, batch.families)
-        return logits_NV, cache
+        return states_N, cache
 
     def _forward(self, ids_BT: Tensor, positions: Sequence[int], cache: DynamicCache | None) -> Tensor:
-        """logits_NV at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
-        does not look, so that no mask is needed."""
+        """The head's input hidden_NH at `positions` of the flattened [B, T] input; logits_NV of a model whose head
+        cannot be run alone. Rows are padded on the right, where a causal model does not look, so that no mask is
+        needed."""
         block = None if _checkpoints_activations(self.model) else self.last_block
-        with only_positions(self.model, self._longs(positions), block):
+        hidden: list[Tensor] | None = [] if self.head.separable else None
+        with only_positions(self.model, self._longs(positions), block, hidden):
             output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
-        return output.logits[0]
+        return output.logits[0] if hidden is None else hidden[0]
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         return self._longs([[*row, *[0] * (width - len(row))] for row in rows])
@@ -221,17 +232,6 @@ def refuse_unfaithful(samples: Sequence[TrainingSample]) -> None:
                     f"call {node.call} of rollout {node.rollout_id} was sampled with temperature={node.temperature:g}; "
                     'sample training rollouts with a temperature above 0, or train with loss="nll"'
                 )
-
-
-def _score(logits_NV: Tensor, chosen_N: Tensor, temperatures_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log p of the chosen tokens at their temperatures, and the summed entropy, both float32."""
-    logits_NV = logits_NV.float()
-    if temperatures_N is not None:
-        logits_NV = logits_NV / temperatures_N[:, None].clamp(min=COLDEST)
-    logprobs_NV = logits_NV.log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logprobs_NV.exp() * logprobs_NV).sum()
-    return logprobs_NV.gather(1, chosen_N[:, None])[:, 0], entropy
 
 
 def _cut(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:

@@ -6,6 +6,7 @@ the same whichever way it is computed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +39,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(TEXTS, vocabulary=320)
 
 
-def tiny_model(architecture: Architecture = "llama", *, seed: int = 0, context_length: int = 256) -> PreTrainedModel:
-    """A new model of two layers that knows the tokens of `tiny_tokenizer`."""
+def tiny_model(
+    architecture: Architecture = "llama",
+    *,
+    seed: int = 0,
+    context_length: int = 256,
+    rope: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A new model of two layers that knows the tokens of `tiny_tokenizer`. `rope`: its RoPE parameters (llama)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _build(architecture, context_length)
+        model = _build(architecture, context_length, rope)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -51,15 +58,20 @@ def tiny_model(architecture: Architecture = "llama", *, seed: int = 0, context_l
 
 
 def tiny_checkpoint(
-    directory: Path, architecture: Architecture = "llama", *, seed: int = 0, context_length: int = 256
+    directory: Path,
+    architecture: Architecture = "llama",
+    *,
+    seed: int = 0,
+    context_length: int = 256,
+    rope: Mapping[str, Any] | None = None,
 ) -> Path:
     """Model and tokenizer, as `transformers` saves them."""
-    tiny_model(architecture, seed=seed, context_length=context_length).save_pretrained(directory)
+    tiny_model(architecture, seed=seed, context_length=context_length, rope=rope).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 
 
-def _build(architecture: Architecture, context_length: int) -> PreTrainedModel:
+def _build(architecture: Architecture, context_length: int, rope: Mapping[str, Any] | None = None) -> PreTrainedModel:
     tokenizer = tiny_tokenizer()
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -79,7 +91,7 @@ def _build(architecture: Architecture, context_length: int) -> PreTrainedModel:
         "max_position_embeddings": context_length,
     }
     if architecture == "llama":
-        return LlamaForCausalLM(LlamaConfig(**shape, **common))
+        return LlamaForCausalLM(LlamaConfig(**shape, **common, rope_parameters=dict(rope) if rope else None))
     if architecture == "mistral":
         return MistralForCausalLM(MistralConfig(**shape, **common, head_dim=8, sliding_window=16))
     return Qwen3ForCausalLM(Qwen3Config(**shape, **common, head_dim=16))

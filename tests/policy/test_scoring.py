@@ -1,0 +1,108 @@
+"""Scoring in chunks gives what scoring at once gives, and never holds the logits of all positions."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedModel,
+)
+
+from agentlightning.policy import scoring
+from agentlightning.policy.scoring import OutputHead, score, score_logits
+from agentlightning.testing.models import tiny_model
+
+torch.set_num_threads(1)  # more threads cost more than they bring at this size
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_model,
+    "gpt2": lambda: tiny_model("gpt2"),
+    "gemma2, which caps its logits": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=3.0)
+    ),
+    "cohere, which scales them": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.3)),
+    "granite, which divides them": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=2.5)),
+    "an adapter around llama": lambda: get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    head = OutputHead(model)
+    assert head.separable
+    ids = torch.randint(0, 30, (2, 7))
+    chosen, temperatures = ids[:, 1:].flatten(), torch.rand(12) + 0.5
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    expected, entropy = score_logits(logits, chosen, temperatures)
+    expected.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model.zero_grad()
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 5 * head.vocabulary)
+    widths: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, out: widths.append(out.shape[1]))
+    hidden = head._decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
+    found, found_entropy = score(head, hidden, chosen, temperatures)
+    found.sum().backward()
+    hook.remove()
+    assert widths == [5, 5, 2, 2, 5, 5], "forward, and again in the backward pass"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found_entropy, entropy, atol=1e-3, rtol=1e-5)
+    for mine, theirs in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+PROGRAM = """
+import resource, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from agentlightning.policy.scoring import OutputHead, score, score_logits
+torch.set_num_threads(1)
+config = LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=2)
+model = LlamaForCausalLM(config)
+head = OutputHead(model)
+hidden = torch.randn(4096, 16, requires_grad=True)
+chosen, temperatures = torch.zeros(4096, dtype=torch.long), torch.ones(4096)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+logprobs, _ = {call}
+logprobs.sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, "RUSAGE_SELF"), reason="measures resident memory")
+def test_memory_is_that_of_a_chunk_and_not_of_all_positions() -> None:
+    def peak(call: str) -> int:
+        program = PROGRAM.replace("{call}", call)
+        return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout) * 1024
+
+    all_logits = 4096 * 32768 * 4
+    assert peak("score_logits(head(hidden), chosen, temperatures)") > 2 * all_logits
+    assert peak("score(head, hidden, chosen, temperatures)") < 1.2 * all_logits
