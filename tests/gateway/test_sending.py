@@ -166,7 +166,7 @@ async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
     async with ScriptedProvider([begun, FINE]) as server, connected(made_of(server)) as backends:
         async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
             with pytest.raises(Problem, match="closed the connection"):
-                [chunk async for chunk in asked.chunks()]
+                [events async for events in asked.events()]
         assert (len(server.seen), asked.retries) == (1, 0)
 
 
@@ -174,7 +174,7 @@ async def test_a_stream_that_closes_before_its_first_byte_is_asked_for_again():
     replies = [Reply(events=[], end="close"), Reply(events=chat_events(["Hello."]))]
     async with ScriptedProvider(replies) as server, connected(made_of(server)) as backends:
         async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
-            stream = b"".join([chunk async for chunk in asked.chunks()])
+            stream = b"".join([event async for events in asked.events() for event in events])
             asked.settle(None)
         assert stream == b"".join(chat_events(["Hello."]))
         assert asked.retries == 1
@@ -227,8 +227,8 @@ async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
     price = Price(input=1e6, output=1e6)
     async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as backends:
         async with Call(backends, Ask("chat/completions", b"x" * 400, stream=True)) as asked:
-            async for chunk in asked.chunks():
-                if b'"b"' in chunk:
+            async for events in asked.events():
+                if any(b'"b"' in event for event in events):
                     break
         assert asked.usage == Usage(100, 3)
         assert asked.attributes()[names.COST] == 103

@@ -16,6 +16,7 @@ from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.health import Health
 from agentlightning.gateway.limits import Limits
 from agentlightning.gateway.provider import Provider
+from agentlightning.gateway.redaction import Redactor
 from agentlightning.rendezvous import weight
 from agentlightning.transport import Headers, Transport, TransportError
 
@@ -65,6 +66,7 @@ class Backends:
         """Calls sent again, all together."""
         self.dollars = 0.0
         """What its calls have cost since the start."""
+        self.redactor = Redactor(provider)
         headers = _headers(provider)
         self.all = [Backend(url, headers, clock) for url in provider.base_urls]
         self._open_transport = open_transport

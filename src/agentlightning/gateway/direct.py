@@ -24,7 +24,7 @@ from agentlightning.gateway.attribution import Attribution, Caller
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, to_the_end
 from agentlightning.gateway.forwarder import Forwarder
-from agentlightning.gateway.provider import Path, passed_headers
+from agentlightning.gateway.provider import Path
 from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.sending import Call
 from agentlightning.gateway.slots import Slots
@@ -170,7 +170,7 @@ class _Passing:
         if kept is not None:
             return self._hand_over(partial(self._finish, kept, body))
         self._end()
-        line.reply(200, body, passed_headers(call.headers))
+        line.reply(200, body, call.passed_headers())
 
     def _record(self) -> tuple[bytes, Awaitable[None] | None]:
         """(what the caller is shown, what is to be awaited first)."""
@@ -234,7 +234,7 @@ class _Passing:
         finally:
             self.call.leave()
         self._direct.forwarder.count_usage(self._forward)
-        outlet.passed = passed_headers(self.call.headers)
+        outlet.passed = self.call.passed_headers()
         await outlet.whole(200, body)
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, outlet: Outlet) -> None:

@@ -17,13 +17,13 @@ import orjson
 
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Provider
+from agentlightning.gateway.redaction import without_secrets
 from agentlightning.transport import Headers, TransportError
 
 _REPEATED: Final = frozenset({500, 502, 503, 504, 529})
 _SAME: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
 """What the caller can understand as its own affair."""
 _LONGEST_MESSAGE: Final = 2000
-_HIDDEN: Final = "***"
 _LONGEST_REST: Final = 86_400.0
 """Seconds; nobody waits for a server that asks for more."""
 
@@ -46,7 +46,7 @@ class Failure:
 def of_transport(provider: Provider, error: TransportError) -> Failure:
     """A server that did not answer."""
     whose = f"the provider {provider.name!r}"
-    text = without_secrets(provider, str(error))
+    text = shown_text(provider, str(error))
     if error.reason == "timeout":
         message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
         return Failure(Problem(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
@@ -68,8 +68,8 @@ def of_transport(provider: Provider, error: TransportError) -> Failure:
 
 def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
     """A server that refused."""
-    message, code, param = _said(body)
-    message = without_secrets(provider, message) or f"the provider {provider.name!r} answered with status {status}"
+    message, code, param = (_shown(provider, text) for text in _said(body))
+    message = message or f"the provider {provider.name!r} answered with status {status}"
     after = retry_after(headers)
     if status in (401, 403):
         # Its words name the key; and it is not the caller's key that was refused.
@@ -91,7 +91,7 @@ def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) ->
 
 def broken(provider: Provider, what: str) -> Problem:
     """An answer that came whole and cannot be read."""
-    message = f"the provider {provider.name!r} sent what cannot be read: {without_secrets(provider, what)}"
+    message = f"the provider {provider.name!r} sent what cannot be read: {shown_text(provider, what)}"
     return Problem(502, message, code="provider_protocol", retry=False)
 
 
@@ -129,8 +129,11 @@ def _said(body: bytes) -> tuple[str, str | None, str | None]:
     return message, code if isinstance(code, str) else None, param if isinstance(param, str) else None
 
 
-def without_secrets(provider: Provider, text: str) -> str:
-    """A text of a provider, never with a key in it."""
-    for secret in provider.secrets():
-        text = text.replace(secret, _HIDDEN)
+def _shown(provider: Provider, text: str | None) -> str | None:
+    return None if text is None else shown_text(provider, text)
+
+
+def shown_text(provider: Provider, text: str) -> str:
+    """A text of a provider's as agents and spans see it: never with a key in it, and not longer than a page."""
+    text = without_secrets(provider, text)
     return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."

@@ -19,10 +19,10 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.failures import without_secrets
-from agentlightning.gateway.heard import READERS, Choice, Events, Heard, event_data, hear, loads
+from agentlightning.gateway.failures import shown_text
+from agentlightning.gateway.heard import READERS, Choice, Heard, event_data, hear, loads
 from agentlightning.gateway.problems import Problem
-from agentlightning.gateway.provider import Path, passed_headers
+from agentlightning.gateway.provider import Path
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.said import OPERATIONS, as_json, asked_attributes, reshaped, said_messages
 from agentlightning.gateway.sending import Ask, Call
@@ -99,7 +99,7 @@ class Forward:
         call = call or self.call()
         try:
             async with call:
-                outlet.passed = passed_headers(call.headers)
+                outlet.passed = call.passed_headers()
                 await (self._pass_stream if self.stream else self._pass_whole)(call, keep, outlet)
         except BaseException as error:
             await to_the_end(self.keep_failure(keep, call, error))
@@ -202,15 +202,15 @@ class Forward:
         return body
 
     async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
-        events, last = Events(), list[bytes]()
-        async for chunk in call.chunks():
-            shown = [self._hear(event, last) for event in events.feed(chunk)]
+        last = list[bytes]()
+        async for events in call.events():
+            shown = [self._hear(event, last) for event in events]
             if passed := b"".join(shown):
                 await outlet.write(passed)
         self._check_whole(bool(last))
         call.settle(self.heard.usage)
         await self._keep(keep, call)
-        await outlet.write(b"".join(last) + events.rest)
+        await outlet.write(b"".join(last) + call.rest)
         await outlet.close()
 
     def _hear(self, event: bytes, last: list[bytes]) -> bytes:
@@ -264,7 +264,7 @@ class Forward:
 
     def _hidden(self, text: str) -> str:
         """A text of the provider's, never with its key in it."""
-        return without_secrets(self.route.provider, text) if self.route.provider else text
+        return shown_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
         said = said_messages(self.path, self.data, choice.index // _answers(self.data))

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 import orjson
 
+from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.provider import Usage
 from agentlightning.gateway.said import tool_call
 from agentlightning.tracing.storable import readable
@@ -316,35 +317,68 @@ def usage_of(path: str, usage: Any) -> Usage | None:
         return None
 
 
+MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
+"""Of one event: the last of a response holds all of it, images in base64 among it."""
+_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_OVERLAP: Final = max(map(len, _ENDS)) - 1
+
+
+class EventTooLongError(AgentLightningError):
+    """An event of a stream that does not end."""
+
+
 class Events:
-    """The events of a stream, cut out of its bytes."""
+    """The events of a stream, cut out of its bytes. Takes time in proportion to them, however they are cut."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_limit", "_parts", "_size", "_tail")
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
+        self._limit = limit
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._tail = b""
+        """The last bytes that came: an end may begin there."""
 
     def feed(self, more: bytes) -> list[bytes]:
-        """The events that are whole by now, each with the empty line that ends it."""
-        data = self._rest + more if self._rest else more
+        """The events that are whole by now, each with the empty line that ends it. Raises EventTooLongError."""
         found: list[bytes] = []
-        start = 0
-        while True:
-            end, size = data.find(b"\n\n", start), 2
-            other = data.find(b"\r\n\r\n", start, end if end >= 0 else len(data))
-            if other >= 0:
-                end, size = other, 4
-            if end < 0:
-                break
-            found.append(data[start : end + size])
-            start = end + size
-        self._rest = data[start:]
+        if not self._parts:
+            rest = _cut(more, found)
+        elif any(end in self._tail + more for end in _ENDS):
+            rest = _cut(b"".join([*self._parts, more]), found)
+        else:
+            self._keep(more)
+            return found
+        self._parts, self._size, self._tail = [], 0, b""
+        if rest:
+            self._keep(rest)
         return found
+
+    def _keep(self, more: bytes) -> None:
+        self._parts.append(more)
+        self._size += len(more)
+        self._tail = (self._tail + more[-_OVERLAP:])[-_OVERLAP:]
+        if self._size > self._limit:
+            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
 
     @property
     def rest(self) -> bytes:
         """What has come of the next event."""
-        return self._rest
+        return b"".join(self._parts)
+
+
+def _cut(data: bytes, found: list[bytes]) -> bytes:
+    """Adds the whole events of `data` to `found`; returns what is left."""
+    start, returns = 0, b"\r" in data
+    while True:
+        end, size = data.find(b"\n\n", start), 2
+        other = data.find(b"\r\n\r\n", start, end + _OVERLAP if end >= 0 else len(data)) if returns else -1
+        if other >= 0:
+            end, size = other, 4
+        if end < 0:
+            return data[start:]
+        found.append(data[start : end + size])
+        start = end + size
 
 
 def event_data(event: bytes) -> Any:

@@ -91,7 +91,7 @@ class Listing:
             body = await answer.read()
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")
-        return orjson.loads(body)
+        return orjson.loads(backends.redactor.answer(body))
 
 
 def read_models(page: Any) -> list[Json]:

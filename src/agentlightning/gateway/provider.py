@@ -6,8 +6,13 @@ its servers is asked `gateway.backends`, and how often `gateway.sending`.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
+import re
+from collections.abc import Iterable
 from typing import Final, Literal
+from urllib.parse import unquote, urlsplit
 
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
@@ -169,12 +174,22 @@ class Provider(BaseModel):
             return key
         raise ConfigError(f"the provider {self.name!r} takes its key from {self.api_key_env}, which is not set; set it")
 
-    def secrets(self) -> list[str]:
-        """What must not be shown: its key, its proxy's password, and the values of its headers."""
-        keys = [self.api_key.get_secret_value() if self.api_key else "", os.environ.get(self.api_key_env or "", "")]
+    def credentials(self) -> list[str]:
+        """What lets somebody in: its key, its proxy's password, and what its headers hold of the kind, each also
+        without the scheme before it. The longest first, as one may hold another."""
+        found = [self.api_key.get_secret_value() if self.api_key else "", os.environ.get(self.api_key_env or "", "")]
         if isinstance(self.proxy, SecretStr):
-            keys += secrets_of(self.proxy.get_secret_value())
-        return [secret for secret in (*keys, *self.headers.values()) if len(secret) >= 8]
+            found += secrets_of(self.proxy.get_secret_value())
+        for url in self.base_urls:
+            found += [password, unquote(password)] if (password := urlsplit(url).password) else ()
+        for name, value in self.headers.items():
+            if _CREDENTIAL.search(name):
+                found += [value, *value.split()[1:], *_password(value)]
+        return _long_enough(found)
+
+    def secrets(self) -> list[str]:
+        """What must not be shown: its credentials, and the values of its other headers."""
+        return _long_enough([*self.credentials(), *self.headers.values()])
 
     def dial(self) -> Dial:
         """How its servers are reached. Raises ConfigError where a proxy or a file of certificates cannot be used."""
@@ -187,6 +202,27 @@ class Provider(BaseModel):
     def url(self, base: str, path: str) -> str:
         """Where a path is served."""
         return f"{base}/v1/{path}" if self.dialect == "anthropic" else f"{base}/{path}"
+
+
+_CREDENTIAL: Final = re.compile("auth|key|token|secret|password|cookie|credential|signature", re.IGNORECASE)
+"""Names of headers that hold one."""
+_SHORTEST_SECRET: Final = 8
+"""Characters. What is shorter stands in too many texts that have nothing to do with it."""
+
+
+def _long_enough(secrets: Iterable[str]) -> list[str]:
+    return sorted({secret for secret in secrets if len(secret) >= _SHORTEST_SECRET}, key=len, reverse=True)
+
+
+def _password(value: str) -> list[str]:
+    """Of a header of HTTP's basic authentication."""
+    scheme, _, encoded = value.partition(" ")
+    if scheme.lower() != "basic":
+        return []
+    try:
+        return [base64.b64decode(encoded, validate=True).decode().partition(":")[2]]
+    except (binascii.Error, UnicodeDecodeError):
+        return []
 
 
 def passed_headers(headers: Headers) -> list[tuple[bytes, bytes]]:

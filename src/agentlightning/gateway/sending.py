@@ -7,7 +7,7 @@ in the provider's own dialect and `gateway.translate` for others, say what to se
     call = Call(backends, ask)
     async with call:                          waits for its turn, sends, repeats; raises Problem
         call.body                             the whole answer, where nobody watches
-        async for chunk in call.chunks()      or its bytes as they come; raises Problem
+        async for events in call.events()     or its events as they come; raises Problem
         call.settle(Usage(...))               what it used
     call.attributes()                         of its span, failed or not
 
@@ -31,8 +31,9 @@ from agentlightning import span as names
 from agentlightning.gateway.backends import Backend, Backends
 from agentlightning.gateway.budget import Reservation
 from agentlightning.gateway.estimate import most_tokens
-from agentlightning.gateway.failures import Failure, of_answer, of_transport
-from agentlightning.gateway.provider import Path, Price, Usage
+from agentlightning.gateway.failures import Failure, broken, of_answer, of_transport
+from agentlightning.gateway.heard import Events, EventTooLongError
+from agentlightning.gateway.provider import Path, Price, Usage, passed_headers
 from agentlightning.transport import Answer, Arriving, Headers, TransportError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Call:
     """One call, sent as often as it takes. Use once, as `async with`."""
 
     __slots__ = (
-        *("ask", "body", "cost", "headers", "retries", "status", "usage", "whole"),
+        *("ask", "body", "cost", "headers", "rest", "retries", "status", "usage", "whole"),
         *("_answer", "_arriving", "_backend", "_backends", "_chunks", "_entered", "_events", "_expected", "_failure"),
         *("_first", "_left", "_reservation", "_settled", "_unanswered"),
     )
@@ -74,6 +75,8 @@ class Call:
         self.ask = ask
         self.body = b""
         """The whole answer, where it is not streamed."""
+        self.rest = b""
+        """What a streamed answer ended with that is no whole event."""
         self.whole = False
         """What `start` has sent is answered well."""
         self.headers: Headers = ()
@@ -153,7 +156,7 @@ class Call:
             if not arriving.stale:  # else this was no try, and says nothing of the server
                 self._fail(error)
         elif 200 <= self.status < 300:
-            self.body, self.whole = arriving.whole(), True
+            self.body, self.whole = self._backends.redactor.answer(arriving.whole()), True
             self._backend.health.succeeded()
         else:
             self._failure = of_answer(provider, self.status, self.headers, arriving.whole())
@@ -222,16 +225,26 @@ class Call:
             self.settle(Usage(self._prompt // 2, self._events))
         await self._end()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The bytes of a streamed answer as they come. Raises Problem where they break off."""
+    def passed_headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the answer that the caller sees."""
+        return self._backends.redactor.headers(passed_headers(self.headers))
+
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        """The events of a streamed answer as they come, those of each read together. Raises Problem where they break
+        off, and for an event without end."""
         if self._chunks is None:
             return
+        events, redactor = Events(), self._backends.redactor
         chunk: bytes | None = self._first
         try:
             while chunk is not None:
-                self._events += chunk.count(b"\n\n")
-                yield chunk
+                found = events.feed(chunk)
+                self._events += len(found)
+                yield [redactor.answer(event) for event in found]
                 chunk = await anext(self._chunks, None)
+            self.rest = redactor.answer(events.rest)
+        except EventTooLongError as error:
+            raise broken(self._backends.provider, str(error)) from None
         except TransportError as error:
             failure = of_transport(self._backends.provider, error)
             self._judge(failure)
@@ -304,7 +317,7 @@ class Call:
             self._chunks = answer.chunks()
             self._first = await anext(self._chunks, b"")
         else:
-            self.body = await answer.read()
+            self.body = self._backends.redactor.answer(await answer.read())
         return None
 
     def _fail(self, error: TransportError) -> Failure:

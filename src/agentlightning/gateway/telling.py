@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning.gateway.dialects.base import Head
+from agentlightning.gateway.heard import loads
 from agentlightning.gateway.told import Told
 
 Json = dict[str, Any]
@@ -181,8 +180,8 @@ def _end(telling: Telling, place: Any) -> None:
         telling.told.end_call(place)
         if written:
             try:
-                block["input"] = orjson.loads(written)
-            except orjson.JSONDecodeError:  # Cut off: it cannot be sent back as it is.
+                block["input"] = loads(written.encode())
+            except ValueError:  # Cut off: it cannot be sent back as it is.
                 return
     telling.told.keep(block)
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.gateway.answer import Piece
 from agentlightning.gateway.attribution import Caller
@@ -27,9 +25,9 @@ from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import responses
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.fields import forced_params
-from agentlightning.gateway.failures import broken, without_secrets
+from agentlightning.gateway.failures import broken, shown_text
 from agentlightning.gateway.forward import Forward, Keep, written
-from agentlightning.gateway.heard import READERS, Choice, Events, event_data, hear
+from agentlightning.gateway.heard import READERS, Choice, event_data, hear, loads
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, Provider
@@ -115,9 +113,9 @@ class Translation(Forward):
         await outlet.whole(200, body)
 
     async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
-        events, ended = Events(), False
-        async for chunk in call.chunks():
-            for event in events.feed(chunk):
+        ended = False
+        async for events in call.events():
+            for event in events:
                 ended |= self._hear_event(event)
             if pieces := self._news():
                 await outlet.write(self._written(pieces))
@@ -133,8 +131,8 @@ class Translation(Forward):
 
     def _hear_whole(self, body: bytes) -> None:
         try:
-            answer = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            answer = loads(body)
+        except ValueError as error:
             raise broken(self._provider, f"its answer is not JSON: {error}") from None
         self._take(answer)
         if not self.heard.choices:
@@ -173,7 +171,7 @@ class Translation(Forward):
         """Raises Problem where the provider says, in the place of an answer, that it failed."""
         if self.heard.error is not None:
             message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
-            raise Problem(502, without_secrets(self._provider, message), code="provider_error", retry=False)
+            raise Problem(502, shown_text(self._provider, message), code="provider_error", retry=False)
 
     @property
     def told(self) -> Told:
