@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from agentlightning.rollouts import attempt_path
+from agentlightning.rollouts import AttemptedRollout, attempt_path
 
 
 class LLM(BaseModel):
@@ -20,7 +20,7 @@ class LLM(BaseModel):
 
     resource_type: Literal["llm"] = "llm"
     endpoint: str
-    """The server's root URL, without `/v1`."""
+    """The server's root URL; a `/v1` at its end is allowed and makes no difference."""
     model: str
     api_key: str | None = None
     sampling_parameters: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -29,14 +29,39 @@ class LLM(BaseModel):
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """The OpenAI base URL; with both ids, the one whose calls are recorded under that attempt."""
-        root = self.endpoint.rstrip("/")
         if rollout_id is None or attempt_id is None:
-            return f"{root}/v1"
-        return f"{root}{attempt_path(rollout_id, attempt_id)}/v1"
+            return f"{self.root_url}/v1"
+        return f"{self.root_url}{attempt_path(rollout_id, attempt_id)}/v1"
 
     @property
     def base_url(self) -> str:
+        """The OpenAI base URL."""
         return self.get_base_url()
+
+    @property
+    def root_url(self) -> str:
+        """The server's root, without `/v1` and without a slash at its end."""
+        return self.endpoint.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class ProxyLLM(LLM):
+    """A model behind a proxy that records calls by their URL: an attempt is given its own address there.
+
+    >>> ProxyLLM(endpoint="http://proxy:4000/v1", model="m").get_base_url("ro-1", "at-1")
+    'http://proxy:4000/rollout/ro-1/attempt/at-1/v1'
+    """
+
+    resource_type: Literal["proxy_llm"] = "proxy_llm"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
+        """A plain LLM whose endpoint is the one of this attempt."""
+        return LLM(
+            endpoint=self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id),
+            model=self.model,
+            api_key=self.api_key,
+            sampling_parameters=self.sampling_parameters,
+            policy_version=self.policy_version,
+        )
 
 
 class PromptTemplate(BaseModel):
@@ -60,8 +85,8 @@ class PromptTemplate(BaseModel):
         return environment.from_string(self.template).render(**values)
 
 
-Resource = Annotated[LLM | PromptTemplate, Field(discriminator="resource_type")]
-NamedResources = dict[str, LLM | PromptTemplate]
+Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]
+NamedResources = dict[str, LLM | ProxyLLM | PromptTemplate]
 
 named_resources: TypeAdapter[NamedResources] = TypeAdapter(dict[str, Resource])
 """Reads and writes named resources as JSON."""
@@ -75,4 +100,6 @@ class ResourcesUpdate:
     version: int
     """1 for the first; a higher one was published later."""
     create_time: float
-    resources: NamedResources = field(default_factory=dict[str, LLM | PromptTemplate])
+    resources: NamedResources = field(default_factory=dict[str, LLM | ProxyLLM | PromptTemplate])
+    update_time: float | None = None
+    """When its content was last replaced; None: never."""

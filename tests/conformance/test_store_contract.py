@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError
-from agentlightning.resources import LLM, PromptTemplate
+from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import LightningStoreBase, LightningStoreClient
@@ -477,7 +477,6 @@ async def test_unknown_ids_are_named(store: Store) -> None:
         store.add_span(Span(made.rollout_id, "nope", "work", 1.0)),
         store.add_span(Span("nope", "at-1", "work", 1.0)),
         store.enqueue_rollout("task", resources_id="nope"),
-        store.update_resources("nope", {}),
     ):
         with pytest.raises(NotFoundError, match="nope"):
             await awaitable
@@ -601,6 +600,18 @@ async def test_resources_have_versions_and_the_last_one_published_is_the_latest(
     assert await store.get_latest_resources() == changed
     assert [each.resources_id for each in await store.query_resources()] == [first.resources_id, "mine"]
     assert [each.resources_id for each in await store.query_resources(limit=1, offset=1)] == ["mine"]
+
+
+async def test_resources_are_published_under_a_new_id_and_keep_the_time_of_their_creation(store: Store) -> None:
+    made = await store.update_resources("default", {"llm": LLM(endpoint="http://x", model="tiny")})
+    assert (made.resources_id, made.version, made.update_time) == ("default", 1, None)
+    changed = await store.update_resources("default", {"llm": ProxyLLM(endpoint="http://y/v1", model="tiny")})
+    assert changed.create_time == made.create_time
+    assert changed.update_time is not None
+    assert changed.update_time >= made.create_time
+    assert await store.get_resources_by_id("default") == await store.get_latest_resources() == changed
+    with pytest.raises(ConfigError, match="a b"):
+        await store.update_resources("a b", {})
 
 
 async def test_what_is_no_resource_is_refused(store: Store) -> None:

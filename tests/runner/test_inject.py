@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import AgentError
-from agentlightning.resources import LLM, PromptTemplate
+from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
 from agentlightning.runner.inject import Call, Signature, bind_resources
 
 POLICY = LLM(endpoint="http://elsewhere:1", model="policy", policy_version=3)
@@ -60,6 +60,15 @@ def test_a_model_of_somebody_else_keeps_its_own_address(make_call: Any) -> None:
     call = make_call(None)
     bound = bind_resources({"judge": judge}, "http://127.0.0.1:9", call.environment)
     assert bound == {"judge": judge}
+
+
+def test_a_proxy_of_somebody_else_is_reached_at_the_address_of_the_attempt(make_call: Any) -> None:
+    call = make_call(None)
+    proxy = ProxyLLM(endpoint="http://proxy:4000/v1", model="policy", api_key="theirs")
+    call.resources = bind_resources({"main": proxy}, "http://127.0.0.1:9", call.environment)
+    answer = call_with(lambda task, llm: (llm.base_url, llm.endpoint, llm.api_key), call)
+    url = "http://proxy:4000/rollout/ro-1/attempt/at-1/v1"
+    assert answer == (url, url, "theirs")
 
 
 def test_the_address_is_known_without_any_resource(make_call: Any) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentlightning.errors import AgentError
-from agentlightning.resources import LLM, NamedResources, PromptTemplate
+from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 
 KNOWN = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
@@ -97,17 +97,23 @@ def bind_resources(resources: NamedResources, server_url: str, environment: Mapp
 
 
 def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[str, str]) -> LLM | PromptTemplate:
-    if not isinstance(resource, LLM) or not _ours(resource, server_url):
+    if not isinstance(resource, LLM):
         return resource
     fields = dict(resource)
-    fields["endpoint"] = environment["OPENAI_BASE_URL"]
-    fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
+    del fields["resource_type"]
+    if _ours(resource, server_url):
+        fields["endpoint"] = environment["OPENAI_BASE_URL"]
+        fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
+    elif isinstance(resource, ProxyLLM):
+        fields["endpoint"] = resource.get_base_url(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
+    else:
+        return resource
     return AttemptLLM(**fields)
 
 
 def _ours(llm: LLM, server_url: str) -> bool:
     """A policy in training is always reached through the server we report to, whatever name others have for it."""
-    return llm.policy_version is not None or llm.endpoint.rstrip("/") == server_url.rstrip("/")
+    return llm.policy_version is not None or llm.root_url == server_url.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,8 @@ class LightningStoreBase(ABC):
 
     @abstractmethod
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        """Replace the content of one version, which becomes the latest."""
+        """Replace the content of one version, which becomes the latest; with an id that is new, publish it. The time of
+        its creation stays."""
 
     @abstractmethod
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None: ...

@@ -205,7 +205,7 @@ def resources_body(update: ResourcesUpdate) -> ResourcesBody:
         resources_id=update.resources_id,
         version=update.version,
         create_time=update.create_time,
-        update_time=update.create_time,
+        update_time=update.create_time if update.update_time is None else update.update_time,
         resources=Resources(update.resources),
     )
 

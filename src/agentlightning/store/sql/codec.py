@@ -290,10 +290,11 @@ def dump_resources(resources: NamedResources) -> str:
 
 def to_resources(row: Row) -> ResourcesUpdate:
     """From the columns of `statements.RESOURCES`."""
-    resources_id, version, create_time, body = row
+    resources_id, version, create_time, body, update_time = row
     return ResourcesUpdate(
         resources_id=resources_id,
         version=version,
         create_time=create_time,
         resources=named_resources.validate_json(body),
+        update_time=update_time,
     )

@@ -155,7 +155,9 @@ resources = Table(
     Column("version", Integer, nullable=False, unique=True),
     Column("create_time", _Number, nullable=False),
     Column("body", Text, nullable=False),
+    Column("update_time", _Number),
 )
+"""`update_time` is when the body was last replaced; NULL: never."""
 
 workers = Table(
     "workers",

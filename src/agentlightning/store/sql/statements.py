@@ -314,7 +314,7 @@ DELETE_PACK_BLOCKS = Statement(delete(pack_blocks).where(is_one_of(pack_blocks.c
 
 # -- resources -------------------------------------------------------------------------------------------------------
 
-RESOURCES = (resources.c.resources_id, resources.c.version, resources.c.create_time, resources.c.body)
+RESOURCES = tuple(column for column in resources.columns if column.name != "key")
 
 INSERT_RESOURCES = Insert(resources, _columns(resources, "key"))
 FIND_RESOURCES = Statement(select(*RESOURCES).where(resources.c.resources_id == given("id")), ("the_id",))
@@ -334,8 +334,8 @@ QUERY_RESOURCES = Statement(
 CHANGE_RESOURCES = Statement(
     update(resources)
     .where(resources.c.resources_id == given("id"))
-    .values(version=given("version"), create_time=given("time"), body=given("body")),
-    ("the_version", "the_time", "the_body", "the_id"),
+    .values(version=given("version"), body=given("body"), update_time=given("time")),
+    ("the_version", "the_body", "the_time", "the_id"),
 )
 
 # -- workers ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.store.base import Pruned, Queue, Retention, RolloutRecord, Worker
 from agentlightning.store.ids import new_id
@@ -33,22 +33,21 @@ class Upkeep(EmbeddedStore):
                 if codec.load(there[0][3]) == codec.load(body):
                     return there[0]
                 raise ConflictError(f"resources {name!r} exist already; use update_resources, or another id")
-            row = (name, unit.connection.all(statements.LAST_VERSION)[0][0] + 1, unit.wall, body)
-            unit.connection.insert(statements.INSERT_RESOURCES, [row])
-            return row
+            return _publish(unit, name, body)
 
         return codec.to_resources(await self.do("add_resources", add))
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        codec.check_text(resources_id, "resources_id")
+        codec.check_new_id(resources_id, "resources_id")
         body = codec.dump_resources(resources)
 
         def change(unit: Unit) -> Row:
-            version = unit.connection.all(statements.LAST_VERSION)[0][0] + 1
-            row = (version, unit.wall, body, resources_id)
-            if not unit.connection.run(statements.CHANGE_RESOURCES, *row):
-                raise NotFoundError(f"no resources {resources_id!r} in this store; use add_resources")
-            return (resources_id, *row[:3])
+            there = unit.connection.all(statements.FIND_RESOURCES, resources_id)
+            if not there:
+                return _publish(unit, resources_id, body)
+            version, create_time, now = _next_version(unit), there[0][2], unit.wall
+            unit.connection.run(statements.CHANGE_RESOURCES, version, body, now, resources_id)
+            return (resources_id, version, create_time, body, now)
 
         return codec.to_resources(await self.do("update_resources", change))
 
@@ -165,3 +164,14 @@ class Upkeep(EmbeddedStore):
         ready = [maintenance.ready(record) for record in records]
         ids = [record.rollout_id for record in ready]
         return await self.do("add_records", lambda unit: maintenance.add_records(unit, ready), ids) if ready else 0
+
+
+def _next_version(unit: Unit) -> int:
+    return unit.connection.all(statements.LAST_VERSION)[0][0] + 1
+
+
+def _publish(unit: Unit, resources_id: str, body: str) -> Row:
+    """New resources, as the row of `statements.RESOURCES`."""
+    row = (resources_id, _next_version(unit), unit.wall, body, None)
+    unit.connection.insert(statements.INSERT_RESOURCES, [row])
+    return row

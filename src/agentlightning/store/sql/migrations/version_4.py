@@ -1,5 +1,5 @@
-"""Version 3 to 4: answers of calls that must not be done twice, a mark of when the store was last alive, and counts
-that are counted anew, as a process of version 2 that went on writing did not count."""
+"""Version 3 to 4: answers of calls that must not be done twice, a mark of when the store was last alive, when resources
+were last replaced, and counts that are counted anew, as a process of version 2 that went on writing did not count."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ _TABLES: Final[Mapping[str, Sequence[str]]] = {
             PRIMARY KEY (name)
         )
         """,
+        "ALTER TABLE resources ADD COLUMN update_time FLOAT",
     ),
     "postgresql": (
         """
@@ -51,6 +52,7 @@ _TABLES: Final[Mapping[str, Sequence[str]]] = {
             PRIMARY KEY (name)
         )
         """,
+        "ALTER TABLE resources ADD COLUMN update_time DOUBLE PRECISION",
     ),
 }
 _INDEXES: Final = (
