@@ -1,7 +1,9 @@
 """What importing the package promises."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,52 @@ def test_defining_an_agent_loads_no_torch():
     names = "agl.rollout, agl.emit_reward, agl.LightningStore"
     program = f"import agentlightning as agl, sys; {names}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in "torch transformers tokenizers safetensors numpy peft llguidance matplotlib openai".split():
+    sys.modules[name] = None  # as if it were not installed
+"""
+
+
+def run_without_extras(program: str) -> str:
+    given = [sys.executable, "-c", WITHOUT_EXTRAS + program]
+    return subprocess.run(given, text=True, capture_output=True, check=True).stdout
+
+
+def test_every_public_name_can_be_had_without_an_extra():
+    program = "import agentlightning as agl\nfor name in agl.__all__: getattr(agl, name)\nprint('all')"
+    assert run_without_extras(program).strip() == "all"
+
+
+def test_the_first_example_of_the_readme_runs_without_an_extra():
+    readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert "agl.evaluate" in example
+    printed = run_without_extras(example)
+    assert printed.startswith("0.500 (95% interval"), printed
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "agl.Trainer(run_dir='must-not-be-made').fit(len, [1, 2, 3, 4])",
+        "agl.evaluate(len, [[1]], model='anywhere')",
+        "agl.SFTAlgorithm(model='anywhere', dataset=[[]], output='must-not-be-made').train()",
+    ],
+)
+def test_what_needs_an_extra_says_which(work: str, tmp_path: Path):
+    program = f"""
+import agentlightning as agl, os
+os.chdir({str(tmp_path)!r})
+try: {work}
+except agl.AgentLightningError as error: print(type(error).__name__, error)
+print(os.listdir())
+"""
+    error, left = run_without_extras(program).strip().splitlines()
+    assert error == "MissingExtraError torch is not installed; run: pip install 'agentlightning[train]'"
+    assert left == "[]"
 
 
 def test_importing_takes_at_most_a_few_times_what_an_empty_python_takes():

@@ -19,6 +19,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import Engine, Policy
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
+from agentlightning.policy.requirements import require_training
 from agentlightning.policy.servers import ServedModel
 from agentlightning.progress import Progress
 from agentlightning.run_dir import RunDir, write_atomically
@@ -194,8 +195,9 @@ def policy_config(
     steps: int,
     objective: Objective = "reinforcement",
 ) -> LocalPolicyConfig:
-    """The settings of a local policy that takes `steps` optimiser steps. Raises ValidationError for a warmup that is
-    longer."""
+    """The settings of a local policy that takes `steps` optimiser steps. Raises MissingExtraError, and ValidationError
+    for a warmup that is longer."""
+    require_training()
     from agentlightning.policy.local import LocalPolicyConfig
 
     settings = config.policy

@@ -34,6 +34,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Policy
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.requirements import require_training
 from agentlightning.prepare import (
     keep_tasks,
     load_tasks,
@@ -132,6 +133,7 @@ class Trainer:
         agent = agent if agent is not None else self.config.agent
         if agent is None:
             raise ConfigError("no agent: pass one to fit(), or set agent = 'module:name' in the configuration")
+        require_training()
         with self.progress:
             run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset)
             try:
@@ -188,7 +190,7 @@ class Trainer:
                 stack.push_async_callback(store.close)
             await take_over(store, verbatim.read)
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
-            listener = await _load_agent(runner, stack, config.run.host, config.run.port)
+            listener = await _load_agent(runner, stack, config.run.host, config.run.port, policy=True)
             await make_start(config, run_dir, tasks, self.progress)
             learner = await _open_policy(config, run_dir, state, store)
             policy = await with_servers(learner, config, run_dir, self.progress)
@@ -251,12 +253,14 @@ async def _evaluate(
     progress: Progress,
 ) -> Evaluation:
     secret = secrets.token_hex(16)
+    if model is not None:
+        require_training()
     async with AsyncExitStack() as stack:
         stack.enter_context(progress)
         store = InMemoryLightningStore()
         stack.push_async_callback(store.close)
         runner = _runner(config, store, agent, reward, secret, redirect=model is not None)
-        listener = await _load_agent(runner, stack)
+        listener = await _load_agent(runner, stack, policy=model is not None)
         gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
         server = await stack.enter_async_context(Server(store, gateway, secret=secret, listener=listener))
         resources: NamedResources = {}
@@ -326,15 +330,18 @@ def _runner(
     )
 
 
-async def _load_agent(runner: Runner, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """Import the agent in its own process, and meanwhile what is heavy in this one. It may make a client of its model
-    already: the address that this leads to is taken, and returned."""
+async def _load_agent(
+    runner: Runner, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0, *, policy: bool
+) -> socket.socket:
+    """Import the agent in its own process, and meanwhile, where there will be a `policy`, what is heavy in this one. It
+    may make a client of its model already: the address that this leads to is taken, and returned."""
     listener = listen(host, port)
     stack.callback(listener.close)
     runner.server_url = url_of(host, listener.getsockname()[1])
     stack.push_async_callback(runner.stop)
     runner.start_hosts()
-    await asyncio.gather(runner.load(), asyncio.to_thread(import_module, "agentlightning.policy.local"))
+    loading = [asyncio.to_thread(import_module, "agentlightning.policy.local")] if policy else []
+    await asyncio.gather(runner.load(), *loading)
     return listener
 
 

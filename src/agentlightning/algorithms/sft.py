@@ -25,6 +25,7 @@ from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import ChatFormat, Message, Policy
 from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.requirements import require_training
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
@@ -145,6 +146,7 @@ class SFTAlgorithm:
         return self.config.steps or self.config.epochs * per_epoch
 
     def _open(self, path: str, steps: int) -> LocalPolicy:
+        require_training()
         from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})

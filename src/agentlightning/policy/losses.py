@@ -3,7 +3,8 @@
     loss = sum over tokens of weight_t * loss_t
 
 A loss sees flat vectors, one entry for each trained token of a micro-batch, and knows nothing of rows, trees or models.
-Because weights sum to 1 over a batch, losses of micro-batches add up.
+Because weights sum to 1 over a batch, losses of micro-batches add up. Importing this imports no torch: losses are part
+of a configuration.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor
 
 from agentlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """exp() of more is no ratio any more; a token this far off is clipped in every loss here."""
@@ -86,10 +88,10 @@ class PPOLoss(TokenLoss):
         ratio, advantages = log_ratio.exp(), tokens.advantages
         free = ratio * advantages
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
-        objective = torch.minimum(free, clipped)
+        objective = free.minimum(clipped)
         if self.dual_clip is not None:
-            bounded = torch.maximum(objective, self.dual_clip * advantages)
-            objective = torch.where(advantages < 0, bounded, objective)
+            bounded = objective.maximum(self.dual_clip * advantages)
+            objective = bounded.where(advantages < 0, objective)
         sums = _ratio_sums(log_ratio.detach(), ratio.detach(), (objective != free).detach())
         return LossValue(loss=-(tokens.weights * objective).sum(), sums=sums)
 
