@@ -271,17 +271,33 @@ ALONE: Final = frozenset({"statistics", "prune", "vacuum", "read_records", "add_
 """Methods that may take long, so that a client sends them in a request of their own."""
 KEYED: Final = frozenset(
     {
-        "requeue_rollout",
-        "update_rollout",
-        "update_attempt",
-        "get_next_span_sequence_id",
-        "update_resources",
         "add_records",
         "delete_rollouts",
+        "get_next_span_sequence_id",
+        "requeue_rollout",
+        "update_resources",
+        "update_rollout",
     }
 )
-"""Methods whose repetition is not harmless by nature: a client sends a key, under which the server remembers the
-answer."""
+"""Methods whose repetition is not harmless by nature: a client sends a key, under which the store remembers the answer.
+`update_attempt` is one of them where it sets metadata, which somebody else may have set again meanwhile."""
+ONCE: Final = KEYED | {
+    "add_many_spans",
+    "add_resources",
+    "add_span",
+    "cancel_rollout",
+    "enqueue_many_rollouts",
+    "enqueue_rollout",
+    "start_attempt",
+    "start_rollout",
+    "update_attempt",
+}
+"""Methods that are done once where a key is given: each is one transaction. Repeating any other does no harm."""
+
+
+def is_keyed(method: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a client sends a key with a call."""
+    return method in KEYED or (method == "update_attempt" and "metadata" in arguments)
 
 
 # -- calls: the contract as it is ------------------------------------------------------------------------------------

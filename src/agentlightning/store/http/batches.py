@@ -4,7 +4,7 @@
     {"results": [{"value": ...}, {"error": {"type": "NotFoundError", "message": "..."}}, ...]}
 
 Each call is answered for itself, in the order asked; they run at the same time, so that the store commits them
-together. A call with a `key` is done once, however often it arrives while the server remembers it.
+together. A call with a `key` is done once, however often it arrives (idempotency.py).
 `POST /v1/agl/waits/calls` is the same, for calls that may have to wait.
 """
 
@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
 
 from msgspec import UNSET, Raw, Struct
@@ -23,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.errors import AgentLightningError, ConfigError, StoreError
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.api import CALLS, call_reader
+from agentlightning.store.http.api import CALLS, ONCE, call_reader
+from agentlightning.store.http.once import do_once
 from agentlightning.store.http.refusals import RequestError, refusal_of
 from agentlightning.store.http.requests import (
     MAX_WAIT_SECONDS,
@@ -36,50 +34,12 @@ from agentlightning.store.http.requests import (
     while_wanted,
 )
 from agentlightning.store.http.wire import PROTOCOL, argument, decoder, encode
+from agentlightning.store.idempotency import IdempotentCall
 
 logger = logging.getLogger(__name__)
 
 MAX_CALLS: Final = 4096
-REMEMBERED: Final = 16_384
-REMEMBERED_SECONDS: Final = 600.0
 PROTOCOL_HEADER: Final = (b"agl-protocol", str(PROTOCOL).encode())
-
-
-class Once:
-    """The answers, in bytes, of calls that must not be done twice, by key. Bounded in number and age."""
-
-    def __init__(self, limit: int = REMEMBERED, seconds: float = REMEMBERED_SECONDS) -> None:
-        self._limit = limit
-        self._seconds = seconds
-        self._answers: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
-        self._under_way: dict[str, asyncio.Task[bytes]] = {}
-
-    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """`work()`, or what it answered the first time. One that failed is done again: it did nothing."""
-        now = time.monotonic()
-        self._forget(now)
-        known = self._answers.get(key)
-        if known is not None:
-            return known[1]
-        task = self._under_way.get(key)
-        if task is None:
-            task = self._under_way[key] = asyncio.create_task(work())
-            task.add_done_callback(lambda task: self._remember(key, now, task))
-        return await asyncio.shield(task)  # a caller that goes away does not undo it
-
-    def _remember(self, key: str, now: float, task: asyncio.Task[bytes]) -> None:
-        del self._under_way[key]
-        if not task.cancelled() and task.exception() is None:
-            self._answers[key] = (now, task.result())
-
-    def _forget(self, now: float) -> None:
-        """The oldest come first."""
-        answers = self._answers
-        while answers:
-            key = next(iter(answers))
-            if len(answers) < self._limit and now - answers[key][0] < self._seconds:
-                return
-            del answers[key]
 
 
 class _Batch(Struct):
@@ -94,11 +54,10 @@ _ADDING: Final = frozenset({CALLS["add_span"], CALLS["add_many_spans"]})
 class Batches:
     """The endpoint."""
 
-    def __init__(self, store: LightningStoreBase, token: str | None, max_body_bytes: int, once: Once) -> None:
+    def __init__(self, store: LightningStoreBase, token: str | None, max_body_bytes: int) -> None:
         self._store = store
         self._token = token
         self._max_body_bytes = max_body_bytes
-        self._once = once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
@@ -166,14 +125,17 @@ class Batches:
         try:
             if isinstance(call, RequestError):
                 raise call
+            sent = b"" if call.key is None else encode(call.arguments)
             arguments = _arguments(call.arguments)
             method = type(call).__struct_config__.tag
-            work = getattr(self._store, method)
 
-            async def done() -> bytes:
-                return _value(_shortened(arguments, await work(**arguments)))
+            def encoded(result: Any) -> bytes:
+                return _value(_shortened(arguments, result))
 
-            return await (done() if call.key is None else self._once.run(f"{method} {call.key}", done))
+            if call.key is None or method not in ONCE:
+                return encoded(await getattr(self._store, method)(**arguments))
+            once = IdempotentCall.of(method, call.key, sent, encoded)
+            return await do_once(self._store, method, arguments, once)
         except AgentLightningError as error:
             return _error(error)
         except (OverflowError, UnicodeError) as error:

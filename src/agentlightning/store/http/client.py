@@ -1,8 +1,7 @@
 """The contract of base.py over HTTP: `LightningStoreClient("http://host:4747")`.
 
 Every call may arrive twice without harm: ids are made here, a claim is repeated by its `claim_id`, and a call that is
-not harmless by nature carries a key under which the server remembers its answer (until it restarts: then such a call,
-sent again, is done again. A rollout may be queued twice, a number reserved in vain).
+not harmless by nature carries a key under which the store remembers its answer (idempotency.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from agentlightning.store.base import (
     Unset,
     Worker,
 )
-from agentlightning.store.http.api import ALONE, KEYED, RESULTS
+from agentlightning.store.http.api import ALONE, RESULTS, is_keyed
 from agentlightning.store.http.remote import Remote, Settings
 from agentlightning.store.http.wire import as_kept, encode, span_fields, written
 from agentlightning.store.ids import claimed_id, new_hex, new_id
@@ -477,7 +476,7 @@ def _written(arguments: dict[str, Any]) -> dict[str, Any]:
 def _body(method: str, arguments: dict[str, Any]) -> bytes:
     """One call as it travels. Raises ConfigError for what JSON cannot hold."""
     call: dict[str, Any] = {"method": method, "arguments": arguments}
-    if method in KEYED:
+    if is_keyed(method, arguments):
         call["key"] = new_hex() + new_hex()
     try:
         return encode(call)

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.api import Operation
-from agentlightning.store.http.batches import Once
+from agentlightning.store.http.api import ONCE, Operation
+from agentlightning.store.http.once import claim_id_of, do_once
 from agentlightning.store.http.refusals import RequestError, refusal
 from agentlightning.store.http.requests import (
     MAX_WAIT_SECONDS,
@@ -31,6 +31,7 @@ from agentlightning.store.http.requests import (
     while_wanted,
 )
 from agentlightning.store.http.wire import argument, encode, read_hook, rendered, statistics_body
+from agentlightning.store.idempotency import IdempotentCall
 from agentlightning.tracing import conventions
 
 Reached = tuple[Operation, dict[str, str]]
@@ -75,13 +76,11 @@ class Endpoint:
         store: LightningStoreBase,
         token: str | None,
         max_body_bytes: int,
-        once: Once,
     ) -> None:
         self._operations = {operation.verb: (operation, fixed) for operation, fixed in reached}
         self._store = store
         self._token = token
         self._max_body_bytes = max_body_bytes
-        self._once = once
         self._allowed = (b"allow", ", ".join(sorted(self._operations)).encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,11 +93,16 @@ class Endpoint:
                 raise RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
             operation, fixed = self._operations[scope["method"]]
             scope["path_params"] |= fixed
-            arguments = await self._arguments(operation, scope, headers, receive)
+            sent = b"" if operation.body is None else await body_of(headers, receive, self._max_body_bytes)
+            arguments = self._arguments(operation, scope, sent)
             if operation.pages:
                 await self._answer_page(operation, arguments, send)
             else:
-                body = await self._do(operation, arguments, headers.get("idempotency-key"), receive, scope)
+                key = headers.get("idempotency-key")
+                if key is None or operation.verb == "GET":
+                    body = await self._do(operation, arguments, receive, scope)
+                else:
+                    body = await self._do_once(operation, arguments, key, sent, receive, scope)
                 await answer(send, operation.status, body)
         except AgentLightningError as error:
             await refuse(send, error, more)
@@ -109,10 +113,7 @@ class Endpoint:
 
     # -- the question ----------------------------------------------------------------------------------------------
 
-    async def _arguments(
-        self, operation: Operation, scope: Scope, headers: dict[str, str], receive: Receive
-    ) -> dict[str, Any]:
-        body = b"" if operation.body is None else await body_of(headers, receive, self._max_body_bytes)
+    def _arguments(self, operation: Operation, scope: Scope, body: bytes) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         if operation.body is None:
             arguments |= operation.arguments(_query(scope, operation.request))
@@ -135,9 +136,7 @@ class Endpoint:
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
-    async def _do(
-        self, operation: Operation, arguments: dict[str, Any], key: str | None, receive: Receive, scope: Scope
-    ) -> bytes:
+    async def _do(self, operation: Operation, arguments: dict[str, Any], receive: Receive, scope: Scope) -> bytes:
         work = getattr(self._store, operation.method)
 
         async def done() -> bytes:
@@ -150,9 +149,21 @@ class Endpoint:
             arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
             if arguments["timeout"] > 0:
                 return await while_wanted(receive, done())
-        if key is None or operation.verb == "GET":
-            return await done()
-        return await self._once.run(f"{operation.method} {scope['path']} {key}", done)
+        return await done()
+
+    async def _do_once(
+        self, operation: Operation, arguments: dict[str, Any], key: str, sent: bytes, receive: Receive, scope: Scope
+    ) -> bytes:
+        """The answer to a request that its sender may repeat."""
+        name = f"{scope['path']} {key}"
+        if operation.method not in ONCE:
+            if "claim_id" in operation.parameters and arguments.get("claim_id") is None:
+                arguments["claim_id"] = claim_id_of(name)
+            return await self._do(operation, arguments, receive, scope)
+        call = IdempotentCall.of(
+            operation.method, name, scope["query_string"] + b"\0" + sent, lambda value: _body(operation, value, scope)
+        )
+        return await do_once(self._store, operation.method, arguments, call)
 
     async def _answer_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
         """Read and answer in pieces, so that a list of any length takes little memory."""

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.api import OPERATIONS
-from agentlightning.store.http.batches import PROTOCOL_HEADER, Batches, Once
+from agentlightning.store.http.batches import PROTOCOL_HEADER, Batches
 from agentlightning.store.http.events import event_routes, read_event
 from agentlightning.store.http.openapi import document
 from agentlightning.store.http.requests import admit, answer, headers_of, only_get, presented_key, refuse
@@ -35,15 +35,14 @@ def store_routes(
     `secret` is the one the attempts' keys are made with, `token` what everything under /v1/agl but its health check
     asks for (None: nothing). Bodies are refused over `max_body_bytes`, as sent and as inflated.
     """
-    once = Once()
-    calls = Batches(store, token, max_body_bytes, once)
+    calls = Batches(store, token, max_body_bytes)
     paths = gathered(OPERATIONS)
     ordered = sorted(paths, key=lambda path: path.replace("{", _FIXED_FIRST))  # names before parameters
     told = {"status": "ok", "version": version(), "protocol": PROTOCOL}
     return [
         Route(f"{BASE}/calls", calls),
         Route(f"{BASE}/waits/calls", calls),
-        *(Route(BASE + path, Endpoint(paths[path], store, token, max_body_bytes, once)) for path in ordered),
+        *(Route(BASE + path, Endpoint(paths[path], store, token, max_body_bytes)) for path in ordered),
         Route(f"{BASE}/health", _Health(store, told)),
         Route(f"{BASE}/openapi.json", _Document(token)),
         Route(BASE + "/{path:path}", _Nowhere(token)),

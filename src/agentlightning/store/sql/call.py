@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from agentlightning.store.idempotency import IdempotentCall
 from agentlightning.store.sql.database import Connection
 from agentlightning.store.sql.parking import Parked
 from agentlightning.store.sql.unit import Unit, Wants
@@ -16,7 +17,7 @@ class Call:
     """One thing to do, and where its answer goes. It may be run several times until its transaction is committed, so
     it keeps nothing from one time to the next."""
 
-    __slots__ = ("answered", "deadline", "future", "loop", "name", "since")
+    __slots__ = ("answered", "deadline", "finish", "future", "idempotent", "loop", "name", "since")
 
     writes = True
     """Whether it changes anything. One that does not is run after all that do, on what they have written."""
@@ -29,6 +30,10 @@ class Call:
         self.deadline = math.inf
         """Until when it may be parked, on time.monotonic."""
         self.since = 0.0
+        self.idempotent: IdempotentCall | None = None
+        """Set where it is to be done once."""
+        self.finish: Callable[[Any], Any] | None = None
+        """What its caller makes of the answer, before that is remembered."""
 
     def want(self, wants: Wants) -> None:
         """Say what is needed."""

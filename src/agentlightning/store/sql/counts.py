@@ -19,6 +19,8 @@ from agentlightning.store.sql.states import AttemptState, RolloutState
 
 ATTEMPTS: Final = "attempts"
 SPANS: Final = "spans"
+ANSWERED_BYTES: Final = "answered bytes"
+"""Of the table answered_calls, about."""
 
 
 class Counts:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentlightning.errors import StoreClosedError, StoreError
+from agentlightning.store import idempotency
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import lifecycle, looking
@@ -91,9 +92,14 @@ class EmbeddedStore(LightningStoreBase):
 
     # -- the way to the database -----------------------------------------------------------------------------------
 
-    async def write(self, call: Call) -> Any:
+    async def write(self, call: Call, finish: Callable[[Any], Any] | None = None) -> Any:
+        """Its answer, as `finish` makes it. Raises AlreadyAnsweredError for an idempotent call that was made before."""
+        once = idempotency.current()
+        if once is not None:
+            call.idempotent, call.finish = once, finish
         self.writer.submit(call)
-        return await call.future
+        answer = await call.future
+        return answer if finish is None else finish(answer)
 
     async def do(
         self, name: str, function: Callable[[Unit], T], rollouts: Sequence[str] = (), workers: Sequence[str] = ()

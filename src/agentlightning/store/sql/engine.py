@@ -264,6 +264,8 @@ class Writer(Lane):
         wants = Wants()
         for call in calls:
             call.want(wants)
+            if call.idempotent is not None:
+                wants.keys.add(call.idempotent.key)
         if self._unit.queued or wants.claims or self._parked.claims:
             wants.claims += len(self._parked.claims)
         self._unit.prefetch(wants)
@@ -301,7 +303,7 @@ class Writer(Lane):
     def _answer_call(self, call: Call, run: Callable[[Unit], Any], answers: list[Answer]) -> bool:
         unit = self._unit
         try:
-            result = run(unit)
+            result = run(unit) if call.idempotent is None else unit.answered.run(call, run, unit)
         except self._database.errors:
             raise
         except Exception as error:  # noqa: BLE001  the caller's thread raises it

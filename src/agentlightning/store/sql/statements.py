@@ -24,6 +24,7 @@ from agentlightning.store.sql.database import Insert, Statement, Update
 from agentlightning.store.sql.schema import (
     OPEN,
     WAITING,
+    answered_calls,
     attempts,
     contains_text,
     counts,
@@ -396,7 +397,28 @@ COUNTS_BY_QUEUE = Statement(
     select(counts.c.queue, func.sum(counts.c.number)).where(is_one_of(counts.c.name, "names")).group_by(counts.c.queue),
     ("names",),
 )
+COUNT_OF = Statement(select(func.sum(counts.c.number)).where(counts.c.name == given("name")), ("the_name",))
 ROWS_OF = {str(table.name): Statement(select(func.count()).select_from(table)) for table in (resources, workers)}
+
+# -- answered calls --------------------------------------------------------------------------------------------------
+
+FIND_ANSWERED = Statement(
+    select(answered_calls.c.key, answered_calls.c.digest, answered_calls.c.answer).where(
+        is_one_of(answered_calls.c.key, "keys")
+    ),
+    ("keys",),
+)
+INSERT_ANSWERED = Insert(answered_calls, ("key", "digest", "answered_at", "answer"))
+OLDEST_ANSWERED = Statement(
+    select(answered_calls.c.key, answered_calls.c.answered_at, func.length(answered_calls.c.answer))
+    .order_by(answered_calls.c.answered_at)
+    .limit(bindparam("many"))
+    .offset(_zero)
+    .with_for_update(skip_locked=True),
+    ("many",),
+)
+"""The oldest ones, but for those that another server is removing."""
+DELETE_ANSWERED = Statement(delete(answered_calls).where(is_one_of(answered_calls.c.key, "keys")), ("keys",))
 
 # -- retention -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Values are checked and packed in the caller's event loop; what changes the datab
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError
@@ -79,7 +80,7 @@ class SqlStore(Upkeep):
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
         made = codec.new_rollout(request, self.clock.wall())
         named = () if rollout_id is None else (rollout_id,)
-        return (await self.write(Enqueue("enqueue_rollout", (made,), named)))[0]
+        return await self.write(Enqueue("enqueue_rollout", (made,), named), itemgetter(0))
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         now = self.clock.wall()
@@ -275,20 +276,23 @@ class SqlStore(Upkeep):
     # -- spans -----------------------------------------------------------------------------------------------------
 
     async def add_span(self, span: Span) -> Span:
-        return (await self._add_spans("add_span", [span]))[0]
+        return await self._add_spans("add_span", [span], alone=True)
 
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
         return await self._add_spans("add_many_spans", spans)
 
-    async def _add_spans(self, name: str, added: Sequence[Span]) -> list[Span]:
+    async def _add_spans(self, name: str, added: Sequence[Span], alone: bool = False) -> Any:
         if not added:
             return []
         groups = spans.group_by_attempt(added)
-        kept = await self.write(AddSpans(name, groups))
-        answers: list[Any] = [None] * len(added)
-        for group, each in zip(groups, kept, strict=True):
-            group.read(each, answers)
-        return answers
+
+        def finish(kept: list[spans.Kept]) -> list[Span] | Span:
+            answers: list[Any] = [None] * len(added)
+            for group, each in zip(groups, kept, strict=True):
+                group.read(each, answers)
+            return answers[0] if alone else answers
+
+        return await self.write(AddSpans(name, groups), finish)
 
     async def add_packs(self, packed: Sequence[spans.PackedSpans]) -> list[tuple[str, str]]:
         """`add_many_spans` for spans that somebody has packed; returns the ids of superseded attempts among theirs."""

@@ -19,6 +19,7 @@ from agentlightning.errors import NotFoundError
 from agentlightning.rollouts import FINISHED
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import statements
+from agentlightning.store.sql.answered import AnsweredCalls
 from agentlightning.store.sql.database import Connection
 from agentlightning.store.sql.pending import Pending
 from agentlightning.store.sql.queues import Queues
@@ -48,13 +49,15 @@ KEYS_AT_ONCE: Final = 64
 class Wants:
     """What the calls of a batch ask for beforehand."""
 
-    __slots__ = ("attempts", "claims", "new_rollouts", "rollouts", "workers")
+    __slots__ = ("attempts", "claims", "keys", "new_rollouts", "rollouts", "workers")
 
     def __init__(self) -> None:
         self.rollouts: set[str] = set()
         self.attempts: set[str] = set()
         """Attempts whose rollout is not known, by id."""
         self.workers: set[str] = set()
+        self.keys: set[str] = set()
+        """Idempotency keys."""
         self.claims = 0
         """Rollouts to be claimed from queues."""
         self.new_rollouts = 0
@@ -87,6 +90,7 @@ class Unit:
         self.pending = Pending(connection, shared)
         self.queues = Queues(self)
         self.span_ids = SpanIds()
+        self.answered = AnsweredCalls()
         self.rollouts: OrderedDict[str, RolloutState] = OrderedDict()
         self.workers: OrderedDict[str, WorkerState] = OrderedDict()
         self.resources: set[str] = set()
@@ -118,6 +122,7 @@ class Unit:
         self.deadline = None
         self.written = []
         self.dropped = []
+        self.answered.clear()
         self._absent.clear()
 
     def forget(self) -> None:
@@ -197,6 +202,8 @@ class Unit:
         """Load what is wanted and not here. On a shared database, in the one order in which rows are locked: queues,
         workers, rollouts."""
         self.claims_wanted = wants.claims
+        if wants.keys:
+            self.answered.load(self, wants.keys)
         if wants.claims:
             self.queues.load()
         if wants.workers:
@@ -426,4 +433,5 @@ class Unit:
 
     def write_counts(self) -> None:
         """Last of all in a transaction: once for everything it did."""
+        self.answered.write(self)
         self.pending.counts.write(self.connection)

@@ -11,6 +11,7 @@ from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.store.base import Pruned, Queue, Retention, RolloutRecord, Worker
 from agentlightning.store.ids import new_id
 from agentlightning.store.sql import codec, looking, maintenance, statements, workers
+from agentlightning.store.sql.call import Do
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.embedded import EmbeddedStore
 from agentlightning.store.sql.unit import Unit
@@ -35,7 +36,7 @@ class Upkeep(EmbeddedStore):
                 raise ConflictError(f"resources {name!r} exist already; use update_resources, or another id")
             return _publish(unit, name, body)
 
-        return codec.to_resources(await self.do("add_resources", add))
+        return await self.write(Do("add_resources", add), codec.to_resources)
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         codec.check_new_id(resources_id, "resources_id")
@@ -49,7 +50,7 @@ class Upkeep(EmbeddedStore):
             unit.connection.run(statements.CHANGE_RESOURCES, version, body, now, resources_id)
             return (resources_id, version, create_time, body, now)
 
-        return codec.to_resources(await self.do("update_resources", change))
+        return await self.write(Do("update_resources", change), codec.to_resources)
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         codec.check_text(resources_id, "resources_id")
