@@ -1,8 +1,10 @@
 """The short way of a model call, and the long one: the same answers, and no connection is held for nothing."""
 
 import asyncio
+import gzip
 import json
 import socket
+import zlib
 
 import pytest
 
@@ -29,9 +31,10 @@ async def serve(store):
     """serve(script, ...) -> (the server, the path of an attempt's chat completions)."""
     started = []
 
-    async def start(script, engine=None, **options):
+    async def start(script, engine=None, gateway=None, **options):
         scripted = ScriptedEngine(script, **(engine or {}))
-        server = await Server(store, Gateway(store, {"scripted": scripted}, secret="s"), secret="s", **options).start()
+        gateway = Gateway(store, {"scripted": scripted}, secret="s", **(gateway or {}))
+        server = await Server(store, gateway, secret="s", **options).start()
         server.engine = scripted
         started.append(server)
         attempted = await store.start_rollout({})
@@ -273,3 +276,150 @@ async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serv
         caller.send(post(path))
         await until(lambda: any(each.flow.write_paused for each in connections))
         await until(lambda: not connections)
+
+
+# -- an upgrade that nobody makes ------------------------------------------------------------------------------------
+
+H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAoAAAAAIAAAAA")
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+async def test_who_would_rather_speak_http2_is_served_and_the_body_is_never_a_request(serve, dial, pieces):
+    server, path = await serve(["one", "two", "three", "four"])
+    line = await dial(server)
+    head, sneaked = post(path, BODY, *H2C).removesuffix(BODY), b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    for expected in ("one", "two"):
+        whole = head + BODY
+        for part in [whole] if pieces == 1 else [head, BODY] if pieces == 2 else [head[:30], head[30:], BODY]:
+            line.send(part)
+            await asyncio.sleep(0.01)
+        assert text(await line.answer()) == expected
+    line.send(post(path, sneaked, *H2C).removesuffix(sneaked))
+    await asyncio.sleep(0.01)
+    line.send(sneaked)
+    assert (await line.answer())[0] == 400  # no JSON
+    line.send(post(path, BODY, *H2C) + post(path))
+    assert [text(await line.answer()) for _ in range(2)] == ["three", "four"]
+
+
+async def test_a_websocket_is_told_that_there_is_none_and_a_tunnel_is_refused(serve, dial):
+    server, path = await serve(["one"])
+    line = await dial(server)
+    get = f"GET {path.replace('chat/completions', 'responses')} HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\n"
+    line.send(f"{get}upgrade: websocket\r\n\r\n".encode())
+    assert (await line.answer())[0] == 426
+    line.send(b"CONNECT other:443 HTTP/1.1\r\nhost: other:443\r\n\r\n")
+    assert (await line.answer())[0] == 405
+    assert await line.closed()
+
+
+# -- strangers -------------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_is_kept_of_what_a_stranger_sends(serve, dial):
+    server, path = await serve(["one"], gateway={"require_key": True})
+    for url in (path, "/v1/chat/completions"):
+        line = await dial(server)
+        large = post(url, b" " * 500_000)
+        line.send(large[:-1])
+        await asyncio.sleep(0.1)
+        assert server.shortcuts.unfinished_bytes == 0
+        line.send(large[-1:])
+        status, _, body = await line.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_bodies_that_do_not_come_to_their_end_are_bounded_in_all(serve, dial):
+    server, path = await serve(["one", "two"], max_unfinished_bytes=300_000)
+    first, second = await dial(server), await dial(server)
+    large = post(path, BODY + b" " * 200_000)
+    first.send(large[:-1])
+    await until(lambda: server.shortcuts.unfinished_bytes > 200_000)
+    second.send(b"POST /v1/agl/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 199_999)
+    status, headers, _ = await second.answer()
+    assert (status, headers["retry-after"]) == (503, "1")
+    first.send(large[-1:])
+    assert text(await first.answer()) == "one"
+    assert server.shortcuts.unfinished_bytes == 0
+
+
+async def test_who_sends_slowly_holds_no_slot(serve, dial):
+    server, path = await serve(["one", "two"], gateway={"max_concurrency": 1})
+    slow, quick = await dial(server), await dial(server)
+    large = post(path, BODY + b" " * MAX_BODY_BYTES)
+    slow.send(large[:-1])
+    await asyncio.sleep(0.05)
+    quick.send(post(path))
+    assert text(await asyncio.wait_for(quick.answer(), 5)) == "one"
+    slow.send(large[-1:])
+    assert text(await slow.answer()) == "two"
+
+
+@pytest.mark.parametrize(
+    ("host", "served"),
+    [
+        *(("127.0.0.1:1", True), ("localhost", True), ("[::1]:1", True), ("hub:4747", True), ("a.localhost", True)),
+        *(("evil.example:4747", False), ("127.0.0.1.evil.example", False), ("hub.mine.example", True)),
+    ],
+)
+async def test_without_a_token_a_page_gets_nowhere_by_a_name_of_its_own(serve, dial, host, served):
+    server, path = await serve(["one"], allowed_hosts=["hub.mine.example"])
+    line = await dial(server)
+    for request in (post(path), b"GET /v1/agl/rollouts HTTP/1.1\r\nhost: x\r\n\r\n"):
+        line.send(request.replace(b"host: x", f"host: {host}".encode()))
+        assert (await line.answer())[0] == (200 if served else 403)
+
+
+async def test_with_a_token_any_name_will_do(serve, dial):
+    server, _ = await serve(["one"], token="t")
+    line = await dial(server)
+    line.send(b"GET /v1/agl/rollouts HTTP/1.1\r\nhost: hub.example\r\nauthorization: Bearer t\r\n\r\n")
+    assert (await line.answer())[0] == 200
+
+
+async def test_a_page_of_another_site_makes_no_model_calls(serve, dial, store):
+    server, path = await serve(["one", "two"], allowed_origins=["https://mine.example"])
+    worker = "/worker/w/v1/chat/completions"
+    line = await dial(server)
+    for url in (path, worker, path + "?x=1"):
+        line.send(post(url, BODY, "origin: https://evil.example", "content-type: text/plain"))
+        assert (await line.answer())[0] == 403
+    assert not server.engine.calls
+    for expected, origin in (("one", "http://x"), ("two", "https://mine.example")):
+        line.send(post(path, BODY, f"origin: {origin}"))
+        assert text(await line.answer()) == expected
+
+
+# -- compressed ------------------------------------------------------------------------------------------------------
+
+
+def zstd(data):
+    pyarrow = pytest.importorskip("pyarrow")
+    return pyarrow.Codec("zstd").compress(data).to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("coding", "compress"),
+    [
+        *(("gzip", gzip.compress), ("deflate", zlib.compress)),
+        *(("deflate", lambda data: zlib.compress(data, wbits=-15)), ("zstd", zstd)),
+    ],
+)
+async def test_a_compressed_call_is_inflated_up_to_the_limit(serve, dial, coding, compress):
+    server, path = await serve(["one", "two"], gateway={"max_body_bytes": 2_000_000})
+    line = await dial(server)
+    header = f"content-encoding: {coding}"
+    for padding, expected in ((0, "one"), (1_000_000, "two")):
+        line.send(post(path, compress(BODY + b" " * padding), header))
+        assert text(await line.answer()) == expected
+    for body, status, named in (
+        (compress(BODY + b" " * 3_000_000), 413, "2000000 bytes"),
+        (compress(BODY)[:-9], 400, f"not {coding}" if coding == "zstd" else "cut"),
+        (b"hello, this is text", 400, coding),
+    ):
+        line.send(post(path, body, header))
+        answered, _, said = await line.answer()
+        assert (answered, named in json.loads(said)["error"]["message"]) == (status, True), said
+    line.send(post(path, BODY, "content-encoding: br"))
+    status, _, said = await line.answer()
+    assert (status, "'br'" in said.decode()) == (415, True)

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentlightning.site import SiteGuard
 from agentlightning.store.logs import SlowLog
 from agentlightning.store.metrics import Metrics
 from agentlightning.store.observe import Waited, waited
@@ -33,7 +34,14 @@ GONE: Final = 499
 class Door:
     """An ASGI application around another. `open` may follow `close`."""
 
-    def __init__(self, app: Starlette, metrics: Metrics | None = None, slow: SlowLog | None = None) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        metrics: Metrics | None = None,
+        slow: SlowLog | None = None,
+        guard: SiteGuard | None = None,
+    ) -> None:
+        self.guard = guard or SiteGuard()
         for route in app.routes:
             if isinstance(route, Route):
                 route.app = _Named(route.app, route.path)
@@ -56,7 +64,8 @@ class Door:
                 visit.send_away()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.visit(self._app, scope, receive, send)
+        why = self.guard.refusal(scope["headers"]) if scope["type"] == "http" else None
+        await self.visit(self._app if why is None else _Refused(why), scope, receive, send)
 
     async def visit(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, began: float | None = None) -> None:
         """Have an application serve a scope: this one's own, or one of its routes where it is known which. `began` is
@@ -137,6 +146,23 @@ class _Visit:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         await self._send(message)
+
+
+def forbidden(why: str) -> bytes:
+    """The body of the answer to a page that may not use this server."""
+    return orjson.dumps({"error": {"type": "ForbiddenError", "message": why}, "detail": why})
+
+
+class _Refused:
+    """Answers 403."""
+
+    def __init__(self, why: str) -> None:
+        self._body = forbidden(why)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]
+        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body})
 
 
 class _Named:

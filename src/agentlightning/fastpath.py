@@ -3,9 +3,12 @@
 uvicorn's own protocol serves every request; here those that go to the gateway, which are many, skip what they do not
 need: the cycle around an ASGI application, the router, and two writes where one will do; and where the gateway can
 serve a call without a task, the task. What is unusual (a body that
-is long or of unknown length, `Expect`, pipelining, HTTP/1.0) goes the long way, to the same code. Also closes
-connections on which nothing happens: those between requests, and those whose request does not come to its end, which
-are answered with 408.
+is long or of unknown length, `Expect`, pipelining, HTTP/1.0) goes the long way, to the same code.
+
+Also guards the connections. Who may not call is known at the end of the head, and nothing of the body is kept then. An
+`Upgrade` is ignored, as HTTP allows: the request is served in HTTP/1.1, its body being its own. Bodies that have not
+come to their end are bounded in all. Connections on which nothing happens are closed: those between requests, and those
+whose request does not come to its end, which are answered with 408.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
+import httptools
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from agentlightning.door import GONE, ROUTE, Door
+from agentlightning.door import GONE, ROUTE, Door, forbidden
 from agentlightning.gateway.forwarder import HANG_UP
 
 logger = logging.getLogger(__name__)
@@ -35,8 +39,10 @@ IDLE_SECONDS: Final = 120.0
 """Between the requests of a connection."""
 STALLED_SECONDS: Final = 30.0
 """A request has so long for its head, and then for its body, besides the time it takes at the slowest."""
-SLOWEST: Final = 1024
+SLOWEST: Final = 8192
 """Bytes a second."""
+MAX_UNFINISHED_BYTES: Final = 1024**3
+"""Of all bodies together that have not come to their end."""
 _MAX_KNOWN_PATHS: Final = 16384
 _LONGEST_KNOWN_PATH: Final = 512
 _PHRASES: Final = {each.value: each.phrase.encode() for each in http.HTTPStatus}
@@ -45,6 +51,8 @@ _STATUS_LINES: Final = {
 }
 _CLOSE: Final = b"connection: close\r\n"
 _LONG: Final = b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error"}}'
+_FULL: Final = b'{"error":{"message":"too many uploads at once; try again in a moment","type":"overloaded_error"}}'
+_TUNNEL: Final = b'{"error":{"message":"this server is no proxy","type":"invalid_request_error"}}'
 _LATE: Final = b'{"error":{"message":"the request did not come to its end in time","type":"timeout_error"}}'
 
 
@@ -52,9 +60,18 @@ class Shortcuts:
     """Which paths take the short way: those of `routes` that are bare applications and take a POST. Where the endpoint
     of one has a way `direct`, a call is first offered to that."""
 
-    def __init__(self, routes: Sequence[Route], door: Door, stalled_seconds: float = STALLED_SECONDS) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        door: Door,
+        stalled_seconds: float = STALLED_SECONDS,
+        max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
+    ) -> None:
         self.door = door
         self.stalled_seconds = stalled_seconds
+        self.max_unfinished_bytes = max_unfinished_bytes
+        self.unfinished_bytes = 0
+        """Of bodies that are coming in."""
         self._routes = [route for route in routes if not inspect.isroutine(route.endpoint)]
         self._known: dict[bytes, tuple[Route, dict[str, Any]]] = {}
         self._watched: asyncio.TimerHandle | None = None
@@ -112,6 +129,8 @@ class ModelCalls(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._upgrade: list[tuple[bytes, bytes]] = []
+        """The `Upgrade` that is ignored; the application may want to say something about it."""
         self._reading = False
         """A request is coming in."""
         self._in_head = False
@@ -121,6 +140,8 @@ class ModelCalls(HttpToolsProtocol):
         """Bytes since then."""
         self._unsent, self._unsent_since = -1, 0.0
         """Bytes of the answer that the caller has not taken, and since when there are so many."""
+        self._held = 0
+        """Bytes of the body that is coming in."""
         self._incoming: _Call | None = None
         """Its body is coming in."""
         self._call: _Call | None = None
@@ -134,18 +155,54 @@ class ModelCalls(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         call, self._call, self._incoming = self._call, None, None
+        self._let_go()
         super().connection_lost(exc)
         if call is not None:
             call.hang_up()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Codex asks for a websocket in every run, and is answered that there is none: nobody else need know."""
-
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
+            return
         self._received += len(data)
         if self._in_head and self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.refuse(431, _LONG)
+
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read. At the end of a head that asks for another protocol it stops; what follows is the body
+        of that request all the same, and a parser that is not told of the wish reads it as such."""
+        rest = memoryview(data)
+        while not self.transport.is_closing():
+            try:
+                return self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+                self._ignore_upgrade()
+
+    def _ignore_upgrade(self) -> None:
+        parser, headers = self.parser, self.headers
+        if parser.get_method() == b"CONNECT":
+            return self.refuse(405, _TUNNEL)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        lines += [b"%s: %s\r\n" % header for header in map(_without_upgrade, headers) if header is not None]
+        self._upgrade = [header for header in headers if header[0] == b"upgrade"]
+        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+
+    def _hold(self, count: int) -> None:
+        """So many bytes more of a body have come."""
+        self._held += count
+        self.shortcuts.unfinished_bytes += count
+        if self.shortcuts.unfinished_bytes > self.shortcuts.max_unfinished_bytes and not self.transport.is_closing():
+            self.refuse(503, _FULL, b"retry-after: 1\r\n")
+
+    def _let_go(self) -> None:
+        self.shortcuts.unfinished_bytes -= self._held
+        self._held = 0
 
     def check(self, now: float) -> None:
         """Close what has been silent for too long."""
@@ -167,17 +224,18 @@ class ModelCalls(HttpToolsProtocol):
         elif now - self._unsent_since >= self.shortcuts.stalled_seconds:
             self.transport.abort()
 
-    def refuse(self, status: int, body: bytes) -> None:
+    def refuse(self, status: int, body: bytes, headers: bytes = b"") -> None:
         """Answer a request that is not whole, and close."""
-        cycle = self.cycle
+        cycle, self._incoming = self.cycle, None
+        self._let_go()
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:
                 return self.transport.close()
         self.transport.write(
-            b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (_STATUS_LINES[status], len(body), body)
+            b"%scontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
+            % (_STATUS_LINES[status], len(body), headers, body)
         )
         self.transport.close()
 
@@ -189,17 +247,23 @@ class ModelCalls(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the head comes again
+        if self._upgrade:
+            self.headers += self._upgrade
+            self._upgrade = []
         self._in_head, self._since, self._received = False, self.loop.time(), 0
         found = self.shortcuts.find(self.url) if self.parser.get_method() == b"POST" else None
         if found is None or not self._is_usual():
             return super().on_headers_complete()
         route, path_params = found
-        self.cycle = self._incoming = _Call(self, route, path_params, self.parser.should_keep_alive())
+        self.cycle = self._incoming = call = _Call(self, route, path_params, self.parser.should_keep_alive())
+        call.admit()
 
     def _is_usual(self) -> bool:
         if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
             return False
-        if self.parser.get_http_version() != "1.1" or self.parser.should_upgrade():
+        if self.parser.get_http_version() != "1.1":
             return False
         for name, value in self.headers:
             if name == b"content-length":
@@ -207,14 +271,24 @@ class ModelCalls(HttpToolsProtocol):
         return False
 
     def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
         if self._incoming is None:
+            if not self.cycle.response_complete:
+                self._hold(len(body))
             return super().on_body(body)
         if self._incoming.parts is not None:
             self._incoming.parts.append(body)
+            self._hold(len(body))
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._reading = False
+        self._let_go()
         call, self._incoming = self._incoming, None
+        if self.transport.is_closing():
+            return
         if call is None:
             return super().on_message_complete()
         self._call = call
@@ -250,14 +324,18 @@ class _Call:
             "_sized",
             "disconnected",
         ),
-        *("body", "headers", "keep_alive", "parts", "path_params", "response_complete", "response_started"),
-        "url",
+        *("body", "caller", "headers", "keep_alive", "parts", "path_params", "refusal", "response_complete"),
+        *("response_started", "url"),
     )
 
     def __init__(self, protocol: ModelCalls, route: Route, path_params: dict[str, Any], keep_alive: bool) -> None:
         self.url, self.headers, self.path_params = protocol.url, protocol.headers, path_params
         self.parts: list[bytes] | None = []
-        """Of the body; None once it was taken."""
+        """Of the body; None once it was taken, or where nobody wants it."""
+        self.caller: Any = None
+        """Who calls, where the endpoint knows that by the head."""
+        self.refusal: tuple[int, bytes] | None = None
+        """Its answer, where the head was enough to refuse it."""
         self.body = b""
         self.disconnected = False
         self.keep_alive = keep_alive
@@ -277,8 +355,21 @@ class _Call:
 
     # -- the direct way --------------------------------------------------------------------------------------------
 
+    def admit(self) -> None:
+        """The head is whole."""
+        door = self._protocol.shortcuts.door
+        if (why := door.guard.refusal(self.headers)) is not None:
+            self.refusal = 403, forbidden(why)
+        elif (admit := getattr(self._route.endpoint, "admit", None)) is not None:
+            self.refusal = admit(self)
+        if self.refusal is not None:
+            self.parts = None
+
     def begin(self) -> None:
         """The request is whole."""
+        if self.refusal is not None:
+            self._began = self._protocol.shortcuts.door.came()
+            return self.reply(*self.refusal, ())
         parts, self.parts = self.parts or [], []
         self.body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._began = self._protocol.shortcuts.door.came()
@@ -398,6 +489,17 @@ class _Call:
     def _go_on(self, body: bytes, more: bool) -> None:
         if data := body if self._sized else _chunk(body, more):
             self._protocol.transport.write(data)
+
+
+def _without_upgrade(header: tuple[bytes, bytes]) -> tuple[bytes, bytes] | None:
+    """The header without the wish for another protocol."""
+    name, value = header
+    if name in (b"upgrade", b"http2-settings"):
+        return None
+    if name != b"connection":
+        return header
+    wishes = [wish.strip() for wish in value.split(b",")]
+    return name, b", ".join(wish for wish in wishes if wish.lower() not in (b"upgrade", b"http2-settings"))
 
 
 def _chunk(body: bytes, more: bool) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Self
 
 import orjson
@@ -21,8 +21,9 @@ from starlette.responses import Response
 
 from agentlightning.door import Door
 from agentlightning.errors import ServerError
-from agentlightning.fastpath import STALLED_SECONDS, ModelCalls, Shortcuts
+from agentlightning.fastpath import MAX_UNFINISHED_BYTES, STALLED_SECONDS, ModelCalls, Shortcuts
 from agentlightning.gateway.app import Gateway
+from agentlightning.site import SiteGuard
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import store_routes
 from agentlightning.store.http.wire import MAX_BODY_BYTES
@@ -39,7 +40,10 @@ class Server:
     mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own. Requests to the
     store, traces among them, are refused over `max_body_bytes`. It listens at `host` and `port`, or with the
     `listener` that `listen` has made there. A request that does not come to its end for `stalled_seconds` is answered
-    with 408, and its connection closed.
+    with 408, and its connection closed; bodies that have not come to their end have `max_unfinished_bytes` in all.
+
+    Pages of other sites are refused but for those of `allowed_origins`. Without a token, so is a request whose `Host`
+    is not an address, `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`.
     """
 
     def __init__(
@@ -58,6 +62,9 @@ class Server:
         grace_seconds: int = 10,
         stalled_seconds: float = STALLED_SECONDS,
         listener: socket.socket | None = None,
+        max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
+        allowed_hosts: Iterable[str] = (),
+        allowed_origins: Iterable[str] = (),
     ) -> None:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
         calls = gateway.routes() if gateway else []
@@ -74,8 +81,9 @@ class Server:
             gateway.attribution.traces = self.traces
         self.host = host
         self.port = port
-        self._door = Door(self.app, metrics, slow)
-        self._shortcuts = Shortcuts(calls, self._door, stalled_seconds)
+        guard = SiteGuard((host, *allowed_hosts), allowed_origins, any_host=token is not None)
+        self._door = Door(self.app, metrics, slow, guard)
+        self.shortcuts = Shortcuts(calls, self._door, stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self._gateway = gateway
         self._listener = listener
@@ -98,7 +106,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 self._door,
-                http=type("ServedCalls", (ModelCalls,), {"shortcuts": self._shortcuts}),
+                http=type("ServedCalls", (ModelCalls,), {"shortcuts": self.shortcuts}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -3,6 +3,7 @@
 import asyncio
 
 import anthropic
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.listing import FRESH_SECONDS, REST_SECONDS, Listing, anthropic_model, openai_model
 from agentlightning.gateway.listing import read_models as read
 from agentlightning.gateway.provider import Provider
+from agentlightning.rollouts import attempt_key, attempt_secret
 from agentlightning.server import Server
 from agentlightning.testing.provider import Reply, ScriptedProvider
 from agentlightning.transport import open_transport
@@ -139,7 +141,7 @@ async def test_a_runner_knows_that_a_server_answers_though_its_provider_names_no
     for config, expected in ((away, True), ({}, False)):
         gateway = Gateway(store, {}, secret="s", config=GatewayConfig.model_validate(config))
         async with Server(store, gateway, secret="s") as server:
-            assert await has_model(server.url) is expected
+            assert await has_model(server.url, None) is expected
 
 
 VALUE = st.none() | st.integers(-(2**60), 2**60) | st.sampled_from(["", "2025-01-01T00:00:00Z", "x"]) | st.just([1])
@@ -156,3 +158,22 @@ def test_whatever_a_provider_says_of_its_models_is_shown_or_left_out(page):
         assert isinstance(shown["created"], int)
         assert isinstance(told["created_at"], str)
         assert isinstance(told["display_name"], str)
+
+
+async def test_where_keys_are_asked_for_models_are_listed_for_those_who_have_one(store):
+    token, asked = "the-token", []
+    secret = attempt_secret(token)
+    async with ScriptedProvider([]) as gpt, ScriptedProvider([]) as claude:
+        gpt.models = lambda seen: (asked.append(seen), Reply({"object": "list", "data": GPTS}))[1]
+        gateway = Gateway(store, {}, secret=secret, config=both(gpt, claude), require_key=True)
+        async with Server(store, gateway, secret=secret, token=token) as server, httpx.AsyncClient() as client:
+            for key in ("", "sk-other", attempt_key("other", "ro", "at")):
+                for path in ("/v1/models", "/v1/models/gpt-5"):
+                    headers = {"authorization": f"Bearer {key}"} if key else {}
+                    assert (await client.get(server.url + path, headers=headers)).status_code == 401
+            assert not asked
+            for key in (token, attempt_key(secret, "ro", "at")):
+                reply = await client.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+                assert "gpt-5" in [model["id"] for model in reply.json()["data"]]
+            assert await has_model(server.url, token)
+            assert not await has_model(server.url, None)

@@ -438,7 +438,7 @@ async def test_compressed_bodies_are_read_and_broken_ones_refused(site: Site, co
 
 async def test_what_it_cannot_read_it_says_so(site: Site) -> None:
     assert (await site.post(b"", "text/plain")).status_code == 415
-    assert (await site.post(b"x", content_encoding="zstd")).status_code == 415
+    assert (await site.post(b"x", content_encoding="br")).status_code == 415
 
 
 async def test_a_bomb_is_not_inflated() -> None:

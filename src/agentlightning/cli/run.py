@@ -217,7 +217,7 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Pl
     store = LightningStoreClient(url, token, patience=5.0)
     stack.push_async_callback(store.close)
     await store.query_queues()
-    return Place(store, url, attempt_secret(token), url, await has_model(url))
+    return Place(store, url, attempt_secret(token), url, await has_model(url, token))
 
 
 async def _open_own(options: Options, stack: AsyncExitStack) -> Place:

@@ -172,9 +172,9 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
 
 async def _start(options: _Options, runner: Runner) -> None:
     """Import the agent, and meanwhile see whether there is a server that lets us in."""
-    runner.start_hosts(await has_model(options.server) if options.redirect is None else options.redirect)
+    runner.start_hosts(await has_model(options.server, options.token) if options.redirect is None else options.redirect)
     await _find_server(options, runner.store)
-    redirect = await has_model(options.server) if options.redirect is None else options.redirect
+    redirect = await has_model(options.server, options.token) if options.redirect is None else options.redirect
     await runner.start(redirect=redirect)
 
 
@@ -199,13 +199,15 @@ POLL_SECONDS = 10.0
 """How long one claim waits: a thousand idle runners then ask a hundred times a second."""
 
 
-async def has_model(server: str) -> bool:
-    """Whether the server answers model calls."""
+async def has_model(server: str, token: str | None) -> bool:
+    """Whether the server, whose access token this is, answers model calls."""
     import httpx
 
     async with httpx.AsyncClient(timeout=10) as client:
         try:
-            reply = await client.get(f"{server}/v1/models")
+            reply = await client.get(
+                f"{server}/v1/models", headers={"authorization": f"Bearer {token}"} if token else {}
+            )
             said = reply.json()
             return reply.status_code == 200 and bool(said.get("data") or said.get("patterns"))
         except (httpx.HTTPError, ValueError, AttributeError):

@@ -60,6 +60,14 @@ def serve(
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Let everybody in who can reach an address that is not loopback.")
     ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="AGL_ALLOWED_HOSTS",
+            help="Without a token: a further name this server is reached under; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="[NAME=]DIR: a model for agents to call; may be given again.")
     ] = None,
@@ -93,6 +101,7 @@ def serve(
             db=db,
             token=token or None,
             no_token=no_token,
+            allowed_hosts=tuple(allow_host or ()),
             models=tuple(model or ()),
             routing=read_routing(routes),
             otlp_export=otlp_export,
@@ -113,6 +122,7 @@ class Options:
     db: str | None
     token: str | None
     no_token: bool
+    allowed_hosts: tuple[str, ...]
     models: tuple[str, ...]
     routing: GatewayConfig
     otlp_export: str | None
@@ -189,6 +199,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         max_body_bytes=options.max_body_bytes,
         host=options.host,
         port=options.port,
+        allowed_hosts=options.allowed_hosts,
     )
     metrics.add_source(lambda: counters("otlp", "Traces taken in", asdict(server.traces.counts)))
     await stack.enter_async_context(server)

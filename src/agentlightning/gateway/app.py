@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
@@ -133,7 +134,6 @@ class Gateway:
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
-        self._models = Models(self.table)
         # Whether an attempt goes on does not depend on spans: nobody waits for those in a journal.
         bare = store.store if isinstance(store, JournaledStore) else store
         self._contexts = Contexts(bare, recheck_seconds=recheck_seconds)
@@ -144,6 +144,7 @@ class Gateway:
             allow_unattributed=allow_unattributed,
             mode_temperatures=mode_temperatures,
         )
+        self._models = Models(self.table, self.attribution.check_key)
         self._agents = Agents((*config.agents, *agents))
         self._holding: Holding = config.structured_output
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
@@ -215,11 +216,12 @@ class Gateway:
 
     def _routes_below(self, prefix: str) -> list[Route]:
         return [
-            *(
-                Route(prefix + path, _Endpoint(partial(self.serve, dialect), self._way_of(dialect)), methods=["POST"])
-                for path, dialect in DIALECTS.items()
+            *(Route(prefix + path, self._endpoint(dialect), methods=["POST"]) for path, dialect in DIALECTS.items()),
+            Route(
+                f"{prefix}/v1/messages/count_tokens",
+                _Endpoint(self.serve_count, partial(self._admit, MESSAGES)),
+                methods=["POST"],
             ),
-            Route(f"{prefix}/v1/messages/count_tokens", _Endpoint(self.serve_count), methods=["POST"]),
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{model:path}}", self._models.show, methods=["GET"]),
@@ -245,12 +247,28 @@ class Gateway:
         """One model call; the boundary where any failure becomes a reply that the caller's SDK understands."""
         await self._serve(dialect, partial(self._call, dialect), scope, receive, send)
 
-    def _way_of(self, dialect: Dialect) -> Callable[[Line], bool]:
-        return partial(self._direct.take, _PATHS[dialect])
+    def _endpoint(self, dialect: Dialect) -> _Endpoint:
+        admit, direct = partial(self._admit, dialect), partial(self._direct.take, _PATHS[dialect])
+        return _Endpoint(partial(self.serve, dialect), admit, direct)
 
     def _resume(self, path: ProviderPath, work: Work) -> ASGIApp:
         """The rest of a call that cannot go the direct way to its end."""
-        return partial(self._serve, DIALECTS[f"/v1/{path}"], work)
+
+        async def resumed(scope: Scope, receive: Receive, outlet: Outlet) -> None:
+            async with self._slots.one():
+                await work(scope, receive, outlet)
+
+        return partial(self._serve, DIALECTS[f"/v1/{path}"], resumed)
+
+    def _admit(self, dialect: Dialect, line: Line) -> tuple[int, bytes] | None:
+        """The answer to a caller who has no business here, by the head of its request alone."""
+        try:
+            self._direct.identify(line)
+        except Problem as problem:
+            self.counters.requests += 1
+            self.counters.errors += 1
+            return problem.status, dialect.refusal(problem)
+        return None
 
     async def serve_count(self, scope: Scope, receive: Receive, send: Send) -> None:
         """How many tokens the prompt of a call would have; nothing is sampled or recorded."""
@@ -260,8 +278,7 @@ class Gateway:
         self.counters.requests += 1
         outlet = Outlet(send)
         try:
-            async with self._slots.one():
-                await work(scope, receive, outlet)
+            await work(scope, receive, outlet)
         except ClientGone:
             self.counters.cancelled += 1
         except Exception as error:
@@ -276,15 +293,17 @@ class Gateway:
         started = time.time()
         headers, caller = await self._caller(scope)
         body = b""
-        try:
-            body, caller = await self._body(scope, receive, headers, caller)
-            run = await self._plan(dialect, headers, caller, body)
-        except ClientGone:
-            raise
-        except Exception as error:
-            await keep_refusal(self._store, _PATHS[dialect], caller, body, error, started)
-            raise
-        await run(scope, receive, outlet)
+        async with AsyncExitStack() as slot:
+            try:
+                body, caller = await self._body(scope, receive, headers, caller)
+                await slot.enter_async_context(self._slots.one())  # not sooner: who sends slowly holds none
+                run = await self._plan(dialect, headers, caller, body)
+            except ClientGone:
+                raise
+            except Exception as error:
+                await keep_refusal(self._store, _PATHS[dialect], caller, body, error, started)
+                raise
+            await run(scope, receive, outlet)
 
     async def _plan(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
         """What is to be done for a call. What it raises nobody has recorded; what is raised afterwards is."""
@@ -310,6 +329,10 @@ class Gateway:
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
         headers, caller = await self._caller(scope)
         body, caller = await self._body(scope, receive, headers, caller)
+        async with self._slots.one():
+            await self._count_prompt(headers, caller, body, outlet)
+
+    async def _count_prompt(self, headers: Mapping[str, str], caller: Caller, body: bytes, outlet: Outlet) -> None:
         if await self._forwarder.count(caller, headers, body, outlet):
             return
         caller, request = self._read(MESSAGES, headers, caller, body)
@@ -450,8 +473,15 @@ Work = Callable[[Scope, Receive, Outlet], Awaitable[None]]
 class _Endpoint:
     """Starlette takes an object, unlike a function, for a bare ASGI application."""
 
-    def __init__(self, serve: ASGIApp, direct: Callable[[Line], bool] | None = None) -> None:
+    def __init__(
+        self,
+        serve: ASGIApp,
+        admit: Callable[[Line], tuple[int, bytes] | None],
+        direct: Callable[[Line], bool] | None = None,
+    ) -> None:
         self._serve = serve
+        self.admit = admit
+        """Called at the end of a head: the status and the body of a refusal, or None."""
         self.direct = direct
         """Serves a call as the socket has it; returns False where it does not."""
 

@@ -16,6 +16,7 @@ for, traces, baggage and worker count only beside the key of the worker.
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections import OrderedDict
 from collections.abc import Container, Mapping
@@ -34,6 +35,7 @@ from agentlightning.rollouts import (
     ATTEMPT_HEADER,
     ROLLOUT_BAGGAGE,
     attempt_of_trace,
+    attempt_secret,
     read_attempt_key,
     read_worker_key,
     root_span_id_of,
@@ -198,8 +200,17 @@ class Attribution:
         """The same, where the store need not be asked; else None."""
         said = self._read(headers, path_params)
         if said.found is None or said.signed.worker_id is not None:
+            if not (said.signed or said.hints or said.trace_id or "worker_id" in path_params):
+                self._check_unattributed()
             return None
         return self._named(said, said.found, said.source)
+
+    def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
+        """For a question that is no call. Raises Problem 401 where keys are asked for and this is none; the access
+        token that the secret was made from will do as well."""
+        key = presented_key(headers)
+        if self._require_key and not (key and hmac.compare_digest(attempt_secret(key), self._secret)):
+            self._read(headers, path_params)
 
     def _named(self, said: _Said, found: Ids | None, source: Source | None) -> Caller:
         trace_id, parent_id = said.trace_id, said.parent_id
@@ -283,6 +294,10 @@ class Attribution:
             return found, "trace"
         if (worker_id := signed_worker or worker_in_url) is not None:
             return await self._running(worker_id), "worker"
+        self._check_unattributed()
+        return None, None
+
+    def _check_unattributed(self) -> None:
         if not self._allow_unattributed:
             raise Problem(
                 401,
@@ -290,7 +305,6 @@ class Attribution:
                 "AGL_KEY as the API key, from the environment of the attempt",
                 code="invalid_api_key",
             )
-        return None, None
 
     async def _follow(self, hint: _Hint) -> Ids | None:
         """The attempt that a hint means; None where there is none."""

@@ -40,6 +40,8 @@ _VARYING: Final = frozenset({b"content-length", b"idempotency-key", b"x-stainles
 """Headers that differ between the calls of one sender, and say nothing of who that is."""
 
 Headers = list[tuple[bytes, bytes]]
+Known = tuple[Caller, Mapping[str, str]]
+"""Who calls, and the headers of the call."""
 
 
 class Line(Protocol):
@@ -50,6 +52,8 @@ class Line(Protocol):
     """Names in lower case."""
     path_params: Mapping[str, str]
     body: bytes
+    caller: Known | None
+    """As `Direct.identify` has found."""
 
     def when_gone(self, end: Callable[[], None] | None) -> None:
         """What is to be called when the caller hangs up."""
@@ -118,14 +122,20 @@ class Direct:
             await asyncio.wait(self.unfinished)
 
     def _plan(self, path: Path, line: Line) -> Forward | None:
-        if (known := self._caller(line)) is None:
+        if line.caller is None:
             return None
-        caller, headers = known
+        caller, headers = line.caller
+        if "content-encoding" in headers:
+            return None
         caller = structs.replace(caller, repeat=Repeat.of(headers, path, line.body))
         return self.forwarder.plan_now(path, caller, headers, line.body)
 
-    def _caller(self, line: Line) -> tuple[Caller, Mapping[str, str]] | None:
-        """Who calls, with the headers. A sender says the same each time, up to the body and what varies."""
+    def identify(self, line: Line) -> None:
+        """Note who calls, where its head says so. Raises Problem where the head is enough to refuse the call."""
+        line.caller = self._caller(line)
+
+    def _caller(self, line: Line) -> Known | None:
+        """A sender says the same each time, up to the body and what varies."""
         same = [header for header in line.headers if header[0] not in _VARYING]
         sender = line.url, tuple(same)
         if (known := self._callers.get(sender)) is not None:

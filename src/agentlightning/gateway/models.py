@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import orjson
@@ -27,16 +27,22 @@ _LONGEST_PAGE: Final = 1000
 
 
 class Models:
-    """The names of a routing table."""
+    """The names of a routing table, for those whom `check` (of headers and the parameters of the path) lets in: it
+    raises Problem."""
 
-    def __init__(self, table: Routes) -> None:
+    def __init__(self, table: Routes, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
         self._table = table
+        self._check = check
         self._created = int(time.time())
         self._listings: dict[Backends, Listing] = {}
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models. Anthropic's `limit`, `after_id` and `before_id` are honoured; without a limit all come."""
         dialect = dialect_of(request)
+        try:
+            self._check(request.headers, request.path_params)
+        except Problem as problem:
+            return refusal(request, problem)
         models = await self._models(dialect)
         if dialect == "openai":
             patterns = self._table.patterns(dialect)
@@ -52,6 +58,7 @@ class Models:
         not listed."""
         dialect, name = dialect_of(request), request.path_params["model"]
         try:
+            self._check(request.headers, request.path_params)
             route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
         except Problem as problem:
             return refusal(request, problem)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.gateway.problems import Problem
+from agentlightning.inflate import CodingError, inflated
 
 _JSON: Final = (b"content-type", b"application/json")
 _STREAM: Final = [
@@ -35,7 +36,8 @@ def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body. Raises Problem 413 above `limit` bytes, ClientGone where the caller hung up."""
+    """The whole body, inflated. Raises Problem 413 above `limit` bytes, 415 for a coding that is not known, and
+    ClientGone where the caller hung up."""
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -49,7 +51,14 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
         size, more = size + len(parts[-1]), message.get("more_body", False)
         if size > limit:
             raise _too_large(limit)
-    return b"".join(parts)
+    body = b"".join(parts)
+    if "content-encoding" not in headers:
+        return body
+    try:
+        return await inflated(body, headers["content-encoding"], limit)
+    except CodingError as error:
+        code = "body_too_large" if error.status == 413 else "content_encoding"
+        raise Problem(error.status, str(error), code=code) from None
 
 
 def _too_large(limit: int) -> Problem:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from agentlightning.errors import (
     StoreClosedError,
     StoreFullError,
 )
+from agentlightning.inflate import CodingError, inflated, inflated_now
 from agentlightning.rollouts import attempt_of_trace, read_attempt_key, root_span_id_of
 from agentlightning.span import Span
 from agentlightning.store.adopt import Adopter
@@ -46,7 +46,7 @@ from agentlightning.store.http.routes import presented_key
 from agentlightning.store.http.wire import MAX_BODY_BYTES
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.export import FROM, THIS_PROCESS
-from agentlightning.tracing.otlp import Decoded, OtlpError, Request, decode_json, decode_protobuf
+from agentlightning.tracing.otlp import Decoded, Request, decode_json, decode_protobuf
 
 PATH: Final = "/v1/traces"
 PROTOBUF: Final = "application/x-protobuf"
@@ -169,14 +169,15 @@ class OtlpReceiver:
         return None
 
     async def _read(self, http: HttpRequest, kind: str) -> Request:
-        body = await self._body(http)
-        coding = http.headers.get("content-encoding", "identity").strip().lower()
-        if len(body) <= INLINE_BYTES and coding in ("", "identity"):
-            return decode(body, kind)
-        if len(body) <= INLINE_BYTES // 8:
-            return decode(inflate(body, coding, self._max_body_bytes), kind)
+        body, coding = await self._body(http), http.headers.get("content-encoding", "")
+        if len(body) > INLINE_BYTES:
+            async with self._large:
+                return await asyncio.to_thread(lambda: decode(inflated_now(body, coding, self._max_body_bytes), kind))
+        content = await inflated(body, coding, self._max_body_bytes)
+        if len(content) <= INLINE_BYTES:
+            return decode(content, kind)
         async with self._large:
-            return await asyncio.to_thread(lambda: decode(inflate(body, coding, self._max_body_bytes), kind))
+            return await asyncio.to_thread(decode, content, kind)
 
     async def _body(self, http: HttpRequest) -> bytes:
         parts: list[bytes] = []
@@ -379,32 +380,6 @@ def decode(body: bytes, kind: str) -> Request:
     return decode_json(body, now) if kind == JSON else decode_protobuf(body, now)
 
 
-def inflate(body: bytes, coding: str, limit: int) -> bytes:
-    """The body, uncompressed. Raises an error with its HTTP status for what is cut, garbage or too large."""
-    if coding in ("", "identity"):
-        return body
-    if coding == "gzip":
-        return _inflate(zlib.decompressobj(wbits=31), body, limit, "gzip")
-    if coding == "deflate":
-        try:
-            return _inflate(zlib.decompressobj(), body, limit, "deflate")
-        except OtlpError:  # some send the bare stream, without zlib's frame
-            return _inflate(zlib.decompressobj(wbits=-15), body, limit, "deflate")
-    raise _HttpError(415, f"content-encoding={coding!r} is not understood; send gzip, deflate or identity")
-
-
-def _inflate(inflater: Any, body: bytes, limit: int, coding: str) -> bytes:
-    try:
-        inflated: bytes = inflater.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise OtlpError(f"the body is no {coding}: {error}") from None
-    if len(inflated) > limit:
-        raise _too_large(limit)
-    if not inflater.eof:
-        raise OtlpError(f"the {coding} body is cut short")
-    return inflated
-
-
 def _too_large(limit: int) -> _HttpError:
     return _HttpError(413, f"the body is larger than {limit} bytes; send fewer spans at once")
 
@@ -437,7 +412,7 @@ def _refusal(error: AgentLightningError, kind: str) -> Response:
 
 
 def _status(error: AgentLightningError) -> int:
-    if isinstance(error, _HttpError):
+    if isinstance(error, _HttpError | CodingError):
         return error.status
     if isinstance(error, StoreAuthError):
         return 401

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import zlib
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, StoreAuthError
+from agentlightning.inflate import CodingError, inflated
 from agentlightning.store.http.refusals import RequestError, refusal_of, status_of
 from agentlightning.store.http.wire import encode
 
@@ -27,13 +26,6 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 class ClientGone(Exception):
     """Nobody is left to be answered."""
-
-
-class ForbiddenError(RequestError):
-    """A request that a web page of another site made."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, 403)
 
 
 def presented_key(headers: Mapping[str, str]) -> str:
@@ -49,14 +41,7 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def admit(headers: Mapping[str, str], token: str | None) -> None:
-    """Raises StoreAuthError without the access token, ForbiddenError for another site's web page.
-
-    A page in a browser on this machine can send requests to a server on loopback that nobody else reaches; the browser
-    then says where the page came from.
-    """
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-        raise ForbiddenError(f"a page of {origin!r} may not use this store; only pages of this server may")
+    """Raises StoreAuthError without the access token."""
     if token is None:
         return
     key = presented_key(headers)
@@ -80,12 +65,10 @@ async def body_of(headers: Mapping[str, str], receive: Receive, limit: int) -> b
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"content-type={kind!r} is not understood; send application/json", 415)
-    coding = headers.get("content-encoding", "identity").strip().lower()
-    if coding == "gzip":
-        return _inflated(data, limit)
-    if coding != "identity":
-        raise RequestError(f"content-encoding={coding!r} is not understood; send gzip, or none", 415)
-    return data
+    try:
+        return await inflated(data, headers.get("content-encoding", ""), limit)
+    except CodingError as error:
+        raise RequestError(str(error), error.status) from None
 
 
 async def _received(receive: Receive, limit: int) -> bytes:
@@ -106,19 +89,6 @@ async def _received(receive: Receive, limit: int) -> bytes:
             raise _too_large(size, limit)
         if not more:
             return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _inflated(data: bytes, limit: int) -> bytes:
-    inflater = zlib.decompressobj(wbits=31)
-    try:
-        inflated = inflater.decompress(data, limit + 1)
-    except zlib.error as error:
-        raise RequestError(f"the body is not gzip: {error}") from None
-    if len(inflated) > limit:
-        raise _too_large(len(inflated), limit)
-    if not inflater.eof or inflater.unused_data:
-        raise RequestError("the body is not one whole gzip stream; it was cut, or something follows")
-    return inflated
 
 
 def _too_large(size: int, limit: int) -> RequestError:
