@@ -3,6 +3,8 @@
 import pytest
 
 from agentlightning import trainer
+from agentlightning.algorithms.lightning_rl import LightningRL
+from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.resources import LLM
@@ -10,7 +12,7 @@ from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.run_dir import RunDir, RunState
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import agents
-from agentlightning.trainer import _runner
+from agentlightning.trainer import Trainer, _runner
 from agentlightning.training import newest_version, step_name
 
 
@@ -45,7 +47,7 @@ async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(m
     run_dir = RunDir.create(tmp_path / "run")
     config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
     with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
-        await trainer._open_policy(config, run_dir, RunState(run_id="r"), InMemoryLightningStore())
+        await trainer._open_policy(config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore())
     assert policy.closed
     run_dir.close()
 
@@ -59,3 +61,28 @@ async def test_a_resumed_run_gives_its_weights_a_version_that_no_agent_has_seen(
         await store.add_resources({"llm": llm}, step_name(state, step))
     assert await newest_version(store, state) == 7
     await store.close()
+
+
+def linear():
+    return type("Linear", (), {})()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"algorithm": "grpo"}, r"algorithm='grpo' is no algorithm; give agl.LightningRL"),
+        ({"algorithm": LightningRL}, r"algorithm=LightningRL is no algorithm; give an object: LightningRL\(\.\.\.\)"),
+        ({"model": linear()}, "model is a Linear object.*save_pretrained"),
+        ({"n_runners": -3}, r"hosts = -3 \(given as n_runners\) should be greater"),
+        ({"seed": "x"}, r'seed = "x" \(given to Trainer\) should be a valid integer'),
+        ({"model": "a", "algorithm": SFTAlgorithm("b")}, "'a' was given to the trainer and 'b' to the algorithm"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named_at_once(arguments, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Trainer(**arguments)
+
+
+def test_the_model_of_an_algorithm_is_the_one_that_is_trained():
+    assert Trainer(algorithm=SFTAlgorithm("models/mine")).config.policy.model == "models/mine"
+    assert Trainer(algorithm=LightningRL(steps=7)).config.algorithm.steps == 7

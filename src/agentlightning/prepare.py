@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 import sys
-import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import uvloop
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError
@@ -23,33 +20,16 @@ from agentlightning.policy.requirements import require_training
 from agentlightning.policy.servers import ServedModel
 from agentlightning.progress import Progress
 from agentlightning.run_dir import RunDir, write_atomically
+from agentlightning.settings import settings_from
 from agentlightning.task import load_dataset, split
 from agentlightning.training import Tasks
 
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicyConfig
 
-T = TypeVar("T")
-
 PARTS = ("train", "validation", "held_out")
 TINY = "tiny"
 """The model name that makes a small policy on the spot."""
-
-
-def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in an event loop of its own; SIGTERM ends it as Ctrl-C does, with KeyboardInterrupt."""
-    try:
-        return uvloop.run(_until_signalled(work))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-
-
-async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
-    if threading.current_thread() is threading.main_thread():
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await work
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -195,7 +175,7 @@ def policy_config(
     steps: int,
     objective: Objective = "reinforcement",
 ) -> LocalPolicyConfig:
-    """The settings of a local policy that takes `steps` optimiser steps. Raises MissingExtraError, and ValidationError
+    """The settings of a local policy that takes `steps` optimiser steps. Raises MissingExtraError, and ConfigError
     for a warmup that is longer."""
     require_training()
     from agentlightning.policy.local import LocalPolicyConfig
@@ -211,7 +191,7 @@ def policy_config(
         max_context=settings.max_context,
         tool_calls=settings.tool_calls,
         seed=config.run.seed,
-        optimizer=OptimizerConfig.model_validate(optimizer.model_dump() | {"total_steps": steps}),
+        optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer),
         objective=objective,
     )
 

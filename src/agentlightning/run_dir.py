@@ -34,6 +34,8 @@ class RunState:
     """Where a run is."""
 
     run_id: str
+    algorithm: str | None = None
+    """`module:Class` of the algorithm object the run was given; None: made from its settings."""
     step: int = 0
     """Optimiser steps of the algorithm done."""
     rollouts: int = 0

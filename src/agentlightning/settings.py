@@ -58,6 +58,24 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     raise ConfigError(head + "\n  ".join(lines))
 
 
+def settings_from(
+    model: type[M], values: Mapping[str, Any], *, base: M | None = None, source: str = "from the arguments"
+) -> M:
+    """Settings given as arguments, over those of `base` or the defaults; a section given in part is completed.
+
+    Raises ConfigError as `load_settings` does; `source` says in it where the values came from.
+    """
+    known = {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
+    defaults = known if base is None else dict(base)
+    table = dict(values)
+    _fill(table, defaults)
+    try:
+        return model.model_validate({**({} if base is None else defaults), **table}, extra="forbid")
+    except ValidationError as error:
+        lines = _explain(error.errors(), table, [_Source(source, dict(values))], list(dict(_known(model))))
+    raise ConfigError("; ".join(lines))
+
+
 def _named(override: str) -> str:
     name, _, value = override.partition("=")
     return f"{name}=..." if SECRETS & {*name.strip().split(".")} or "{" in value else override

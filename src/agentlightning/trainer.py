@@ -22,13 +22,15 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
-from agentlightning.algorithms import make_algorithm
+from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.call_checks import TokenLimits
-from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.curve import draw_curve
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation import Evaluation, compare, evaluate_tasks
+from agentlightning.event_loop import run_sync
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.gate import CANNOT_GO_ON
@@ -43,7 +45,6 @@ from agentlightning.prepare import (
     open_policy,
     policy_config,
     read_tasks,
-    run_sync,
     start_path,
     with_absolute_paths,
     with_servers,
@@ -55,7 +56,7 @@ from agentlightning.rollouts import RolloutConfig
 from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.runner import Runner
 from agentlightning.server import Server, listen, url_of
-from agentlightning.settings import dump_toml, load_settings
+from agentlightning.settings import dump_toml, load_settings, settings_from
 from agentlightning.source import RolloutSource
 from agentlightning.statistics import Gain
 from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -70,8 +71,9 @@ T = TypeVar("T")
 class Trainer:
     """Trains an agent.
 
-    Settings come from `config`; the keyword arguments are short ways to its most used fields. `run_dir` is where
-    everything is kept (default: `runs/<time>` below the current directory). `store` takes the place of the run's own.
+    Settings come from `config`; the keyword arguments are short ways to its most used fields. `algorithm` is run as it
+    is, whatever its class; without one, it is made from the settings. `run_dir` is where everything is kept (default:
+    `runs/<time>` below the current directory). `store` takes the place of the run's own.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class Trainer:
         initial_resources: NamedResources | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.config = _with_shortcuts(config or TrainConfig(), algorithm, model, n_runners, seed)
+        self.algorithm = None if algorithm is None else _checked(algorithm)
+        self.config = _with_shortcuts(config or TrainConfig(), self.algorithm, model, n_runners, seed)
         self.reward = reward if reward is not None else self.config.reward
         self.store = store
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -137,10 +140,26 @@ class Trainer:
         with self.progress:
             run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset)
             try:
-                async with self._wired(agent, run_dir, state, tasks) as (runner, run):
-                    return await _unless_it_ends(runner, self._fit(run))
+                algorithm = self._algorithm_of(state)
+                async with self._wired(agent, algorithm, run_dir, state, tasks) as (runner, run):
+                    return await _unless_it_ends(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
+
+    def _algorithm_of(self, state: RunState) -> Algorithm[Any]:
+        """The object that was given, or the one the settings name. Raises ResumeError where a resumed run had another,
+        which its directory cannot bring back."""
+        if self.algorithm is None and state.algorithm is None:
+            return make_algorithm(self.config.algorithm)
+        given = None if self.algorithm is None else class_name(self.algorithm)
+        if given != (state.algorithm or class_name(make_algorithm(self.config.algorithm))):
+            raise ResumeError(
+                f"{self.run_dir} is trained by {state.algorithm or 'an algorithm made from its settings'}, not by"
+                f" {given or 'one made from settings'}; give it the algorithm it had:"
+                f" Trainer.resume({str(self.run_dir)!r}, algorithm=...)"
+            )
+        assert self.algorithm is not None
+        return self.algorithm
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -158,18 +177,20 @@ class Trainer:
         keep_tasks(run_dir, tasks)
         # The headers a provider is sent may hold its key.
         write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode(), private=True)
-        state = RunState(run_id=f"r{secrets.token_hex(4)}")
+        stock = self.algorithm is None or type(self.algorithm) is type(make_algorithm(self.config.algorithm))
+        name = None if self.algorithm is None or stock else class_name(self.algorithm)
+        state = RunState(run_id=f"r{secrets.token_hex(4)}", algorithm=name)
         run_dir.write_state(state)
         return run_dir, state, tasks
 
-    async def _fit(self, run: TrainingRun) -> TrainingResult:
+    async def _fit(self, algorithm: Algorithm[Any], run: TrainingRun) -> TrainingResult:
         held_out = len(run.tasks.held_out[: self.config.evaluation.held_out_tasks])
         measurements = held_out * len(self.config.evaluation.modes)
         self.progress.phase("measuring the starting policy", measurements)
         before = await run.measure("before")
         self.progress.phase("training", run.total_steps, done=run.step)
         run.run_dir.forget_metrics_after(run.state.step)
-        await make_algorithm(self.config.algorithm).run(run)
+        await algorithm.run(run)
         if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
             await run.load(run.run_dir.path / run.state.best_checkpoint)
         self.progress.phase("measuring the trained policy", measurements)
@@ -180,7 +201,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _wired(
-        self, agent: Any, run_dir: RunDir, state: RunState, tasks: Tasks
+        self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner, TrainingRun]]:
         config, secret, since = self.config, secrets.token_hex(16), time.monotonic()
         async with AsyncExitStack() as stack:
@@ -192,7 +213,7 @@ class Trainer:
             runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             listener = await _load_agent(runner, stack, config.run.host, config.run.port, policy=True)
             await make_start(config, run_dir, tasks, self.progress)
-            learner = await _open_policy(config, run_dir, state, store)
+            learner = await _open_policy(config, algorithm, run_dir, state, store)
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
@@ -215,7 +236,8 @@ class Trainer:
                 server_url=server.url,
                 updating=lambda: _updating(gateway, policy, config.policy),
                 progress=self.progress,
-                total_steps=make_algorithm(config.algorithm).total_steps,
+                total_steps=algorithm.total_steps,
+                reward_weights=algorithm.reward_weights,
                 resources=self.initial_resources,
                 since=since,
             )
@@ -353,15 +375,41 @@ def _with_shortcuts(
     seed: int | None,
 ) -> TrainConfig:
     changes: dict[str, Any] = {}
-    if algorithm is not None:
-        changes["algorithm"] = algorithm.config
+    settings = getattr(algorithm, "config", None)
+    if isinstance(settings, LightningRLConfig):
+        changes["algorithm"] = settings
+    model = _model_of(model, algorithm)
     if model is not None:
-        changes["policy"] = config.policy.model_copy(update={"model": str(model)})
+        changes["policy"] = settings_from(PolicyConfig, {"model": str(model)}, base=config.policy)
     if n_runners is not None:
-        changes["runner"] = config.runner.model_copy(update={"hosts": n_runners})
+        values = {"hosts": n_runners}
+        changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
     if seed is not None:
-        changes["run"] = config.run.model_copy(update={"seed": seed})
+        changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
     return config.model_copy(update=changes)
+
+
+def _checked(algorithm: object) -> Algorithm[Any]:
+    if isinstance(algorithm, Algorithm):
+        return algorithm  # pyright: ignore[reportUnknownVariableType]
+    shown = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
+    way_out = f"give an object: {shown}(...)" if isinstance(algorithm, type) else "give agl.LightningRL(steps=100)"
+    raise ConfigError(f"algorithm={shown} is no algorithm; {way_out}, or an object of your own subclass of Algorithm")
+
+
+def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | None:
+    """The model to train, named by the trainer's argument or by the algorithm."""
+    own = None if algorithm is None else algorithm.model
+    for given in (model, own):
+        if given is not None and not isinstance(given, str | Path):
+            raise ConfigError(
+                f"model is a {type(given).__name__} object, and a trainer opens the model itself; give the directory"
+                " of one that transformers loads (save_pretrained writes it), or its hub name"
+            )
+    if model is not None and own is not None and str(model) != str(own):
+        raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
+    found = model if model is not None else own
+    return found if isinstance(found, str | Path) else None
 
 
 def _rollout_config(config: RunnerConfig) -> RolloutConfig:
@@ -372,10 +420,12 @@ def _rollout_config(config: RunnerConfig) -> RolloutConfig:
     )
 
 
-async def _open_policy(config: TrainConfig, run_dir: RunDir, state: RunState, store: LightningStoreBase) -> Policy:
-    steps = config.algorithm.steps * config.algorithm.minibatches
+async def _open_policy(
+    config: TrainConfig, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, store: LightningStoreBase
+) -> Policy:
+    optimizer = algorithm.optimizer or config.algorithm.optimizer
     path = start_path(config, run_dir)
-    policy = await open_policy(policy_config(config, path, config.algorithm.optimizer, steps))
+    policy = await open_policy(policy_config(config, path, optimizer, algorithm.optimizer_steps, algorithm.objective))
     if config.policy.in_flight and not policy.can_update_in_flight:
         await policy.close()
         raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")

@@ -6,7 +6,6 @@ After every step the run directory holds all that is needed to go on from there.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +16,7 @@ from typing import Any
 from agentlightning.config import TrainConfig
 from agentlightning.evaluation import Evaluation, evaluate_tasks
 from agentlightning.monitor import staleness
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import ChatFormat, Policy
 from agentlightning.progress import Progress
 from agentlightning.rejection import Check, count_reasons
 from agentlightning.resources import LLM, NamedResources
@@ -56,6 +55,7 @@ class TrainingRun:
     """Holds model calls back while its body changes the weights; yields whether some are under way, to go on then."""
     progress: Progress
     total_steps: int
+    reward_weights: Mapping[str, float] | None = None
     resources: NamedResources = field(default_factory=dict[str, Any])
     """What agents are given beside the policy."""
     named: set[str] = field(default_factory=set[str])
@@ -68,6 +68,14 @@ class TrainingRun:
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.policy.chat
+
+    @property
+    def context_length(self) -> int:
+        return self.policy.context_length
 
     # -- rollouts ------------------------------------------------------------------------------------------------------
 
@@ -126,10 +134,12 @@ class TrainingRun:
         own, asked = dict(staleness(samples, self.policy.policy_version)), time.monotonic()
         async with self.updating() as in_flight:
             own["drain_seconds"] = time.monotonic() - asked
-            figures = await self.policy.train(
-                samples, in_flight=in_flight, token_budget=self.config.policy.token_budget, **options
-            )
+            options = {"token_budget": self.config.policy.token_budget, **options}
+            figures = await self.policy.train(samples, in_flight=in_flight, **options)
         return {**figures, **own}
+
+    async def save(self, directory: Path) -> None:
+        await self.policy.save(directory)
 
     async def load(self, directory: Path) -> None:
         """Go back to the weights of a checkpoint."""
@@ -156,9 +166,10 @@ class TrainingRun:
         self.run_dir.append_metrics(record)
         if state.step % self.config.run.checkpoint_every == 0 or state.step == self.total_steps:
             await self.checkpoint()
-        self.progress.update(
-            state.step, reward=figures.get("reward", math.nan), tokens_per_second=record["tokens_per_second"]
-        )
+        shown = {name: figures[name] for name in ("reward", "loss") if name in figures}
+        if "reward" in shown:
+            shown = {"reward": shown["reward"], "tokens_per_second": record["tokens_per_second"]}
+        self.progress.update(state.step, **shown)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +235,7 @@ class TrainingRun:
             tasks,
             name=name,
             resources_id=resources_id,
-            reward_weights=self.config.algorithm.reward_weights,
+            reward_weights=self.reward_weights,
             on_progress=on_progress,
         )
 

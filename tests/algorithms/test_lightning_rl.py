@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.errors import ConfigError
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -106,9 +107,21 @@ def test_a_group_of_one_is_refused_by_name():
     assert LightningRLConfig(group_size=1, credit="reinforce").group_size == 1
 
 
-def test_an_unknown_setting_is_refused():
-    with pytest.raises(ValidationError):
+def test_settings_that_cannot_work_are_one_line_each_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"unknown setting grup_size .*LightningRL.* nearest known one is group_size"):
         LightningRL(grup_size=2)
+    with pytest.raises(ConfigError, match=r"^steps = 0 \(from the arguments of LightningRL\) should be"):
+        LightningRL(steps=0)
+    with pytest.raises(ConfigError, match="group_size=1 leaves no baseline"):
+        LightningRL(group_size=1)
+
+
+def test_arguments_change_the_settings_they_are_given_with():
+    config = LightningRLConfig(steps=100, group_size=4)
+    algorithm = LightningRL(config, steps=3, optimizer={"schedule": "cosine"})
+    assert (algorithm.total_steps, algorithm.config.group_size) == (3, 4)
+    assert algorithm.optimizer == config.optimizer.model_copy(update={"schedule": "cosine"})
+    assert config.steps == 100
 
 
 def test_calls_without_tokens_are_rejected_with_what_to_do():

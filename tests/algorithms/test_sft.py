@@ -190,9 +190,12 @@ def test_a_conversation_that_cannot_be_trained_on_is_named(chat: HFChatFormat, r
 
 def test_settings_that_cannot_work_are_refused(directory: Path) -> None:
     with pytest.raises(ConfigError, match="give output=DIRECTORY"):
-        SFTAlgorithm(model=directory, dataset=[question("a")])
-    with pytest.raises(ConfigError, match="not both"):
-        SFTAlgorithm(model=directory, dataset=[], output="out", config=SFTConfig(), steps=3)
+        SFTAlgorithm(model=directory, dataset=[question("a")]).train()
+    with pytest.raises(ConfigError, match="give model=DIRECTORY"):
+        SFTAlgorithm(dataset=[question("a")]).train()
+    with pytest.raises(ConfigError, match="model is a Linear object"):
+        SFTAlgorithm(model=torch.nn.Linear(1, 1), dataset=[question("a")])  # type: ignore[arg-type]
+    assert SFTAlgorithm(dataset=[], config=SFTConfig(batch_size=3), steps=3).config == SFTConfig(batch_size=3, steps=3)
     with pytest.raises(DatasetError, match="holds no conversation"):
         SFTAlgorithm(model=directory, dataset=[], output="out").train()
     with pytest.raises(ValueError, match="batchsize"):

@@ -9,12 +9,17 @@ from pydantic import BaseModel
 
 from agentlightning.algorithms.base import Algorithm, Training
 
-__all__ = ["ALGORITHMS", "Algorithm", "Training", "make_algorithm"]
+__all__ = ["ALGORITHMS", "Algorithm", "Training", "class_name", "make_algorithm"]
 
 ALGORITHMS: Final[dict[str, str]] = {
     "lightning_rl": "agentlightning.algorithms.lightning_rl:LightningRL",
 }
 """The `type` in the settings -> where the class is."""
+
+
+def class_name(algorithm: Algorithm[Any]) -> str:
+    """`module:Class` of an algorithm."""
+    return f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
 
 
 def make_algorithm(config: BaseModel) -> Algorithm[Any]:

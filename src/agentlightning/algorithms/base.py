@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from agentlightning.rejection import Check
 from agentlightning.source import Collected
 from agentlightning.trajectory import TrainingSample
+
+if TYPE_CHECKING:
+    from agentlightning.policy.base import ChatFormat
+    from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 
 class Training(Protocol):
@@ -24,6 +29,16 @@ class Training(Protocol):
     @property
     def step(self) -> int:
         """Steps done so far: 0 in a new run, more in a resumed one."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat:
+        """How the policy writes conversations: for algorithms that learn from text."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens the policy holds, prompt and answer together."""
         ...
 
     async def collect(
@@ -42,7 +57,12 @@ class Training(Protocol):
         ...
 
     async def finish_step(self, collected: Collected, figures: Mapping[str, float]) -> None:
-        """Publish the new weights, keep a checkpoint and the figures, validate when it is time, go to the next step."""
+        """Publish the new weights, keep a checkpoint and the figures, validate when it is time, go to the next step.
+        `figures` may be any; `reward` and `loss` are shown."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the present weights to a directory that transformers loads."""
         ...
 
 
@@ -50,11 +70,17 @@ C = TypeVar("C", bound=BaseModel)
 
 
 class Algorithm(ABC, Generic[C]):
-    """The base of all algorithms."""
+    """The base of all algorithms. A trainer runs the very object it is given.
+
+    A subclass defines `total_steps` and `run`; settings of its own go into `config`, and what its optimiser and its
+    rewards need is read from there (`optimizer`, `reward_weights`) or defined by overriding the properties.
+    """
 
     config: C
-    """Its settings; frozen, unknown keys refused."""
-    name: ClassVar[str]
+    """Its settings, where it has any; frozen, unknown keys refused."""
+    name: ClassVar[str] = "algorithm"
+    objective: ClassVar[Objective] = "reinforcement"
+    """What the default learning rate suits."""
 
     @property
     @abstractmethod
@@ -62,5 +88,32 @@ class Algorithm(ABC, Generic[C]):
         """How many steps a whole run has."""
 
     @abstractmethod
-    async def run(self, training: Training) -> None:
-        """Do the steps from `training.step` to `total_steps`."""
+    async def run(self, training: Training) -> object:
+        """Do the steps from `training.step` to `total_steps`. What it returns is not looked at."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        """How the policy's weights are updated; None: as the trainer's own settings say."""
+        return getattr(self._settings, "optimizer", None)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of a whole run, for a learning-rate schedule."""
+        return self.total_steps * int(getattr(self._settings, "minibatches", 1))
+
+    @property
+    def reward_weights(self) -> Mapping[str, float] | None:
+        """Weights of the named dimensions of a reward, for evaluations too."""
+        return getattr(self._settings, "reward_weights", None)
+
+    @property
+    def model(self) -> object:
+        """The model it was given to train: a directory or hub name; None: the trainer's."""
+        return None
+
+    @property
+    def _settings(self) -> object:
+        return getattr(self, "config", None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self, 'config', '')!s})"

@@ -26,6 +26,7 @@ from agentlightning.credit import credit_rule, group_trajectories, rejections, t
 from agentlightning.policy.losses import Loss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.rejection import NO_POLICY_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.settings import settings_from
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory
 
@@ -72,13 +73,16 @@ class LightningRLConfig(BaseModel):
 class LightningRL(Algorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 
-    Raises ConfigError for settings that cannot work, RewardError for a reward it cannot use.
+    `settings` are those of `LightningRLConfig`, and change those of `config` where both are given. Raises ConfigError
+    for settings that cannot work.
     """
 
     name: ClassVar[str] = "lightning_rl"
 
     def __init__(self, config: LightningRLConfig | None = None, **settings: Any) -> None:
-        self.config = config or LightningRLConfig(**settings)
+        self.config = settings_from(
+            LightningRLConfig, settings, base=config, source="from the arguments of LightningRL"
+        )
 
     @property
     def total_steps(self) -> int:

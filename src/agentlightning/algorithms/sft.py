@@ -15,17 +15,22 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import token_tree
 from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.event_loop import run_sync
 from agentlightning.policy.base import ChatFormat, Message, Policy
 from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
+from agentlightning.settings import settings_from
+from agentlightning.source import Collected
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
@@ -64,86 +69,107 @@ class SFTResult:
     """What supervised learning did."""
 
     steps: int
+    """Of the whole run."""
     conversations: int
     """In the dataset."""
     tokens: int
     """Tokens trained on, repetitions included."""
     losses: tuple[float, ...]
-    """One for each step."""
+    """One for each step that was done now."""
     checkpoint: Path | None
     """Where the model was written, if an `output` was given."""
 
 
-class SFTAlgorithm:
-    """Supervised learning of `model` on `dataset`.
+class SFTAlgorithm(Algorithm[SFTConfig]):
+    """Supervised learning of `model` on `dataset`: by itself (`train`), or as the algorithm of a `Trainer`, which
+    measures an agent before and after, validates and keeps checkpoints.
 
-    model: a policy, or a directory or hub name that transformers loads.
+    model: a policy, or a directory or hub name that transformers loads; None: the trainer's.
     dataset: a list, or the path of a JSONL, JSON or Parquet file, of conversations: `{"messages": [...]}` with
         `tools` where tools are used, messages as the OpenAI wire has them; or a plain list of messages. Trajectories
         (of successful rollouts, say) may stand among them: their sampled tokens are what is imitated.
-    output: a directory to write the trained model to. A model given as a path needs one.
+    output: a directory to write the trained model to. A model given as a path needs one, except in a trainer.
     on_step: called after each step.
-    settings: those of `SFTConfig`.
+    settings: those of `SFTConfig`, over those of `config` where both are given.
 
     Raises ConfigError for settings that cannot work and DatasetError for a conversation that cannot be trained on.
     """
 
     name = "sft"
+    objective = "supervised"
 
     def __init__(
         self,
-        model: str | Path | Policy,
-        dataset: str | Path | Sequence[Any],
+        model: str | Path | Policy | None = None,
+        dataset: str | Path | Sequence[Any] = (),
         *,
         output: str | Path | None = None,
         on_step: OnStep | None = None,
         config: SFTConfig | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ConfigError(f"give either config or settings ({', '.join(settings)}), not both")
-        if isinstance(model, str | Path) and output is None:
-            raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
-        self.config = config or SFTConfig(**settings)
-        self.model = model
+        if model is not None and not isinstance(model, str | Path) and not hasattr(model, "chat"):
+            raise ConfigError(
+                f"model is a {type(model).__name__} object; give a directory (save_pretrained writes one), or a policy"
+            )
+        self.config = settings_from(SFTConfig, settings, base=config, source="from the arguments of SFTAlgorithm")
         self.dataset = dataset
         self.output = Path(output) if output is not None else None
         self.on_step = on_step
+        self._model = model
+
+    @property
+    def model(self) -> str | Path | Policy | None:
+        return self._model
+
+    @property
+    def total_steps(self) -> int:
+        per_epoch = -(-len(self._records) // self.config.batch_size)
+        return self.config.steps or self.config.epochs * per_epoch
+
+    @cached_property
+    def _records(self) -> Sequence[Any]:
+        return _records(self.dataset)
 
     def train(self) -> SFTResult:
         """`run`, for callers without an event loop."""
-        return asyncio.run(self.run())
+        return run_sync(self.run())
 
-    async def run(self) -> SFTResult:
-        """Do all steps; write the model if an `output` was given."""
-        records = await asyncio.to_thread(_records, self.dataset)
-        steps = self._total_steps(len(records))
-        if not isinstance(self.model, str | Path):
-            return await self._learn(self.model, records, steps)
-        policy = await asyncio.to_thread(self._open, str(self.model), steps)
+    async def run(self, training: Training | None = None) -> SFTResult:
+        """Do all steps, or within a trainer those that are left; write the model if an `output` was given."""
+        model = self.model
+        await asyncio.to_thread(lambda: self._records)
+        if training is not None:
+            return await self._learn(_InTraining(training))
+        if model is None:
+            raise ConfigError("no model: give model=DIRECTORY and output=DIRECTORY, or give the algorithm to a Trainer")
+        if not isinstance(model, str | Path):
+            return await self._learn(_Alone(model))
+        if self.output is None:
+            raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
+        policy = await asyncio.to_thread(self._open, str(model), self.total_steps)
         try:
-            return await self._learn(policy, records, steps)
+            return await self._learn(_Alone(policy))
         finally:
             await policy.close()
 
-    async def _learn(self, policy: Policy, records: Sequence[Any], steps: int) -> SFTResult:
-        examples = await asyncio.to_thread(to_trajectories, records, policy.chat, policy.context_length)
+    async def _learn(self, learner: _Alone | _InTraining) -> SFTResult:
+        steps = self.total_steps
+        examples = await asyncio.to_thread(to_trajectories, self._records, learner.chat, learner.context_length)
         losses: list[float] = []
         tokens = 0
-        for batch in batches(len(examples), steps, self.config):
+        for step, batch in enumerate(batches(len(examples), steps, self.config), 1):
+            if step <= learner.first_step:
+                continue
             sample = to_sample([examples[index] for index in batch])
-            figures = await policy.train([sample], loss=self.config.loss, token_budget=self.config.token_budget)
+            figures = await learner.update(sample, loss=self.config.loss, token_budget=self.config.token_budget)
             losses.append(figures["loss"])
             tokens += int(sum(map(len, sample.weights)))
             if self.on_step is not None:
-                self.on_step(len(losses), figures)
+                self.on_step(step, figures)
         if self.output is not None:
-            await policy.save(self.output)
+            await learner.save(self.output)
         return SFTResult(steps, len(examples), tokens, tuple(losses), self.output)
-
-    def _total_steps(self, count: int) -> int:
-        per_epoch = -(-count // self.config.batch_size)
-        return self.config.steps or self.config.epochs * per_epoch
 
     def _open(self, path: str, steps: int) -> LocalPolicy:
         require_training()
@@ -152,6 +178,36 @@ class SFTAlgorithm:
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
         config = LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised")
         return LocalPolicy.open(config)
+
+
+class _Alone:
+    """A policy that is trained by itself."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
+
+    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
+        return await self.policy.train([sample], **options)
+
+    async def save(self, directory: Path) -> None:
+        await self.policy.save(directory)
+
+
+class _InTraining:
+    """The policy of a trainer's run."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
+
+    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
+        figures = await self.training.update([sample], **options)
+        await self.training.finish_step(Collected(()), figures)
+        return figures
+
+    async def save(self, directory: Path) -> None:
+        await self.training.save(directory)
 
 
 def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:
