@@ -13,6 +13,7 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.config import BudgetConfig
+from agentlightning.gateway.heard import READERS, Heard, hear, usage_of
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Price, Usage
 from agentlightning.span import Span, new_span_id
@@ -93,6 +94,37 @@ def test_a_price_counts_cached_tokens_for_what_they_cost():
     price = Price(input=2, output=10, cached_input=0.5)
     assert price.dollars(Usage(1_000_000, 100_000, 400_000)) == pytest.approx(1.2 + 0.2 + 1.0)
     assert Price(input=2).dollars(Usage(1_000_000, 5, 400_000)) == pytest.approx(2)
+
+
+def test_a_price_counts_what_is_written_to_a_cache_for_what_that_costs():
+    usage = Usage(1_000_000, written_tokens=200_000, written_hour_tokens=100_000)
+    assert Price(input=4).dollars(usage) == pytest.approx(0.7 * 4 + 0.2 * 5 + 0.1 * 8)
+    assert Price(input=4, cache_write=6, cache_write_hour=7).dollars(usage) == pytest.approx(0.7 * 4 + 0.2 * 6 + 0.7)
+
+
+def test_what_anthropic_writes_to_its_cache_is_read_from_whole_answers_and_streams():
+    created = {"ephemeral_5m_input_tokens": 30, "ephemeral_1h_input_tokens": 20}
+    used = {"input_tokens": 10, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 50, "output_tokens": 7}
+    expected = Usage(65, 7, 5, 30, 20)
+    assert usage_of("messages", used | {"cache_creation": created}) == expected
+    assert usage_of("messages", used) == Usage(65, 7, 5, 50, 0)
+    start = {"type": "message_start", "message": {"usage": used | {"cache_creation": created, "output_tokens": 1}}}
+    for end in ({"output_tokens": 7}, used):
+        heard = Heard()
+        for event in (start, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": end}):
+            hear(READERS["messages"], heard, event)
+        assert heard.usage == expected
+
+
+async def test_calls_of_no_rollout_share_no_rollouts_limit_and_all_share_the_servers():
+    budgets = Budgets(BudgetConfig(rollout_tokens=100, tokens=350))
+    for _ in range(2):
+        (await budgets.reserve("", 0, 100)).settle(0, 100)
+    with pytest.raises(Problem, match="rollout 'ro-1'"):
+        await budgets.reserve("ro-1", 0, 101)
+    with pytest.raises(Problem, match="the budget of this server"):
+        await budgets.reserve("", 0, 200)
+    assert budgets.total.tokens == 200
 
 
 SPENDER = """

@@ -49,6 +49,18 @@ async def test_one_without_is_asked_once_and_the_number_says_that_it_is_an_estim
     assert longer in (tokens * 2 - 1, tokens * 2)
 
 
+async def test_a_server_that_serves_only_responses_is_estimated_like_any_other(serve):
+    said = [*HI, {"role": "assistant", "content": "Three. " * 50}, {"role": "user", "content": "Which?"}]
+    counts = []
+    for paths in (["chat/completions"], ["responses"]):
+        async with ScriptedProvider(lambda seen: Reply(status=404)) as them:
+            service = await serve([], config=routed(them, paths=paths))
+            counts.append(await count(service, messages=said, system="Be short. " * 30, tools=[TOOL]))
+    (chat, _), (responses, how) = counts
+    assert how == "estimate"
+    assert chat * 0.8 <= responses <= chat * 1.2
+
+
 async def test_a_request_the_tokenizer_refuses_says_nothing_of_the_next(serve):
     answers = [Reply({"error": "no tools"}, status=400), Reply({"count": 3})]
     async with ScriptedProvider(answers) as them:

@@ -115,6 +115,19 @@ async def test_both_ways_record_and_answer_the_same(ask):
     assert (one.name, one.status_code, one.trace_id) == (other.name, other.status_code, other.trace_id)
 
 
+async def test_what_says_that_a_call_is_a_repeat_is_read_from_each_call(ask):
+    service, _, http = await ask(lambda seen: Reply(chat_answer("Again.")))
+    marked = {"idempotency-key": "one", "x-stainless-retry-count": "2"}
+    for headers in (marked, {}, {}, {"x-stainless-retry-count": "1"}, {"idempotency-key": "two"}, {}):
+        await call(service, http, headers={"x-sender": "the same"} | headers)
+    kept = [span.attributes for span in (await service.spans())[1:]]
+    assert [each.get(names.RETRIES, 0) for each in kept] == [2, 0, 0, 1, 0, 0]
+    requests = [each[names.REQUEST] for each in kept]
+    assert requests[1] == requests[2] == requests[3] == requests[5]
+    assert len({requests[0], requests[1], requests[4]}) == 3
+    assert [request.startswith(names.SENT_ONCE) for request in requests] == [True, False, False, False, True, False]
+
+
 async def test_who_calls_is_found_out_for_each_of_several_callers_of_one_connection(ask):
     service, _, http = await ask(lambda seen: Reply(chat_answer("Again.")))
     url = f"{service.base_url}/chat/completions"

@@ -34,16 +34,3 @@ def test_a_server_that_can_be_reached_is_left_alone_after_several_failures_in_a_
         assert health.well
     health.failed()
     assert health.seconds_left == 1
-
-
-def test_one_that_asks_to_be_left_alone_is_and_nobody_doubts_it():
-    clock = Clock()
-    health = Health(clock)
-    health.rest(5)
-    health.rest(2)
-    assert (health.well, health.doubted, health.seconds_left) == (False, False, 5)
-    clock.now += 5
-    assert health.well
-    health.failed(unreachable=True)
-    health.succeeded()
-    assert (health.well, health.doubted, health.seconds_left) == (True, False, 0)

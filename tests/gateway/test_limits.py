@@ -148,12 +148,3 @@ def test_one_failure_is_enough_where_there_is_no_server():
     health = Health(Clock())
     health.failed(unreachable=True)
     assert not health.well
-
-
-def test_a_server_that_asked_for_rest_is_not_thought_ill():
-    clock = Clock()
-    health = Health(clock)
-    health.rest(5)
-    assert (health.well, health.doubted) == (False, False)
-    clock.now += 5
-    assert health.well

@@ -17,7 +17,8 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import sending
 from agentlightning.gateway.backends import RETRY_FLOOR, Backends
-from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.config import BudgetConfig, GatewayConfig
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Price, Provider, Usage
 from agentlightning.gateway.sending import Ask, Call
@@ -208,6 +209,63 @@ async def test_who_asks_to_be_left_alone_for_long_is_not_asked_again_and_the_cal
             await call(backends)
         assert (caught.value.status, caught.value.retry, caught.value.retry_after) == (429, True, 30)
         assert len(server.seen) == 1
+
+
+async def test_all_calls_of_a_model_wait_as_long_as_its_server_asked_one_of_them_to():
+    times = []
+
+    def answer(seen):
+        times.append((time.monotonic(), seen.json["model"]))
+        busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after-ms": "400"})
+        return busy if len(times) == 1 else FINE
+
+    async with ScriptedProvider(answer) as server, connected(made_of(server, retries=0)) as backends:
+        with pytest.raises(Problem):
+            await call(backends, body=b'{"model": "a"}', model="a")
+        await call(backends, body=b'{"model": "b"}', model="b")
+        await asyncio.gather(*(call(backends, body=b'{"model": "a"}', model="a") for _ in range(3)))
+        first, other, *waited = times
+        assert (other[1], len(waited)) == ("b", 3)
+        assert other[0] - first[0] < 0.4 <= min(at for at, _ in waited) - first[0]
+        assert not backends.all[0].health.doubted
+        assert Call(backends, Ask("chat/completions", b"{}", model="a")).start(lambda: None) is True  # at once again
+
+
+async def test_a_call_is_turned_away_at_once_where_its_server_wants_none_for_long():
+    busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after": "30"})
+    async with ScriptedProvider([busy, FINE]) as server, connected(made_of(server, max_wait_seconds=5)) as backends:
+        for _ in range(2):
+            with pytest.raises(Problem) as caught:
+                await call(backends)
+            assert (caught.value.status, caught.value.retry) == (429, True)
+            assert 29 <= caught.value.retry_after <= 30
+        assert Call(backends, Ask("chat/completions", b"{}")).start(lambda: None) is False
+        assert len(server.seen) == 1
+
+
+async def test_a_whole_answer_that_breaks_off_is_paid_for_beside_the_one_that_came():
+    answer = chat_answer("Hello.")
+    price, length = Price(input=1e6, output=1e6), len(json.dumps(answer, separators=(",", ":")))
+    half = Reply(answer, end="close")
+    async with ScriptedProvider([half, FINE]) as server, connected(made_of(server, price=price)) as backends:
+        paid = await call(backends, body=b"x" * 400, max_output_tokens=5000)
+        assert (len(server.seen), paid.retries, paid.usage) == (2, 1, Usage(10, 5))
+        lost = 100 + length // 4
+        kept = paid.attributes()
+        assert (kept[names.COST], backends.dollars) == (15 + lost, 15 + lost)
+        assert (kept[names.INPUT_TOKENS], kept[names.OUTPUT_TOKENS]) == (110, 5 + length // 4)
+
+
+@pytest.mark.parametrize(("most", "tries"), [(1000, 2), (300, 1)])
+async def test_a_budget_knows_of_an_answer_that_broke_off_before_the_call_is_sent_again(most, tries):
+    budgets = Budgets(BudgetConfig(rollout_tokens=most))
+    half = Reply(chat_answer("Hello."), end="close")
+    async with ScriptedProvider([half] * 3) as server, connected(made_of(server), budgets=budgets) as backends:
+        with pytest.raises(Problem) as caught:
+            await call(backends, body=b"x" * 400, max_output_tokens=50, rollout_id="ro-1")
+        assert (caught.value.status, len(server.seen)) == (402 if tries == 1 else 502, tries)
+        account = budgets.spent("ro-1")
+        assert (account.tokens, account.held_tokens) == (tries * 150, 0)
 
 
 async def test_a_busy_server_passes_its_call_to_another_at_once():

@@ -32,13 +32,31 @@ _MAX_CONVERSATIONS: Final = 65536
 class Backend:
     """One server of a provider."""
 
-    __slots__ = ("headers", "health", "under_way", "url")
+    __slots__ = ("_clock", "_rests", "headers", "health", "under_way", "url")
 
     def __init__(self, url: str, headers: Headers, clock: Callable[[], float]) -> None:
         self.url = url
         self.headers = headers
         self.health = Health(clock)
         self.under_way = 0
+        self._clock = clock
+        self._rests: dict[str, float] = {}
+        """Models of which it asked to be sent no calls -> until when."""
+
+    def rest(self, model: str, seconds: float) -> None:
+        """It asked to be left alone with calls of a model for so long, as limits are a model's, and is well
+        otherwise."""
+        now = self._clock()
+        self._rests = {each: until for each, until in self._rests.items() if until > now}
+        self._rests[model] = max(self._rests.get(model, 0.0), now + seconds)
+
+    def rest_seconds(self, model: str) -> float:
+        """For how long it wants no more calls of a model."""
+        return max(0.0, self._rests.get(model, 0.0) - self._clock()) if self._rests else 0.0
+
+    def free(self, model: str) -> bool:
+        """Whether it may be asked now."""
+        return self.health.well and self.rest_seconds(model) == 0.0
 
 
 class Backends:
@@ -82,15 +100,19 @@ class Backends:
             self._transport = self._open_transport()
         return self._transport
 
-    def choose(self, affinity: str, tried: Sequence[Backend] = ()) -> Backend:
-        """The server to ask: the conversation's own, or the next in its order that is well and was not tried. Where
-        none is well, the one that may be asked soonest: a call is never refused for want of a well server."""
+    def choose(self, affinity: str, tried: Sequence[Backend] = (), model: str = "") -> Backend:
+        """The server to ask: the conversation's own, or the next in its order that may be asked and was not tried.
+        Where none may, the one that may be asked soonest: a call is never refused for want of a well server."""
         order = self._ordered(affinity)
         for backend in order:
-            if backend.health.well and backend not in tried:
+            if backend.free(model) and backend not in tried:
                 return backend
         untried = [backend for backend in order if backend not in tried]
-        return min(untried or order, key=lambda backend: backend.health.seconds_left)
+        return min(untried or order, key=lambda backend: max(backend.health.seconds_left, backend.rest_seconds(model)))
+
+    def forget(self, affinity: str) -> None:
+        """A conversation is over."""
+        self._order.pop(affinity, None)
 
     def may_repeat(self) -> bool:
         """Take one from the budget of retries."""

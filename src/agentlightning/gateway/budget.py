@@ -68,13 +68,24 @@ class Budgets:
 
     async def reserve(self, rollout_id: str, dollars: float, tokens: int) -> Reservation:
         """Set aside the worst that a call can cost. Raises Problem 402 where it does not fit any more."""
-        account = self._rollouts.get(rollout_id)
+        account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
             account = await self._open(rollout_id)
+        self.check(account, rollout_id, dollars, tokens)
+        return Reservation(self, account, rollout_id, dollars, tokens)
+
+    def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
+        """Raises Problem 402 where so much more does not fit: into the server's budget, or the rollout's. A call that
+        belongs to no rollout is bound by the server's alone."""
         self._check(self.total, dollars, tokens, self.config.dollars, self.config.tokens, "this server")
-        mine = (self.config.rollout_dollars, self.config.rollout_tokens)
-        self._check(account, dollars, tokens, *mine, f"rollout {rollout_id!r}")
-        return Reservation(self, account, dollars, tokens)
+        if rollout_id:
+            mine = (self.config.rollout_dollars, self.config.rollout_tokens)
+            self._check(account, dollars, tokens, *mine, f"rollout {rollout_id!r}")
+
+    def forget(self, rollout_id: str) -> None:
+        """Drop the account of a rollout that has no call under way; its spans say what it has spent."""
+        if (account := self._rollouts.get(rollout_id)) is not None and account.held_tokens == 0:
+            del self._rollouts[rollout_id]
 
     def close(self) -> None:
         """Let go of the file. What is spent from now on is counted in memory only."""
@@ -118,14 +129,16 @@ class Budgets:
         return account
 
     async def _read(self, rollout_id: str) -> Account:
-        if not rollout_id or self._store is None:
+        if self._store is None:
             return Account()
         if self.config.rollout_dollars is None and self.config.rollout_tokens is None:
             return Account()
         return spent_by(await self._store.query_spans(rollout_id))
 
     def _make_room(self) -> None:
-        for rollout_id in list(self._rollouts)[: max(0, len(self._rollouts) - _MAX_ROLLOUTS)]:
+        if len(self._rollouts) <= _MAX_ROLLOUTS:
+            return
+        for rollout_id in list(self._rollouts)[: len(self._rollouts) - _MAX_ROLLOUTS]:
             if self._rollouts[rollout_id].held_tokens == 0:
                 del self._rollouts[rollout_id]
 
@@ -154,20 +167,31 @@ def _spent(value: object) -> float:
 class Reservation:
     """What is set aside for one call. Ends with `settle` or `release`, whichever comes first."""
 
-    __slots__ = ("_account", "_budgets", "_dollars", "_open", "_tokens")
+    __slots__ = ("_account", "_budgets", "_dollars", "_open", "_rollout_id", "_tokens")
 
-    def __init__(self, budgets: Budgets, account: Account, dollars: float, tokens: int) -> None:
-        self._budgets, self._account, self._dollars, self._tokens = budgets, account, dollars, tokens
+    def __init__(self, budgets: Budgets, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
+        self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
+        self._dollars, self._tokens = dollars, tokens
         self._open = True
         self._hold(1)
 
+    def charge(self, dollars: float, tokens: int) -> None:
+        """One try of the call has cost so much, and another is to follow. Raises Problem 402 where that does not fit
+        any more."""
+        self._spend(dollars, tokens)
+        self._budgets.moved()
+        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
+
     def settle(self, dollars: float, tokens: int) -> None:
-        """The call has cost so much."""
+        """The call has cost so much, besides what was charged."""
         if self._open:
-            for account in (self._account, self._budgets.total):
-                account.dollars += dollars
-                account.tokens += tokens
+            self._spend(dollars, tokens)
             self.release()
+
+    def _spend(self, dollars: float, tokens: int) -> None:
+        for account in (self._account, self._budgets.total):
+            account.dollars += dollars
+            account.tokens += tokens
 
     def release(self) -> None:
         """The call has cost nothing more."""

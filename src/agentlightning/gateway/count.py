@@ -56,9 +56,9 @@ class Counting:
         """Providers without one, by name -> until when."""
 
     async def count(self, backends: Backends, asked: Mapping[str, Any]) -> Count:
-        """`asked` is a request of chat completions."""
+        """`asked` is a request of chat completions or for a response; a tokenizer is asked for the first only."""
         name = backends.provider.name
-        if self._clock() >= self._resting.get(name, 0.0):
+        if "messages" in asked and self._clock() >= self._resting.get(name, 0.0):
             try:
                 status, tokens = await _tokenize(backends, asked)
             except (TransportError, ConfigError) as error:

@@ -135,12 +135,12 @@ class Direct:
         line.caller = self._caller(line)
 
     def _caller(self, line: Line) -> Known | None:
-        """A sender says the same each time, up to the body and what varies."""
+        """A sender says the same each time, up to the body and what varies: that is remembered of no call."""
         same = [header for header in line.headers if header[0] not in _VARYING]
         sender = line.url, tuple(same)
         if (known := self._callers.get(sender)) is not None:
             caller, headers = known
-            return caller, headers if len(line.headers) <= len(same) + 1 else headers_by_name(line.headers)
+            return caller, headers if _is_plain(line, len(line.headers) - len(same)) else headers_by_name(line.headers)
         headers = headers_by_name(line.headers)
         caller = self._attribution.caller_now(headers, line.path_params)
         if caller is None:
@@ -148,8 +148,13 @@ class Direct:
         if "traceparent" not in headers and _bytes(line) <= _LONGEST:  # each trace is claimed
             if len(self._callers) >= _MAX_KNOWN:
                 self._callers.clear()
-            self._callers[sender] = caller, headers
+            self._callers[sender] = caller, headers_by_name(same)
         return caller, headers
+
+
+def _is_plain(line: Line, varying: int) -> bool:
+    """Whether nothing varies but the length of the body."""
+    return varying == 0 or (varying == 1 and b"content-length" in dict(line.headers))
 
 
 def _bytes(line: Line) -> int:

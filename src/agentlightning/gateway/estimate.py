@@ -89,15 +89,15 @@ _BYTES_OF_FILE_TOKEN: Final = 20
 _NOT_TEXT: Final = frozenset(
     {"type", "role", "id", "tool_use_id", "tool_call_id", "call_id", "signature", "media_type"}
 )
-_FILES: Final = frozenset({"data", "file_data"})
+_FILES: Final = frozenset({"data", "file_data", "encrypted_content"})
 
 
 def likely_tokens(asked: Mapping[str, Any]) -> int:
-    """About how many tokens a prompt has, in Anthropic's dialect or as chat completions, where nobody can say: its
-    system prompt, messages and tools. Rather too many than too few, as agents shorten their conversations by it."""
-    messages = asked.get("messages")
+    """About how many tokens a prompt has, in any dialect of messages or items, where nobody can say: its system prompt,
+    messages and tools. Rather too many than too few, as agents shorten their conversations by it."""
+    messages = asked.get("messages", asked.get("input"))
     tally = _Tally()
-    for part in (asked.get("system"), messages):
+    for part in (asked.get("system"), asked.get("instructions"), messages):
         tally.read(part)
     if asked.get("tools"):
         tally.add(_dumped(asked["tools"]))

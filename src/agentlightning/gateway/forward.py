@@ -130,6 +130,7 @@ class Forward:
             attempt[0] if attempt else "",
             self._most_tokens(sent),
             self.route.price,
+            self.route.send_model,
         )
 
     def _most_tokens(self, sent: Json) -> int | None:

@@ -138,7 +138,7 @@ class Forwarder:
             return True
         sent = orjson.dumps(asked | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
-        ask = Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price())
+        ask = Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model)
         try:
             async with Call(route.backends, ask) as call:
                 call.settle(Usage())

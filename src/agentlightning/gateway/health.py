@@ -51,7 +51,3 @@ class Health:
         if unreachable or self._pause > 0 or self._failures >= FAILURES:
             self._pause = min(LONGEST_SECONDS, self._pause * 2 or FIRST_SECONDS)
             self._until = self._clock() + self._pause
-
-    def rest(self, seconds: float) -> None:
-        """It asked to be left alone for so long, and is well otherwise."""
-        self._until = max(self._until, self._clock() + seconds)

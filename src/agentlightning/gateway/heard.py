@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import orjson
+from msgspec import structs
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.provider import Usage
@@ -272,10 +273,15 @@ _NOTHING: Final = Usage()
 
 def _messages_usage(usage: Json, before: Usage = _NOTHING) -> Usage:
     """`before`: what an earlier event of the same answer said."""
-    cached = usage.get("cache_read_input_tokens") or 0
-    prompt = (usage.get("input_tokens") or 0) + cached + (usage.get("cache_creation_input_tokens") or 0)
+    cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
+    prompt = (usage.get("input_tokens") or 0) + cached + written
     drawn = usage.get("output_tokens") or before.output_tokens
-    return _usage(prompt or before.input_tokens, drawn, cached or before.cached_tokens)
+    if not prompt:
+        return structs.replace(before, output_tokens=_usage(drawn).input_tokens)
+    hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
+    if not hour and written == before.written_tokens + before.written_hour_tokens:  # the end says less than the start
+        hour = before.written_hour_tokens
+    return _usage(prompt, drawn, cached or before.cached_tokens, written - hour, hour)
 
 
 def _block(choice: Choice, place: Any, block: Json) -> None:

@@ -54,10 +54,23 @@ class Usage(Struct, frozen=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     """Of the prompt, those the provider had in its cache."""
+    written_tokens: int = 0
+    """Of the prompt, those the provider put into its cache for minutes, and charges for that."""
+    written_hour_tokens: int = 0
+    """Likewise for an hour."""
 
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.output_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.output_tokens + other.output_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.written_tokens + other.written_tokens,
+            self.written_hour_tokens + other.written_hour_tokens,
+        )
 
 
 class Price(BaseModel):
@@ -71,12 +84,19 @@ class Price(BaseModel):
     """Of the answer, thoughts included."""
     cached_input: float | None = Field(default=None, ge=0)
     """Of input tokens the provider had in its cache; None: as all input."""
+    cache_write: float | None = Field(default=None, ge=0)
+    """Of input tokens that Anthropic put into its cache for five minutes; None: 1.25 times `input`, as it charges."""
+    cache_write_hour: float | None = Field(default=None, ge=0)
+    """Of input tokens that Anthropic put into its cache for an hour; None: twice `input`, as it charges."""
 
     def dollars(self, usage: Usage) -> float:
         """What a call cost."""
         cached = self.input if self.cached_input is None else self.cached_input
-        fresh = usage.input_tokens - usage.cached_tokens
-        return (fresh * self.input + usage.cached_tokens * cached + usage.output_tokens * self.output) / 1e6
+        written = self.input * 1.25 if self.cache_write is None else self.cache_write
+        hour = self.input * 2 if self.cache_write_hour is None else self.cache_write_hour
+        kept = usage.cached_tokens * cached + usage.written_tokens * written + usage.written_hour_tokens * hour
+        fresh = usage.input_tokens - usage.cached_tokens - usage.written_tokens - usage.written_hour_tokens
+        return (max(0, fresh) * self.input + kept + usage.output_tokens * self.output) / 1e6
 
 
 class Provider(BaseModel):

@@ -33,12 +33,19 @@ from agentlightning.gateway.budget import Reservation
 from agentlightning.gateway.estimate import most_tokens
 from agentlightning.gateway.failures import Failure, broken, of_answer, of_transport
 from agentlightning.gateway.heard import Events, EventTooLongError
+from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path, Price, Usage, passed_headers
 from agentlightning.transport import Answer, Arriving, Headers, TransportError
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS: Final = 0.25
+_LONGEST_REST_SECONDS: Final = 300.0
+"""For which a server's word is taken that it wants no calls; then it is asked again."""
+_BYTES_OF_TOKEN: Final = 4
+"""Of an answer in JSON, about."""
+_CACHED: Final = b'"cache_control"'
+_FOR_AN_HOUR: Final = b'"1h"'
 
 
 @dataclass(slots=True)
@@ -60,6 +67,8 @@ class Ask:
     """The limit the request sets, of all its answers together."""
     price: Price | None = None
     """The route's."""
+    model: str = ""
+    """As the provider calls it: limits are a model's."""
 
 
 class Call:
@@ -68,7 +77,7 @@ class Call:
     __slots__ = (
         *("ask", "body", "cost", "headers", "rest", "retries", "status", "usage", "whole"),
         *("_answer", "_arriving", "_backend", "_backends", "_chunks", "_entered", "_events", "_expected", "_failure"),
-        *("_first", "_left", "_reservation", "_settled", "_unanswered"),
+        *("_first", "_left", "_lost", "_reservation", "_settled", "_unanswered", "_uncharged"),
     )
 
     def __init__(self, backends: Backends, ask: Ask) -> None:
@@ -85,6 +94,7 @@ class Call:
         """Of the last answer; 0: there was none."""
         self.retries = 0
         self.usage: Usage | None = None
+        """Of the answer."""
         self.cost: float | None = None
         """US dollars; None where the provider has no price, or nothing was used."""
         self._backends = backends
@@ -102,20 +112,24 @@ class Call:
         self._reservation: Reservation | None = None
         self._expected = 0
         self._settled = False
+        self._lost = Usage()
+        """What was drawn by tries whose answer broke off, and is charged for."""
+        self._uncharged = Usage()
+        """Of that, what no budget knows yet."""
 
     @property
     def price(self) -> Price | None:
         return self.ask.price or self._backends.provider.price
 
     def attributes(self) -> dict[str, Any]:
-        """For the span of the call: who served it, how often it was sent, what it used and cost."""
+        """For the span of the call: who served it, how often it was sent, what all tries used and cost."""
         attributes: dict[str, Any] = {
             names.PROVIDER_NAME: self._backends.provider.name,
             names.PROVIDER_RETRIES: self.retries,
         }
         if self.usage is not None:
-            attributes[names.INPUT_TOKENS] = self.usage.input_tokens
-            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens
+            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self._lost.input_tokens
+            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self._lost.output_tokens
         if self.cost is not None:
             attributes[names.COST] = self.cost
         return attributes
@@ -127,7 +141,9 @@ class Call:
         backends, expected = self._backends, self._expect()
         if backends.budgets.config or not backends.limits.open_to(expected):
             return False
-        backend = backends.choose(self.ask.affinity)
+        backend = backends.choose(self.ask.affinity, model=self.ask.model)
+        if backend.rest_seconds(self.ask.model):
+            return False
         provider = backends.provider
         arriving = backends.transport.send_now(
             "POST",
@@ -191,7 +207,7 @@ class Call:
         backends, expected = self._backends, self._expect()
         if backends.budgets.config:
             prompt = expected - self._most
-            worst = self.price.dollars(Usage(prompt, self._most)) if self.price else 0.0
+            worst = self.price.dollars(self._worst(prompt)) if self.price else 0.0
             self._reservation = await backends.budgets.reserve(self.ask.rollout_id, worst, expected)
         try:
             await backends.limits.enter(expected)
@@ -206,6 +222,13 @@ class Call:
         counted = self._backends.budgets.config or self._backends.provider.tokens_per_minute
         self._expected = (self._prompt if counted else 0) + self._most
         return self._expected
+
+    def _worst(self, prompt: int) -> Usage:
+        """What the call uses where all that may be charged for is: a prompt that is kept in a cache costs more."""
+        if _CACHED not in self.ask.body:
+            return Usage(prompt, self._most)
+        hour = prompt if _FOR_AN_HOUR in self.ask.body else 0
+        return Usage(prompt, self._most, written_tokens=prompt - hour, written_hour_tokens=hour)
 
     @property
     def _prompt(self) -> int:
@@ -257,10 +280,14 @@ class Call:
         self._settled = True
         self.usage = usage or Usage(self._prompt // 2, self._events or len(self.body) // 4)
         if self.price is not None:
-            self.cost = self.price.dollars(self.usage)
+            self.cost = self.price.dollars(self.usage) + self.price.dollars(self._lost)
             self._backends.dollars += self.cost
         if self._reservation is not None:
-            self._reservation.settle(self.cost or 0.0, self.usage.tokens)
+            self._reservation.settle(*self._of(self.usage + self._uncharged))
+
+    def _of(self, usage: Usage) -> tuple[float, int]:
+        """(US dollars, tokens)."""
+        return self.price.dollars(usage) if self.price is not None else 0.0, usage.tokens
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
@@ -268,21 +295,41 @@ class Call:
         tried: list[Backend] = []
         failure = self._failure
         if failure is None:
-            failure = await self._try(self._backends.choose(self.ask.affinity))
+            failure = await self._try(await self._choose())
         while failure is not None:
             tried.append(self._backend or self._backends.all[0])
             pause = self._pause(failure, tried)
             if pause is None or not self._backends.may_repeat():
                 raise failure.problem
+            self._charge_lost()
             self.retries += 1
             self._backends.limits.repeated()
             logger.info("asking the provider %r again: %s", self._backends.provider.name, failure.problem.message)
             await asyncio.sleep(pause)
-            failure = await self._try(self._backends.choose(self.ask.affinity, tried))
+            failure = await self._try(await self._choose(tried))
+
+    async def _choose(self, tried: Sequence[Backend] = ()) -> Backend:
+        """The server to ask, once it wants to be asked again. Raises Problem 429 where that would take too long."""
+        backends, model, waited = self._backends, self.ask.model, 0.0
+        while True:
+            backend = backends.choose(self.ask.affinity, tried, model)
+            if (seconds := backend.rest_seconds(model)) == 0.0:
+                return backend
+            if waited + seconds > backends.provider.max_wait_seconds:
+                message = f"the provider {backends.provider.name!r} asked for no calls for another {seconds:.0f} s"
+                raise Problem(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1.0, seconds))
+            waited += seconds
+            await asyncio.sleep(seconds)
+
+    def _charge_lost(self) -> None:
+        """Another try follows one whose answer broke off. Raises Problem 402 where no budget has room for it."""
+        uncharged, self._uncharged = self._uncharged, Usage()
+        if self._reservation is not None and uncharged.tokens:
+            self._reservation.charge(*self._of(uncharged))
 
     async def _try(self, backend: Backend) -> Failure | None:
         """Ask one server, up to the first byte that somebody may be shown. Returns what went wrong."""
-        self._backend = backend
+        self._backend, self.status = backend, 0
         backend.under_way += 1
         try:
             failure = await self._ask(backend)
@@ -322,8 +369,20 @@ class Call:
 
     def _fail(self, error: TransportError) -> Failure:
         self._failure = of_transport(self._backends.provider, error)
-        self._unanswered = error.reason == "timeout"
+        if 200 <= self.status < 300:
+            self._lose()
+        else:
+            self._unanswered = error.reason == "timeout"
         return self._failure
+
+    def _lose(self) -> None:
+        """An answer broke off before its end: it was drawn, or some of it was, and will be charged. How long it was is
+        said by its head, or is not known."""
+        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        most = 0 if self.ask.stream else self._most
+        drawn = min(most, int(length) // _BYTES_OF_TOKEN) if length.isdigit() else most
+        lost = Usage(self._prompt // 2, drawn)
+        self._lost, self._uncharged = self._lost + lost, self._uncharged + lost
 
     def _headers(self, backend: Backend) -> Headers:
         own, given = backend.headers, self.ask.headers
@@ -337,16 +396,16 @@ class Call:
             self._backend.health.failed(failure.unreachable)
             if self._backend.health.doubted:
                 self._backends.watch()
-        elif failure.rest_seconds is not None:
-            self._backend.health.rest(min(failure.rest_seconds, self._backends.provider.max_wait_seconds))
+        if failure.rest_seconds is not None:
+            self._backend.rest(self.ask.model, min(failure.rest_seconds, _LONGEST_REST_SECONDS))
 
     def _pause(self, failure: Failure, tried: Sequence[Backend]) -> float | None:
         """How long to wait before the next try; None: there is none."""
         provider = self._backends.provider
         if not failure.repeatable or self.retries >= provider.retries:
             return None
-        after = self._backends.choose(self.ask.affinity, tried)
-        if after not in tried and after.health.well:
+        after = self._backends.choose(self.ask.affinity, tried, self.ask.model)
+        if after not in tried and after.free(self.ask.model):
             return 0.0
         if failure.rest_seconds is not None:
             if failure.rest_seconds <= provider.max_wait_seconds:
@@ -373,8 +432,10 @@ class Call:
         if self._unanswered and not self._settled:
             # It was sent and never answered: its prompt was read, and will be charged.
             self.settle(Usage(self._prompt // 2, 0))
+        elif self._lost.tokens and not self._settled:
+            self.settle(Usage())
         self._left = True
-        self._backends.limits.leave(self._expected, self.usage.tokens if self.usage else 0)
+        self._backends.limits.leave(self._expected, (self.usage.tokens if self.usage else 0) + self._lost.tokens)
         self._release()
 
     def _release(self) -> None:
