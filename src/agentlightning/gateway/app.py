@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from msgspec import structs
 from starlette.requests import Request as HttpRequest
@@ -23,12 +23,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning import span as names
-from agentlightning.errors import StoreClosedError, StoreFullError
+from agentlightning.errors import ContextLengthError, StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.budget import Budgets
-from agentlightning.gateway.calls import answer_of, asked_messages, record_of
+from agentlightning.gateway.calls import answer_of, asked_messages, prompts_of, record_of
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.constraint import Holding, hold
 from agentlightning.gateway.contexts import AttemptContext, Contexts
@@ -43,12 +43,15 @@ from agentlightning.gateway.dialects.fields import forced_params, refuse_unhonou
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.direct import Direct, Line
+from agentlightning.gateway.estimate import likely_tokens
 from agentlightning.gateway.exchange import Exchange, Show
 from agentlightning.gateway.forwarder import Forwarder
 from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.models import Models, json_reply, refusal
+from agentlightning.gateway.offload import offload
 from agentlightning.gateway.on_policy import OnPolicy, is_policy, is_training
+from agentlightning.gateway.parsing import read_object
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.refusals import keep_refusal
@@ -307,10 +310,11 @@ class Gateway:
 
     async def _plan(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
         """What is to be done for a call. What it raises nobody has recorded; what is raised afterwards is."""
-        if (forward := await self._forwarder.plan(_PATHS[dialect], caller, headers, body)) is not None:
+        asked = await offload(len(body), partial(read_object, body))
+        if (forward := await self._forwarder.plan(_PATHS[dialect], caller, headers, asked)) is not None:
             return partial(self._forwarder.run, forward)
-        caller, request = self._read(dialect, headers, caller, body)
-        exchange, reply = await self._prepare(dialect, caller, request)
+        caller, request = await self._read(dialect, headers, caller, body, asked)
+        exchange, reply = await self._prepare(dialect, caller, request, len(body))
         return partial(self._draw, exchange, request, reply)
 
     async def _draw(
@@ -333,14 +337,20 @@ class Gateway:
             await self._count_prompt(headers, caller, body, outlet)
 
     async def _count_prompt(self, headers: Mapping[str, str], caller: Caller, body: bytes, outlet: Outlet) -> None:
-        if await self._forwarder.count(caller, headers, body, outlet):
+        asked = await offload(len(body), partial(read_object, body))
+        if await self._forwarder.count(caller, headers, asked, outlet):
             return
-        caller, request = self._read(MESSAGES, headers, caller, body)
+        caller, request = await self._read(MESSAGES, headers, caller, body, asked)
         model, engine = self._resolve(caller, "messages")
         if _attempt(caller):
             await self._context(caller)
-        (prompt,) = self._prompts(caller, request, model, engine)
-        await outlet.whole(200, messages.count_reply(len(prompt.token_ids)))
+        try:
+            read = partial(prompts_of, self.conversations, _attempt(caller), request, model, engine)
+            (prompt,) = await offload(len(body), read)
+            tokens = len(prompt.token_ids)
+        except ContextLengthError:  # Clients shorten their conversations by this number, however rough.
+            tokens = await offload(len(body), partial(likely_tokens, request.asked))
+        await outlet.whole(200, messages.count_reply(tokens))
 
     async def _caller(self, scope: Scope) -> tuple[dict[str, str], Caller]:
         headers = read_headers(scope)
@@ -351,18 +361,27 @@ class Gateway:
     ) -> tuple[bytes, Caller]:
         body = await read_body(receive, headers, self._max_body_bytes)
         if caller.attempt_id is not None:
-            caller = structs.replace(caller, repeat=Repeat.of(headers, scope["path"].rpartition("/v1/")[2], body))
+            path = scope["path"].rpartition("/v1/")[2]
+            repeat = await offload(len(body) // 1024, partial(Repeat.of, headers, path, body))  # It is fast.
+            caller = structs.replace(caller, repeat=repeat)
         return body, caller
 
-    def _read(
-        self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes
+    async def _read(
+        self,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+        caller: Caller,
+        body: bytes,
+        asked: dict[str, Any] | None,
     ) -> tuple[Caller, Request]:
-        request = dialect.read(body, self.kept.recall(_attempt(caller)))
+        recall = self.kept.recall(_attempt(caller))
+        request = await offload(len(body), partial(dialect.read, body if asked is None else asked, recall))
         self.counters.count_unknown(request.unknown)
         agent = self._agents.identify(headers, request.asked, self.table)
         return caller.spoken_by(agent, self.table), request
 
-    async def _prepare(self, dialect: Dialect, caller: Caller, request: Request) -> tuple[Exchange, Reply]:
+    async def _prepare(self, dialect: Dialect, caller: Caller, request: Request, size: int) -> tuple[Exchange, Reply]:
+        """What is to be drawn for a request of `size` bytes, and who writes the reply."""
         model, engine = self._resolve(caller, _PATHS[dialect])
         params, trace_id, learned, overridden = request.params, "", False, tuple[str, ...]()
         if _attempt(caller):
@@ -371,8 +390,11 @@ class Gateway:
             trace_id, learned = context.trace_id, context.learned
         refuse_unhonoured(engine, params)
         tools, holding = request.tools, self._holding
-        params = await hold(engine, params, request.constraint, tools=tools, learned=learned, holding=holding)
-        prompts = self._prompts(caller, request, model, engine)
+        params = await hold(
+            engine, params, request.constraint, tools=tools, learned=learned, holding=holding, size=size
+        )
+        read = partial(prompts_of, self.conversations, _attempt(caller), request, model, engine)
+        prompts = await offload(size, read)
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         response_id = dialect.id_prefix + secrets.token_hex(12)
@@ -402,16 +424,6 @@ class Gateway:
         if route.engine is None:
             raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine
-
-    def _prompts(self, caller: Caller, request: Request, model: str, engine: Engine) -> list[Prompt]:
-        attempt, chat = _attempt(caller), engine.chat
-        if attempt and request.prompts:
-            return [self.conversations.raw_prompt(attempt, model, chat, given) for given in request.prompts]
-        if attempt:
-            return [self.conversations.prompt(attempt, model, chat, request.messages, request.tools)]
-        if request.prompts:
-            return [Prompt(chat.encode(given) if isinstance(given, str) else given) for given in request.prompts]
-        return [Prompt(chat.encode(chat.render(request.messages, request.tools)))]
 
     def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
         self.counters.unattributed += _attempt(caller) is None

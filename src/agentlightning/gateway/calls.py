@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.conversation import Prompt
+from agentlightning.gateway.attribution import Caller, Ids
+from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.dialects.base import Dialect, Head, Request
+from agentlightning.gateway.lengths import encode_within
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.thoughts import thought_markers
 from agentlightning.policy.base import Engine, Message, SamplingParams
@@ -21,6 +22,23 @@ def asked_messages(request: Request, engine: Engine) -> list[list[Message]]:
         return [request.messages]
     texts = [given if isinstance(given, str) else engine.chat.decode(given) for given in request.prompts]
     return [[{"role": "user", "content": text}] for text in texts]
+
+
+def prompts_of(
+    conversations: Conversations, attempt: Ids | None, request: Request, model: str, engine: Engine
+) -> list[Prompt]:
+    """What the engine is given; takes long for long conversations, and may be called from any thread. Raises
+    ConfigError where the template cannot hold them, ContextLengthError where the context surely cannot."""
+    chat, room = engine.chat, engine.context_length
+    if attempt and request.prompts:
+        return [conversations.raw_prompt(attempt, model, chat, given, room) for given in request.prompts]
+    if attempt:
+        return [conversations.prompt(attempt, model, chat, request.messages, request.tools, room)]
+    if request.prompts:
+        return [
+            Prompt(encode_within(chat, given, room) if isinstance(given, str) else given) for given in request.prompts
+        ]
+    return [Prompt(encode_within(chat, chat.render(request.messages, request.tools), room))]
 
 
 def record_of(

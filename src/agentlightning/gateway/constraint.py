@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Literal
 
 import jsonschema_rs
 import orjson
 
 from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.offload import offload
 from agentlightning.gateway.problems import Problem, bad
 from agentlightning.gateway.thoughts import Markers, thought_markers
 from agentlightning.policy.answer_grammar import Outline, Thought, answer_grammar
@@ -40,6 +41,8 @@ Holding = Literal["auto", "always", "never"]
 no rollout at all), all, or none."""
 
 NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
+LONGEST_SCHEMA: Final = 120_000
+"""Bytes of a JSON schema: compiling one holds the interpreter's lock. OpenAI takes no longer ones either."""
 _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
 
 
@@ -99,10 +102,12 @@ async def hold(
     tools: Sequence[dict[str, Any]] | None,
     learned: bool,
     holding: Holding,
+    size: int = 0,
 ) -> SamplingParams:
     """`params` with the schema or grammar that answers are held to, where they are to be and the engine can.
 
-    `tools`: those the request offers. `learned`: whether somebody may learn from the answer."""
+    `tools`: those the request offers. `learned`: whether somebody may learn from the answer. `size`: bytes of the
+    request, by which work is done in the loop or not."""
     if holding == "never" or (holding == "auto" and learned) or not constraint:
         return params
     thought = thought_markers(engine.chat)
@@ -111,8 +116,8 @@ async def hold(
         known = schema is not None and await holds_to(engine, schema)
         return replace(params, json_schema=schema) if known else params
     if "grammar" in getattr(engine, "reshapes", ()) and _needs_grammar(engine, constraint, thought):
-        for outline in _outlines(constraint, tools or (), thought):
-            grammar = answer_grammar(engine.chat, outline)
+        for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), thought))):
+            grammar = await offload(size, partial(answer_grammar, engine.chat, outline))
             if grammar is not None and await holds_to(engine, grammar, "grammar"):
                 return replace(params, grammar=grammar)
     return params
@@ -171,9 +176,11 @@ def json_schema(where: str, schema: Any) -> Shape:
     if not isinstance(schema, dict):
         raise bad(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
     try:
-        valid = _validator(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
         # Unsorted: an answer that is held to it has its keys in this order.
         written = orjson.dumps(schema).decode()
+        if len(written) > LONGEST_SCHEMA:
+            raise ValueError(f"it has {len(written)} bytes, and at most {LONGEST_SCHEMA} can be compiled")
+        valid = _validator(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
     except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
         reason = str(error).partition("\n")[0]
         raise bad(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None

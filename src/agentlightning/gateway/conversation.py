@@ -24,11 +24,13 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
+from agentlightning.gateway.lengths import encode_within
 from agentlightning.gateway.prefixes import Prefixes
 from agentlightning.gateway.thoughts import thought_markers, without_opening, without_thought
 from agentlightning.policy.base import ChatFormat, Message, Sample
@@ -127,34 +129,51 @@ class Conversations:
         chat: ChatFormat,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None,
+        context: int | None = None,
     ) -> Prompt:
-        """The prompt of a call. Raises ConfigError where the template cannot hold the messages."""
+        """The prompt of a call; may be called from any thread. Raises ConfigError where the template cannot hold the
+        messages, ContextLengthError where `context` tokens are surely too few for them."""
         digests, variant = _digests(messages), _variant(model, tools)
-        memory = self._attempts.get(attempt)
+        memory = self._touch(attempt)
         if memory is None:
-            return Prompt(chat.encode(chat.render(messages, tools)), digests=digests, variant=variant)
-        self._attempts.move_to_end(attempt)
+            tokens = encode_within(chat, chat.render(messages, tools), context)
+            return Prompt(tokens, digests=digests, variant=variant)
         length, path = _longest(memory, digests, variant, messages)
         suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
             drift, text = _looks_known(memory, digests, messages, 0), chat.render(messages, tools)
             reason = _reason(memory, digests, path is not None) if drift else None
-            return Prompt(chat.encode(text), None, 0, drift, digests, variant, reason)
+            return Prompt(encode_within(chat, text, context), None, 0, drift, digests, variant, reason)
         known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
         reason = "edited" if drift else None
-        return Prompt(known + chat.encode(suffix), path, len(known), drift, digests, variant, reason)
+        tokens = known + encode_within(chat, suffix, context and context - len(known), context)
+        return Prompt(tokens, path, len(known), drift, digests, variant, reason)
 
-    def raw_prompt(self, attempt: tuple[str, str], model: str, chat: ChatFormat, given: str | list[int]) -> Prompt:
+    def _touch(self, attempt: tuple[str, str]) -> _Memory | None:
+        """What is known of an attempt that calls now."""
+        with suppress(KeyError):  # Another thread may forget it meanwhile.
+            self._attempts.move_to_end(attempt)
+        return self._attempts.get(attempt)
+
+    def raw_prompt(
+        self,
+        attempt: tuple[str, str],
+        model: str,
+        chat: ChatFormat,
+        given: str | list[int],
+        context: int | None = None,
+    ) -> Prompt:
         """The prompt of a call that gives text, or tokens: the tokens are then exactly those."""
         raw = _raw(model, given)
-        memory = self._attempts.get(attempt)
+        memory = self._touch(attempt)
         found = memory.raw.longest(raw) if memory else None
         if found is None:
-            return Prompt(chat.encode(given) if isinstance(given, str) else given, raw=raw)
+            return Prompt(encode_within(chat, given, context) if isinstance(given, str) else given, raw=raw)
         length, path = found
         known = path.all_tokens()
         if isinstance(given, str):
-            given = known + chat.encode(raw[length:].decode("utf-8", "surrogatepass"))
+            rest = raw[length:].decode("utf-8", "surrogatepass")
+            given = known + encode_within(chat, rest, context and context - len(known), context)
         return Prompt(given, path, len(known), raw=raw)
 
     def learn(
@@ -313,7 +332,7 @@ def _reason(memory: _Memory, digests: Sequence[bytes], same: bool) -> DriftReaso
     """Why no path is continued. `same`: the very conversation is known, only its template writes it otherwise."""
     if same:
         return "template"
-    known = {digest for digest, _ in memory.paths}
+    known = {digest for digest, _ in list(memory.paths)}  # A copy: answers are learned in another thread.
     return "tools" if known & set(digests[1:]) else "edited"
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import orjson
 from starlette.types import Receive, Scope
@@ -24,6 +24,7 @@ from agentlightning.gateway.count import Counting, estimated_instead
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
 from agentlightning.gateway.on_policy import OnPolicy, is_training
+from agentlightning.gateway.parsing import PIECE, read_object
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import COUNT_TOKENS, Path, Price, Usage
 from agentlightning.gateway.routing import Route, Routes
@@ -79,9 +80,12 @@ class Forwarder:
             self.keep_record = store.keep_record if store.keeps_records else None
             store.on_superseded = contexts.doubt
 
-    async def plan(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
-        """The call to make, where it goes to a provider. Raises Problem where it cannot be made."""
-        if (led := self._lead(path, caller, headers, body)) is None:
+    async def plan(
+        self, path: Path, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
+    ) -> Forward | None:
+        """The call to make, where it goes to a provider. `asked` is its body, None where that is no object. Raises
+        Problem where it cannot be made."""
+        if (led := self._lead(path, caller, headers, asked)) is None:
             return None
         context = None if caller.attempt is None else await self._find_context(caller)
         return self._prepare(path, headers, led, context).prepare()
@@ -92,13 +96,15 @@ class Forwarder:
         attempt = caller.attempt
         if attempt is None or (context := self._contexts.fresh(*attempt)) is None:
             return None
-        led = self._lead(path, caller, headers, body)
+        led = self._lead(path, caller, headers, read_object(body)) if len(body) <= PIECE else None
         if led is None or led.asked.get("stream") or not can_forward(path, led.route):
             return None
         return self._prepare(path, headers, led, context)
 
-    def _lead(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> _Led | None:
-        if (asked := _read(body)) is None:
+    def _lead(
+        self, path: Path, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
+    ) -> _Led | None:
+        if asked is None:
             return None
         caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
         model = caller.agent.model
@@ -121,10 +127,12 @@ class Forwarder:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
 
-    async def count(self, caller: Caller, headers: Mapping[str, str], body: bytes, outlet: Outlet) -> bool:
+    async def count(
+        self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, outlet: Outlet
+    ) -> bool:
         """Whether it was a question how many tokens a prompt has for a provider, and is answered: by the provider, by
         its tokenizer or by an estimate. Costs nothing, and is not recorded."""
-        if (asked := _read(body)) is None:
+        if asked is None:
             return False
         agent = self._agents.identify(headers, asked, self._table)
         route = self._table.resolve(agent.model, agent.name, "messages")
@@ -178,15 +186,6 @@ class Forwarder:
         for span in await self._store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
                 self._contexts.doubt(span.rollout_id, span.attempt_id)
-
-
-def _read(body: bytes) -> dict[str, Any] | None:
-    """None for what is no object: whoever reads it as a request says what is wrong with it."""
-    try:
-        asked = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    return cast("dict[str, Any]", asked) if isinstance(asked, dict) else None
 
 
 @contextmanager

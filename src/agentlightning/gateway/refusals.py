@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from typing import Any, Final, cast
-
-import orjson
+from functools import partial
+from typing import Final
 
 from agentlightning import span as names
 from agentlightning.errors import StoreError
 from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.offload import offload
+from agentlightning.gateway.parsing import read_object
 from agentlightning.gateway.problems import problem_of
 from agentlightning.gateway.provider import Path
 from agentlightning.gateway.said import OPERATIONS, said_messages
@@ -24,6 +25,9 @@ from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
+
+LONGEST: Final = 256 * 1024
+"""Bytes of a refused request whose messages are kept with it."""
 
 _NOWHERE: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
 
@@ -37,7 +41,7 @@ async def keep_refusal(
     if caller.attempt is None or problem.code in _NOWHERE:
         return
     rollout_id, attempt_id = caller.attempt
-    asked = _read(body)
+    asked = await offload(len(body), partial(read_object, body)) or {}
     model = asked.get("model")
     attributes = {
         names.OPERATION_NAME: OPERATIONS[path],
@@ -45,8 +49,11 @@ async def keep_refusal(
         **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
         **caller.attributes(),
     }
-    with suppress(AttributeError, KeyError, TypeError, ValueError, IndexError):  # it may be refused for its messages
-        attributes[names.INPUT_MESSAGES] = said_messages(path, asked)
+    if len(body) <= LONGEST:
+        with suppress(
+            AttributeError, KeyError, TypeError, ValueError, IndexError
+        ):  # it may be refused for its messages
+            attributes[names.INPUT_MESSAGES] = said_messages(path, asked)
     span = Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -64,11 +71,3 @@ async def keep_refusal(
         await store.add_span(span)
     except StoreError as failure:
         logger.warning("a refused call could not be recorded: %s", failure)
-
-
-def _read(body: bytes) -> dict[str, Any]:
-    try:
-        asked = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return cast("dict[str, Any]", asked) if isinstance(asked, dict) else {}

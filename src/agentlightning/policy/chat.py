@@ -24,6 +24,7 @@ import jinja2
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Message, ParsedMessage
+from agentlightning.policy.encoding import TextEncoder
 from agentlightning.policy.tool_calls import FORMATS, named
 from agentlightning.policy.tool_calls.base import CallFormat, MarkedFormat, Tools, read_whole
 from agentlightning.policy.tool_calls.declared import declared
@@ -53,9 +54,10 @@ class HFChatFormat:
                 f"the tokenizer of {self._name} has no chat template; use an instruction-tuned model, or set "
                 "`chat_template` in its tokenizer_config.json (or put a chat_template.jinja beside it)"
             )
-        # A fast tokenizer must not be used from two threads: ours is not the trainer's.
+        # Ours is not the trainer's, which may change what it pads and cuts. It is read from several threads.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._backend = _fast(self._tokenizer)
+        self._encoder = TextEncoder(self._tokenizer)
+        self._backend = self._encoder.backend
         self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
         """How the model writes tool calls; `tool_calls.name` says which format was found."""
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
@@ -81,9 +83,11 @@ class HFChatFormat:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of rendered text: special tokens are recognised, none is added."""
-        if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encoder.encode(text)
+
+    def least_tokens(self, text: str, most: int) -> int:
+        """How many tokens a rendered text has at least, without encoding far more than `most`."""
+        return self._encoder.least(text, most)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -175,15 +179,6 @@ class HFChatFormat:
         _, found, after = self.render(turn, add_generation_prompt=False).partition(_PROBE)
         tokens = self.encode(after.lstrip()) if found else []
         return [token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder]
-
-
-def _fast(tokenizer: Any) -> Any | None:
-    """The Rust tokenizer inside, where there is one: called directly, it takes half the time for a short text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.no_truncation()
-        backend.no_padding()
-    return backend
 
 
 def _markers(tokenizer: Any) -> dict[str, int]:

@@ -16,6 +16,9 @@ from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import Problem
 from agentlightning.policy.base import Message, SamplingParams
 
+Body = bytes | dict[str, Any]
+"""The body of a request, as it came or parsed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -83,8 +86,9 @@ class Reply(Protocol):
 class Read(Protocol):
     """Reads a request."""
 
-    def __call__(self, body: bytes, recall: Recall, attachments: bool = False) -> Request:
-        """`attachments`: images and files become parts of the messages (`gateway.attachments`); else they are refused.
+    def __call__(self, body: Body, recall: Recall, attachments: bool = False) -> Request:
+        """May be called from any thread. `attachments`: images and files become parts of the messages
+        (`gateway.attachments`); else they are refused.
         Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
         ...
 

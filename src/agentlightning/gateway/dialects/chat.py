@@ -15,7 +15,7 @@ import orjson
 from agentlightning.gateway.answer import Answer, CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
 from agentlightning.gateway.attachments import Content, Part, content_of, parts_of, text_part
 from agentlightning.gateway.dialects import openai
-from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
     OPENAI_PARAMS,
     OPENAI_REFUSED,
@@ -57,7 +57,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
     """See `Read`."""
     data = read_json(body)
     refuse(data, _REFUSED)

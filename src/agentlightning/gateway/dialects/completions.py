@@ -15,7 +15,7 @@ import orjson
 
 from agentlightning.gateway.answer import Answer, Piece
 from agentlightning.gateway.dialects import openai
-from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
     OPENAI_PARAMS,
     OPENAI_REFUSED,
@@ -48,7 +48,7 @@ _DEFAULT: Final = SamplingParams(max_tokens=16)
 _MAX_PROMPTS: Final = 1024
 
 
-def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
     """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
     data = read_json(body)
     refuse(data, _REFUSED)

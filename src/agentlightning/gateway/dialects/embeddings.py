@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final, NoReturn
 
 from agentlightning.gateway.dialects import openai
-from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.fields import optional, read_json
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import Problem
 
 
-def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> NoReturn:
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> NoReturn:
     """Raises Problem 404: who gets here asks an engine."""
     model = optional(read_json(body), "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"

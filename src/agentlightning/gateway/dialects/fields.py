@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.gateway.parsing import parse
 from agentlightning.gateway.problems import Problem, bad
 from agentlightning.policy.base import Engine, SamplingParams, unhonoured
 
@@ -18,10 +19,10 @@ Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
 MOST_TOP_LOGPROBS: Final = 20
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    """The body as an object. Raises Problem 400 on anything else."""
+def read_json(body: bytes | dict[str, Any]) -> dict[str, Any]:
+    """The body as an object, which it may be already. Raises Problem 400 on anything else."""
     try:
-        data = orjson.loads(body)
+        data = body if isinstance(body, dict) else parse(body)
     except orjson.JSONDecodeError as error:
         raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):

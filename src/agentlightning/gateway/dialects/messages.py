@@ -29,7 +29,7 @@ from agentlightning.gateway.answer import (
 from agentlightning.gateway.arguments import ObjectText
 from agentlightning.gateway.attachments import Content, Part, content_of, parts_of, text_part
 from agentlightning.gateway.dialects import openai
-from agentlightning.gateway.dialects.base import Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
     MESSAGES_PARAMS,
     as_arguments,
@@ -56,7 +56,7 @@ _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
 
 
-def read_request(body: bytes, recall: Recall | None = None, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
     """See `Read`."""
     data = read_json(body)
     _refuse_thread(data)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from agentlightning.gateway.attachments import Content, Part, content_of, has_attachments, joined, parts_of, text_part
 from agentlightning.gateway.dialects import openai
-from agentlightning.gateway.dialects.base import Dialect, Head, Request
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request
 from agentlightning.gateway.dialects.fields import (
     OPENAI_REFUSED,
     RESPONSES_PARAMS,
@@ -53,7 +53,7 @@ _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "r
 """Type of a content part -> where its text is."""
 
 
-def read_request(body: bytes, recall: Recall, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: Recall, attachments: bool = False) -> Request:
     """See `Read`. Raises Problem 400 for a reply that is not kept as well."""
     data = read_json(body)
     refuse(data, _REFUSED)

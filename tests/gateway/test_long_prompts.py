@@ -1,0 +1,93 @@
+"""A prompt that no context holds costs little, and one that is long stops nobody else: heartbeats share the loop."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import openai
+import orjson
+import pytest
+
+from agentlightning.gateway.parsing import PIECE, parse
+
+TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
+
+
+@asynccontextmanager
+async def watchdog():
+    """Yields a function: the longest time, in seconds, that something has held the loop so far."""
+    worst = [0.0]
+
+    async def tick():
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            worst[0] = max(worst[0], time.perf_counter() - before)
+
+    task = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    yield lambda: worst[0]
+    task.cancel()
+
+
+@pytest.fixture(scope="module")
+def whole(bpe_chat):
+    """Seconds it takes to encode TEXT at once: the loop would be held for as long."""
+    bpe_chat.encode("warm")
+    started = time.perf_counter()
+    bpe_chat._encoder.backend.encode(TEXT, add_special_tokens=False)
+    return time.perf_counter() - started
+
+
+async def test_a_prompt_beyond_the_context_is_refused_before_it_is_encoded_whole(serve, bpe_chat, whole):
+    service = await serve(["Hello."] * 2, engine={"chat": bpe_chat, "context_length": 100})
+    with pytest.raises(openai.BadRequestError, match="the context holds 100") as refused:
+        await service.ask(TEXT)
+    assert refused.value.code == "context_length_exceeded"
+    assert service.engine.calls == []
+    started = time.perf_counter()
+    with pytest.raises(openai.BadRequestError):
+        await service.ask(TEXT)
+    assert time.perf_counter() - started < whole / 2
+
+
+async def test_a_long_prompt_that_fits_is_encoded_beside_the_loop(serve, bpe_chat, whole):
+    service = await serve(["Hello."], engine={"chat": bpe_chat, "context_length": 1_000_000})
+    async with watchdog() as worst:
+        await service.ask(TEXT)
+    assert worst() < whole / 2
+    ((prompt, _),) = service.engine.calls
+    assert prompt == bpe_chat.encode(bpe_chat.render([{"role": "user", "content": TEXT}]))
+
+
+async def test_a_conversation_that_grew_too_long_is_refused_by_what_is_new(serve, bpe_chat):
+    service = await serve(["Hello."], engine={"chat": bpe_chat, "context_length": 1000})
+    asked = [{"role": "user", "content": "hi"}]
+    said = (await service.ask(asked)).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="the context holds 1000"):
+        await service.ask([*asked, {"role": "assistant", "content": said}, {"role": "user", "content": TEXT}])
+
+
+async def test_the_tokens_of_what_is_too_long_are_still_counted(serve, bpe_chat):
+    service = await serve([], engine={"chat": bpe_chat, "context_length": 100})
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": TEXT}]}
+    url = f"{service.environment['ANTHROPIC_BASE_URL']}/v1/messages/count_tokens"
+    count = await (await service.http()).post(url, json=asked, headers={"x-api-key": service.key})
+    assert count.json()["input_tokens"] > 100
+
+
+@pytest.mark.parametrize("text", ["", "hi", "a b " * 50_000, "\n" * 5000, "é" * 9000, "<|im_end|>" * 3000])
+@pytest.mark.parametrize("most", [10, 2000])
+def test_no_text_is_said_to_be_longer_than_it_is(bpe_chat, text, most):
+    length, least = len(bpe_chat.encode(text)), bpe_chat.least_tokens(text, most)
+    assert least <= length
+    assert (least > most) == (length > most) or length < 2 * most
+
+
+def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
+    messages = [{"role": "user", "content": text} for text in ("hi", "x" * PIECE, 'é"\\\ud83d\ude00'[:3], None)]
+    data = {"model": "m", "messages": messages * 3, "n": 1, "nested": [[[1.5, True]] * 9]}
+    assert parse(b" \n" + orjson.dumps(data)) == data
+    for broken in (orjson.dumps(data)[:-1], b'{"a": "' + b"x" * PIECE + b'", }', b"\xff" * (PIECE + 1)):
+        with pytest.raises(orjson.JSONDecodeError):
+            parse(broken)
