@@ -248,6 +248,8 @@ OLDER = (
     "DROP TABLE counts",
     "DROP TABLE answered_calls",
     "DROP TABLE clocks",
+    "ALTER TABLE resources DROP COLUMN update_time",
+    "ALTER TABLE attempts DROP COLUMN claims",
     "UPDATE about SET value = '2' WHERE name = 'schema_version'",
 )
 

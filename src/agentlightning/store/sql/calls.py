@@ -16,6 +16,7 @@ from agentlightning.store.sql.call import Call
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.parking import PARK, Parked
 from agentlightning.store.sql.spans import Kept, SpanGroup
+from agentlightning.store.sql.states import AttemptState
 from agentlightning.store.sql.unit import Unit, Wants
 
 
@@ -75,7 +76,7 @@ class Start(Call):
         unit.known_resources(rollout.resources_id)
         before = repeated(unit, self._claim_id, 1)
         if before:
-            return before[0]
+            return before[0].rollout.to_attempted(before[0])
         if self._named and unit.find_rollout(rollout.rollout_id) is not None:
             raise ConflictError(f"rollout {rollout.rollout_id!r} exists already; use start_attempt")
         if self._worker_id is not None:
@@ -88,7 +89,7 @@ class Start(Call):
 class Claim(Call):
     """Claim waiting rollouts; parks while there is none, and behind those that wait already."""
 
-    __slots__ = ("_claim_id", "_limit", "_queues", "_since", "_worker_id")
+    __slots__ = ("_answered", "_claim_id", "_limit", "_queues", "_since", "_worker_id")
 
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
@@ -98,6 +99,8 @@ class Claim(Call):
         self._worker_id = worker_id
         self._queues = None if queues is None else tuple(dict.fromkeys(queues))
         self._claim_id = claim_id
+        self._answered: list[int] = []
+        """For each attempt that this call was given: how often its claim had been answered by then."""
         self._since: int | None = None
         """The transaction it came in."""
 
@@ -111,7 +114,9 @@ class Claim(Call):
     def run(self, unit: Unit) -> Any:
         before = repeated(unit, self._claim_id, self._limit)
         if before:
-            return before
+            answer = [lifecycle.hand_out_again(unit, attempt) for attempt in before]
+            self._answered = [attempt.claims for attempt in before]
+            return answer
         if self._since is None:
             self._since = unit.number
         if self._worker_id is not None and unit.worker(self._worker_id).lost and self._since != unit.number:
@@ -122,6 +127,7 @@ class Claim(Call):
         found = unit.queues.take(self._queues, self._limit)
         if not found:
             return PARK
+        self._answered = [1] * len(found)
         return [
             lifecycle.claim(
                 unit, state, self._worker_id, None if self._claim_id is None else claimed_id(self._claim_id, index)
@@ -130,25 +136,26 @@ class Claim(Call):
         ]
 
     def at_timeout(self, unit: Unit) -> list[AttemptedRollout]:
+        self._answered = []
         return []
 
     def undo(self, unit: Unit, answer: Any) -> None:
-        lifecycle.unclaim(unit, answer)
+        lifecycle.unclaim(unit, zip(answer, self._answered, strict=True))
 
     def park(self, parked: Parked) -> None:
         parked.add_claim(self, self._queues)
 
 
-def repeated(unit: Unit, claim_id: str | None, limit: int) -> list[AttemptedRollout]:
+def repeated(unit: Unit, claim_id: str | None, limit: int) -> list[AttemptState]:
     """What an earlier call with the same claim_id claimed."""
     if claim_id is None:
         return []
-    found: list[AttemptedRollout] = []
+    found: list[AttemptState] = []
     for index in range(limit):
         attempt = unit.attempt_by_id(claimed_id(claim_id, index))
         if attempt is None:
             break
-        found.append(attempt.rollout.to_attempted(attempt))
+        found.append(attempt)
     return found
 
 

@@ -126,6 +126,12 @@ class Connection(Protocol):
         """Nobody else writes to the table until the transaction ends."""
         ...
 
+    def keep_time(self, clock: Clock) -> None:
+        """Say that a server is alive, and have `clock` show the steady time that all processes of the database agree
+        on. Within a transaction that writes; outside of any on databases that are `shared`, since the row it writes is
+        that of all servers."""
+        ...
+
     def changed(self) -> bool:
         """Whether another connection than this has written since the last call. Always True where that cannot be
         known at less than the cost of reading again. Within a transaction, the answer holds until its end on
@@ -177,10 +183,6 @@ class Database(Protocol):
 
     def connect(self, read_only: bool) -> Connection:
         """Raises StoreError with the way out."""
-        ...
-
-    def clock(self) -> Clock:
-        """The clock of deadlines: one that all processes of the database agree on."""
         ...
 
     def listen(self, wake: Wake) -> Listener | None:

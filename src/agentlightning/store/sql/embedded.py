@@ -50,7 +50,7 @@ class EmbeddedStore(LightningStoreBase):
         self.path: Path | None = getattr(self.database, "path", None)
         """The file; None where there is none."""
         self.database.prepare()
-        self.clock = self.database.clock() if clock is None else clock
+        self.clock = Clock() if clock is None else clock
         connection = self.database.connect(read_only=False)
         self.hot = HotSpans(connection.fresh) if isinstance(connection, SqliteConnection) else None
         self.writer = Writer("agl-store-writer", self.database, connection, self.clock, lifecycle.expire, self.hot)
@@ -82,7 +82,8 @@ class EmbeddedStore(LightningStoreBase):
         try:
             await self.write(Read("close", lambda connection: None))  # what was answered has arrived once this has
         except StoreClosedError:
-            return
+            if not self.writer.failed:
+                return
         except StoreError as error:  # it was the last call, and nothing of it is missed
             logger.warning("the store was closed while its database could not be reached: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._finalizer)

@@ -16,9 +16,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from agentlightning.errors import StoreClosedError, StoreError
+from agentlightning.errors import StoreError
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.call import Call
 from agentlightning.store.sql.database import Connection, Database
@@ -35,6 +35,17 @@ TICK_SECONDS: Final = 0.25
 """The clock looks for expired attempts no more often than this."""
 IDLE_SECONDS: Final = 0.5
 """How often a quiet store looks for what other processes wrote."""
+
+
+class _Done(NamedTuple):
+    """A transaction that was committed."""
+
+    taken_back: int
+    """Answers that nobody was left to take."""
+    looked: bool
+    """The deadlines were looked at."""
+    next_due: float | None
+    """The next of them, without those that this transaction set."""
 
 
 class Writer(Lane):
@@ -55,6 +66,8 @@ class Writer(Lane):
         self._unit = Unit(connection, clock, database.shared)
         self._due: float | None = clock.steady()
         self._last_tick = clock.steady() - TICK_SECONDS
+        self._looked = -math.inf
+        """When this last looked for what other servers wrote, on time.monotonic."""
         self._parked = Parked()
         self._again: deque[Call] = deque()
         """Parked calls whose time is up or whose callers are gone."""
@@ -94,20 +107,22 @@ class Writer(Lane):
         while not self._closed or self._calls or self._lost_answers:
             if not (self._calls or self._again or self._heard):
                 self._sleep(self._patience())
-            self._process(self._next_batch())
+            self._next_batch()
+            self._process(self._taken)
+            self._taken = []
             if not self._calls or self._at_once:
                 self._settle_last()
         self._connection.close()
-        self._abandon()
+        self._abandon(f"{self.name} was closed while this call waited")
 
     # -- what to do next -------------------------------------------------------------------------------------------
 
-    def _next_batch(self) -> list[Call]:
-        calls = self._calls
-        batch = [calls.popleft() for _ in range(min(len(calls), MAX_BATCH))]
+    def _next_batch(self) -> None:
+        calls, taken = self._calls, self._taken
+        for _ in range(min(len(calls), MAX_BATCH)):
+            taken.append(calls.popleft())
         while self._again:
-            batch.append(self._again.popleft())
-        return batch
+            taken.append(self._again.popleft())
 
     def _patience(self) -> float | None:
         """Seconds until something has to be done unasked; None: never."""
@@ -115,29 +130,32 @@ class Writer(Lane):
         if self._lost_answers:  # they failed once, with the disk full perhaps
             waits.append(TICK_SECONDS)
         if self._due is not None:
-            waits.append(max(self._due, self._last_tick + TICK_SECONDS) - self._clock.steady())
+            clock = self._clock
+            pause = min(TICK_SECONDS, self._last_tick + TICK_SECONDS - clock.steady())
+            waits.append(max(min(self._due - clock.steady(), clock.next_mark), pause))
         if self._parked.deadline < math.inf:
             waits.append(self._parked.deadline - time.monotonic())
         return max(0.0, min(waits)) if waits else None
 
     def _is_due(self) -> bool:
+        """Whether the clock has to look for expired attempts, or to be told that this server is alive to do so."""
         if self._due is None:
             return False
         now = self._clock.steady()
-        return now >= self._due and now >= self._last_tick + TICK_SECONDS
+        return (now >= self._due or self._clock.stale) and abs(now - self._last_tick) >= TICK_SECONDS
 
     # -- one batch -------------------------------------------------------------------------------------------------
 
     def _process(self, batch: list[Call]) -> None:
         started = time.perf_counter()
         answers = self._attempt(batch)
+        self._last += answers
         self.batches += 1
         self.calls += len(batch)
         if self.observe is not None:
             took = time.perf_counter() - started
             for call, _, _ in answers:
-                self.observe(call.name, started - call.since, took, len(batch))
-        self._last += answers
+                self._tell_observer(call, started, took, len(batch))
 
     @property
     def _at_once(self) -> bool:
@@ -157,7 +175,7 @@ class Writer(Lane):
         for last in (False,) * (TRIES - 1) + (True,):
             answers: list[Answer] = []
             try:
-                self._transact(batch, answers)
+                done = self._transact(batch, answers)
             except Exception as error:  # noqa: BLE001  every caller of the batch raises it
                 self._roll_back()
                 for call, _, _ in answers:
@@ -169,6 +187,11 @@ class Writer(Lane):
                     logger.warning("a transaction of %d calls was undone, each is tried alone: %r", len(batch), error)
                     return [answer for call in batch for answer in self._attempt([call])]
                 return self._fail(batch, answers, error)
+            try:
+                self._conclude(done)
+            except Exception:  # what is durable must not be done again
+                logger.exception("%s: a transaction is done, and what is kept in memory is read anew", self.name)
+                self._start_over()
             for call, _, _ in answers:
                 self._parked.remove(call)
             return answers
@@ -180,6 +203,7 @@ class Writer(Lane):
         except self._database.errors as error:
             logger.warning("the store could not undo a transaction: %s", self._database.explain(error))
         self._unit.rolled_back()
+        self._clock.doubt()
 
     def _fail(self, batch: list[Call], answers: list[Answer], error: Exception) -> list[Answer]:
         """What to tell the callers of a transaction that was undone."""
@@ -195,20 +219,14 @@ class Writer(Lane):
             self._parked.remove(call)
         return [(call, None, type(fault)(*fault.args)) for call in calls]
 
-    def _transact(self, batch: list[Call], answers: list[Answer]) -> None:
+    def _transact(self, batch: list[Call], answers: list[Answer]) -> _Done:
+        """Up to the commit."""
         unit, connection = self._unit, self._connection
         self._hearing += [self._heard.popleft() for _ in range(len(self._heard))]
         due = self._is_due()
         writing = [call for call in batch if call.writes]
         lost = list(self._lost_answers)
-        writes = due or bool(writing or lost or self._hearing)
-        connection.begin(writes)
-        foreign = not (batch or self._hearing) if self._database.shared else connection.changed()
-        if foreign and not writes:  # what expired elsewhere may have to be seen to
-            connection.rollback()
-            connection.begin(True)
-            writes = due = True
-            connection.changed()
+        writes, foreign = self._begin(bool(batch), due or bool(writing or lost or self._hearing))
         if foreign and self._hot is not None:  # before the commit makes it look fresh
             self._hot.clear()
         unit.begin(foreign)
@@ -238,17 +256,54 @@ class Writer(Lane):
         else:
             self._settle_last()
             connection.rollback()
+        return _Done(len(lost), due or foreign, next_due)
+
+    def _begin(self, called: bool, writes: bool) -> tuple[bool, bool]:
+        """Begin a transaction with the time it is; returns whether it writes, and whether to look at everything for
+        what other processes wrote. On a shared database, on time however busy this server is."""
+        connection, clock = self._connection, self._clock
+        if self._database.shared:
+            now = time.monotonic()
+            foreign = not (called or self._hearing) or now - self._looked >= IDLE_SECONDS
+            if foreign:
+                self._looked = now
+            writes |= foreign
+            if writes and clock.stale:
+                connection.keep_time(clock)
+            connection.begin(writes)
+            return writes, foreign
+        connection.begin(writes)
+        foreign = connection.changed()
+        if foreign and not writes:  # what expired elsewhere may have to be seen to
+            connection.rollback()
+            connection.begin(True)
+            writes = True
+            connection.changed()
+        if foreign or (writes and clock.stale):
+            connection.keep_time(clock)
+        return writes, foreign
+
+    def _conclude(self, done: _Done) -> None:
+        """After the commit."""
+        unit = self._unit
         unit.committed()
         self._hearing.clear()
         if self._hot is not None and (unit.written or unit.dropped):
             self._hot.committed(unit.written, unit.dropped)
-        for _ in lost:
+        for _ in range(done.taken_back):
             self._lost_answers.popleft()
-        if due or foreign:
+        if done.looked:
             self._last_tick = self._clock.steady()
-        if unit.deadline is not None:
-            next_due = unit.deadline if next_due is None else min(next_due, unit.deadline)
-        self._due = next_due
+        deadlines = [each for each in (done.next_due, unit.deadline) if each is not None]
+        self._due = min(deadlines, default=None)
+
+    def _start_over(self) -> None:
+        """Nothing in memory is relied on any more: what it says may not be what was committed."""
+        self._unit.rolled_back()
+        if self._hot is not None:
+            self._hot.clear()
+        self._hearing.clear()
+        self._due = self._clock.steady()
 
     def _learn(self, foreign: bool) -> None:
         """Have those who wait look at what other processes did. What they told is not told again."""
@@ -323,8 +378,16 @@ class Writer(Lane):
         self._lost_answers.append((call, result))
         self._ring()
 
-    def _abandon(self) -> None:
-        """The end: those still waiting are told."""
-        error = f"{self.name} was closed while this call waited"
-        self._settle([(call, None, StoreClosedError(error)) for call in self._parked.all()])
-        super()._abandon()
+    def _die(self, error: BaseException) -> None:
+        durable = {call for call, _, _ in self._last}
+        self._settle_last()
+        self._taken = [call for call in self._taken if call not in durable]
+        super()._die(error)
+
+    def _abandon(self, reason: str) -> None:
+        parked = self._parked.all()
+        for call in parked:
+            self._parked.remove(call)
+        self._settle_last()
+        self._refuse(parked, reason)
+        super()._abandon(reason)

@@ -6,16 +6,20 @@ A caller in any event loop hands over a `Call` and awaits its future. Answers fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError
 from agentlightning.store.sql.call import Call, Read
 from agentlightning.store.sql.database import Connection, Database
+
+logger = logging.getLogger(__name__)
 
 TOGETHER_SECONDS: Final = 0.002
 """Answers to reads travel together when they take no longer than this."""
@@ -44,14 +48,23 @@ class Lane:
         self._closed = False
         self._reading = False
         """A transaction is open that only looks."""
+        self._fault: BaseException | None = None
+        """What ended the thread before its time."""
+        self._taken: list[Call] = []
+        """Calls that are being answered."""
         self._process_id = os.getpid()
         self.observe: Observer | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def name(self) -> str:
         return self._database.name
+
+    @property
+    def failed(self) -> bool:
+        """Its thread has ended before its time."""
+        return self._fault is not None
 
     @property
     def thread(self) -> threading.Thread:
@@ -79,6 +92,8 @@ class Lane:
     def _refusal(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
+        if self._fault is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self._fault!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
     def _ring(self) -> None:
@@ -112,13 +127,32 @@ class Lane:
             self._closed = True
         self._ring()
 
+    def _run(self) -> None:
+        """The boundary of the thread: whatever ends it, nobody waits for it for ever."""
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001  every caller raises it
+            self._die(error)
+
     def _work(self) -> None:
         while not self._closed or self._calls:
             if not self._calls:
                 self._sleep(None)
             self._answer_some()
         self._connection.close()
-        self._abandon()
+        self._abandon(f"{self.name} was closed while this call waited")
+
+    def _die(self, error: BaseException) -> None:
+        logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
+        with self._lock:
+            self._fault = error
+            self._closed = True
+        taken, self._taken = self._taken, []
+        reason = f"{self.name}: its thread ended with {error!r} before it answered this call"
+        self._refuse(taken, f"{reason}; look before calling again")
+        self._abandon(f"{reason}; open the store again")
+        with contextlib.suppress(*self._database.errors):
+            self._connection.close()
 
     def _answer_some(self) -> None:
         """The calls that are there now, in one transaction: it begins after them, so it shows what each may expect."""
@@ -127,19 +161,30 @@ class Lane:
         for _ in range(len(self._calls)):
             call = self._calls.popleft()
             if not call.future.cancelled():
+                self._taken.append(call)
                 answers.append(self._answer(call))
             if time.monotonic() > enough:
                 break
         self._end_reading()
         if answers:
             self._settle(answers)
+        self._taken = []
 
     def _answer(self, call: Call) -> Answer:
         started = time.perf_counter()
         answer = self._look_at(call)
         if self.observe is not None:
-            self.observe(call.name, started - call.since, time.perf_counter() - started, 1)
+            self._tell_observer(call, started, time.perf_counter() - started, 1)
         return answer
+
+    def _tell_observer(self, call: Call, started: float, took: float, batch: int) -> None:
+        """Its failures are its own."""
+        try:
+            if self.observe is not None:
+                self.observe(call.name, started - call.since, took, batch)
+        except Exception:
+            logger.exception("the observer of %s failed and is asked no more", self.name)
+            self.observe = None
 
     def _look_at(self, call: Call) -> Answer:
         for last in (False,) * (TRIES - 1) + (True,):
@@ -195,8 +240,11 @@ class Lane:
     def _lost(self, call: Call, result: Any) -> None:
         """An answer came too late for its caller."""
 
-    def _abandon(self) -> None:
-        """The end: those still waiting are told."""
+    def _abandon(self, reason: str) -> None:
+        """The end: those still waiting are told why."""
         calls = list(self._calls)
         self._calls.clear()
-        self._settle([(call, None, self._refusal()) for call in calls])
+        self._refuse(calls, reason)
+
+    def _refuse(self, calls: Iterable[Call], reason: str) -> None:
+        self._settle([(call, None, StoreClosedError(reason)) for call in calls])

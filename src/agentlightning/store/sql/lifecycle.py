@@ -6,6 +6,7 @@ the rollout has not finished. Only then does what it does move the rollout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConflictError
@@ -40,8 +41,10 @@ def move_attempt(unit: Unit, state: AttemptState, status: str, error: dict[str, 
         _forget_error(state)
     if error is not None:
         _record_error(state, error)
-    state.status = status
+    before, state.status = state.status, status
     target = _rollout_status(state)
+    if status == "timeout" and before == "unresponsive" and state.rollout.status == "requeuing":
+        target = "requeuing"  # the retry that was promised when it was lost is not taken back because time passes
     _set_times(unit, state, keep_timeout=target not in FINISHED)
     move_rollout(unit, state.rollout, target)
 
@@ -225,18 +228,27 @@ def claim(unit: Unit, rollout: RolloutState, worker_id: str | None, attempt_id: 
     return rollout.to_attempted(attempt)
 
 
-def unclaim(unit: Unit, claimed: list[AttemptedRollout]) -> None:
-    """Put back what was claimed for a caller that is gone: nobody has seen these attempts."""
-    for each in claimed:
+def unclaim(unit: Unit, claimed: Iterable[tuple[AttemptedRollout, int]]) -> None:
+    """Put back what was claimed for a caller that is gone, unless the claim was answered again meanwhile, to one who
+    repeated it: otherwise nobody has seen these attempts. With each, how often its claim had been answered by then."""
+    for each, claims in claimed:
         rollout = unit.find_rollout(each.rollout_id)
         latest = None if rollout is None else rollout.latest
         if rollout is None or latest is None or latest.attempt_id != each.attempt.attempt_id:
             continue
-        if latest.status != "preparing" or latest.superseded:
+        if latest.status != "preparing" or latest.superseded or latest.claims != claims:
             continue
         unit.remove_attempt(latest)
         rollout.attempts -= 1
         unit.move_rollout(rollout, "requeuing" if rollout.attempts else "queuing")
+
+
+def hand_out_again(unit: Unit, state: AttemptState) -> AttemptedRollout:
+    """The answer to a claim that is repeated. Whoever made it before does not take it back from now on."""
+    if state.status == "preparing" and not state.superseded:
+        unit.touch_attempt(state)
+        state.claims += 1
+    return state.rollout.to_attempted(state)
 
 
 # -- workers ---------------------------------------------------------------------------------------------------------

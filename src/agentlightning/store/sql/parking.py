@@ -110,9 +110,11 @@ class Parked:
         return math.inf
 
     def expired(self) -> list[Call]:
-        """Those whose time is up."""
+        """Those whose time is up. They stay until they are removed: the transaction that answers them may be undone."""
         now = time.monotonic()
-        found: list[Call] = []
+        found: list[tuple[float, int, Call]] = []
         while self.deadline <= now:
-            found.append(heappop(self._deadlines)[2])
-        return found
+            found.append(heappop(self._deadlines))
+        for each in found:
+            heappush(self._deadlines, each)
+        return [call for _, _, call in found]

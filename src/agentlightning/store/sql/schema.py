@@ -95,6 +95,7 @@ attempts = Table(
     Column("timeout_at", _Number),
     Column("silence", _Number),
     Column("silent_at", _Number),
+    Column("claims", Integer, nullable=False, server_default="1"),
     Index("attempts_of_rollout", "rollout_key", "sequence_id", unique=True),
     Index(
         "attempts_timeout",
@@ -111,7 +112,8 @@ attempts = Table(
     Index("attempts_of_worker", "worker_id", sqlite_where=OPEN, postgresql_where=OPEN),
 )
 """`last_span` is the highest sequence number given, `spans` and `bytes` are what its packs hold. `silence` is the time
-it may be silent, `silent_at` when that is over, `timeout_at` when its time is up; both on the steady clock."""
+it may be silent, `silent_at` when that is over, `timeout_at` when its time is up; both on the steady clock. `claims` is
+how often its claim was answered: more than once where a caller repeated it."""
 
 span_packs = Table(
     "span_packs",
@@ -215,13 +217,11 @@ clocks = Table(
     "clocks",
     metadata,
     Column("name", Text, primary_key=True),
+    Column("reading", _Number, nullable=False),
     Column("steady", _Number, nullable=False),
-    Column("wall", _Number, nullable=False),
-    Column("shift", _Number, nullable=False),
-    Column("boot", Text),
 )
-"""When a process last kept the deadlines, on the steady and on the wall clock; `boot` is the boot of the machine whose
-steady clock it is, and `shift` what is added to that to have the clock of the deadlines."""
+"""When a server was last alive: `steady` is the time of deadlines at that moment (clock.py), `reading` that of the
+machine's clock which nobody sets (SQLite) or of the database's own (PostgreSQL). One row, whose name is empty."""
 
 
 def ddl(dialect: Dialect) -> list[str]:

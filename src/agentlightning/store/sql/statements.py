@@ -26,6 +26,7 @@ from agentlightning.store.sql.schema import (
     WAITING,
     answered_calls,
     attempts,
+    clocks,
     contains_text,
     counts,
     given,
@@ -419,6 +420,20 @@ OLDEST_ANSWERED = Statement(
 )
 """The oldest ones, but for those that another server is removing."""
 DELETE_ANSWERED = Statement(delete(answered_calls).where(is_one_of(answered_calls.c.key, "keys")), ("keys",))
+
+# -- the clock -------------------------------------------------------------------------------------------------------
+
+CLOCK = Statement(select(clocks.c.reading, clocks.c.steady).where(clocks.c.name == text("''")))
+WRITE_CLOCK = Insert(clocks, ("name", "reading", "steady"), unique=("name",), replace=("reading", "steady"))
+START_CLOCK = Insert(clocks, ("name", "reading", "steady"), unique=("name",))
+LAST_SIGN_OF_LIFE = Statement(
+    text(
+        "SELECT max(seconds) FROM (SELECT max(start_time) AS seconds FROM rollouts UNION ALL "
+        "SELECT max(end_time) FROM rollouts UNION ALL SELECT max(start_time) FROM attempts UNION ALL "
+        "SELECT max(end_time) FROM attempts UNION ALL SELECT max(last_heartbeat_time) FROM workers) AS signs"
+    )
+)
+"""When anything last happened in a database whose clock was not started yet."""
 
 # -- retention -------------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ class AttemptState(State, eq=False):
         "bytes",
         "timeout_at",
         "silent_at",
+        "claims",
         "stored",
     )
 
@@ -109,6 +110,7 @@ class AttemptState(State, eq=False):
     timeout_at: float | None
     silence: float | None
     silent_at: float | None
+    claims: int = 1
 
     @property
     def speaks(self) -> bool:
@@ -183,6 +185,7 @@ attempt_row = attrgetter(
     "timeout_at",
     "silence",
     "silent_at",
+    "claims",
 )
 changed_attempt_row = _changed("key", AttemptState)
 worker_row = _changed("worker_id", WorkerState)

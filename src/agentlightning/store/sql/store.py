@@ -126,7 +126,7 @@ class SqlStore(Upkeep):
         def start(unit: Unit) -> AttemptedRollout:
             before = repeated(unit, claim_id, 1)
             if before:
-                return before[0]
+                return before[0].rollout.to_attempted(before[0])
             attempt_id = None if claim_id is None else claimed_id(claim_id, 0)
             return lifecycle.claim(unit, unit.rollout(rollout_id), worker_id, attempt_id)
 

@@ -15,6 +15,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
 from agentlightning.store import LightningStore
+from agentlightning.store.clock import Clock
 from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.dialect import TABLES
@@ -267,8 +268,17 @@ def test_a_listener_whose_connection_was_lost_listens_again_and_says_that_anythi
     listener.close()
 
 
-def test_deadlines_are_kept_on_the_clock_of_the_database(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_agree_on_the_time_of_deadlines_whatever_their_own_clocks_say(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine whose own clock is an hour slow agrees with the others all the same."""
-    right = PostgresDatabase(postgres_url).clock()
+    right = Clock()
+    database = PostgresDatabase(postgres_url)
+    database.prepare()
+    connection = database.connect(read_only=False)
+    connection.keep_time(right)
     monkeypatch.setattr(time, "time", lambda: right.steady() - 3_600)
-    assert abs(PostgresDatabase(postgres_url).clock().steady() - right.steady()) < 1.0
+    wrong = Clock()
+    connection.keep_time(wrong)
+    assert abs(wrong.steady() - right.steady()) < 1.0
+    connection.close()

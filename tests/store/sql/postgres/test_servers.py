@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psycopg
 import pytest
 
 from agentlightning.errors import StoreError
@@ -109,6 +110,70 @@ async def test_a_time_limit_is_applied_once_whoever_is_first(servers: tuple[Stor
     await finish(there, again)
     statuses = [attempt.status for attempt in await here.query_attempts(first.rollout_id)]
     assert statuses == ["unresponsive", "succeeded"]
+
+
+def run_sql(url: str, statement: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement.encode())
+
+
+async def test_only_an_outage_of_every_server_moves_deadlines(postgres_store_url: str) -> None:
+    config = RolloutConfig(unresponsive_seconds=1.5)
+    here, there = LightningStore(postgres_store_url), LightningStore(postgres_store_url)
+    left, kept = await here.start_rollout("left", config=config), await here.start_rollout("kept", config=config)
+    await here.close()
+    await there.update_attempt(kept.rollout_id, kept.attempt.attempt_id, last_heartbeat_time=1.0)
+    (ended,) = await there.wait_for_rollouts(rollout_ids=[left.rollout_id], timeout=30)
+    assert ended.status == "failed"
+    kept = await there.start_rollout("kept", config=config)
+    await there.close()
+    run_sql(postgres_store_url, "UPDATE clocks SET reading = reading - 3600")  # as if an hour ago
+    there = LightningStore(postgres_store_url)
+    await there.update_worker("somebody else")
+    assert [each.status for each in await there.query_attempts(kept.rollout_id)] == ["preparing"]
+    (ended,) = await there.wait_for_rollouts(rollout_ids=[kept.rollout_id], timeout=30)
+    assert ended.status == "failed"
+    await there.close()
+
+
+@pytest.fixture
+async def busy(postgres_store_url: str) -> AsyncIterator[Store]:
+    """A server that is never without a call."""
+    store = LightningStore(postgres_store_url)
+    busy = True
+
+    async def work(name: str) -> None:
+        while busy:
+            await store.update_worker(name)
+
+    working = [asyncio.create_task(work(f"worker {number}")) for number in range(8)]
+    await asyncio.sleep(0.4)  # its first look at the deadlines is over
+    yield store
+    busy = False
+    await asyncio.gather(*working)
+    await store.close()
+
+
+async def test_a_busy_server_sees_to_the_deadlines_of_one_that_is_gone(busy: Store, postgres_store_url: str) -> None:
+    gone = LightningStore(postgres_store_url)
+    await busy.enqueue_rollout("task", config=RolloutConfig(unresponsive_seconds=0.3))
+    attempted = await gone.dequeue_rollout()  # of which nobody is told
+    assert attempted is not None
+    await gone.close()
+    (ended,) = await busy.wait_for_rollouts(rollout_ids=[attempted.rollout_id], timeout=20)
+    assert ended.status == "failed"
+
+
+async def test_a_busy_server_finds_what_was_locked_when_it_was_told_of_it(busy: Store, postgres_store_url: str) -> None:
+    made = await busy.enqueue_rollout("task")
+    with psycopg.connect(postgres_store_url) as connection:
+        connection.execute("SELECT * FROM rollouts FOR UPDATE")
+        waiting = asyncio.create_task(busy.dequeue_rollout(timeout=20))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+    attempted = await waiting
+    assert attempted is not None
+    assert attempted.rollout_id == made.rollout_id
 
 
 async def test_the_lease_of_a_worker_is_that_of_its_last_heartbeat_at_either(servers: tuple[Store, Store]) -> None:

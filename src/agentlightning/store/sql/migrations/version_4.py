@@ -1,5 +1,6 @@
-"""Version 3 to 4: answers of calls that must not be done twice, a mark of when the store was last alive, when resources
-were last replaced, and counts that are counted anew, as a process of version 2 that went on writing did not count."""
+"""Version 3 to 4: answers of calls that must not be done twice, a mark of when the store was last alive, how often a
+claim was answered, when resources were last replaced, and counts that are counted anew, as a process of version 2 that
+went on writing did not count."""
 
 from __future__ import annotations
 
@@ -23,14 +24,13 @@ _TABLES: Final[Mapping[str, Sequence[str]]] = {
         """
         CREATE TABLE clocks (
             name TEXT NOT NULL,
+            reading FLOAT NOT NULL,
             steady FLOAT NOT NULL,
-            wall FLOAT NOT NULL,
-            shift FLOAT NOT NULL,
-            boot TEXT,
             PRIMARY KEY (name)
         )
         """,
         "ALTER TABLE resources ADD COLUMN update_time FLOAT",
+        "ALTER TABLE attempts ADD COLUMN claims INTEGER DEFAULT '1' NOT NULL",
     ),
     "postgresql": (
         """
@@ -45,14 +45,13 @@ _TABLES: Final[Mapping[str, Sequence[str]]] = {
         """
         CREATE TABLE clocks (
             name TEXT COLLATE "C" NOT NULL,
+            reading DOUBLE PRECISION NOT NULL,
             steady DOUBLE PRECISION NOT NULL,
-            wall DOUBLE PRECISION NOT NULL,
-            shift DOUBLE PRECISION NOT NULL,
-            boot TEXT COLLATE "C",
             PRIMARY KEY (name)
         )
         """,
         "ALTER TABLE resources ADD COLUMN update_time DOUBLE PRECISION",
+        "ALTER TABLE attempts ADD COLUMN claims BIGINT DEFAULT '1' NOT NULL",
     ),
 }
 _INDEXES: Final = (

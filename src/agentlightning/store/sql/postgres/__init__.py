@@ -7,9 +7,9 @@ A lost connection is made again, for up to PATIENCE_SECONDS. A transaction that 
 that was not committed is run again, and one whose commit was not answered is looked up. For that, each transaction
 that writes puts its number in the row of its server in the table `servers`.
 
-Deadlines are kept on the database's clock, measured once when a store is opened: machines whose clocks differ agree on
-when an attempt times out, to within the time of one message. A server opened after the database's own clock was set
-sees the deadlines of the others move by as much.
+Deadlines are kept on a clock of the database that passes while any of its servers is alive (clock.py): each server asks
+for it once a second, so that machines whose clocks differ agree on when an attempt times out, to within the time of one
+message, and nobody's clock can be set to end what is alive.
 """
 
 from agentlightning.errors import MissingExtraError

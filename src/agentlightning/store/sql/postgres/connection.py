@@ -12,6 +12,8 @@ from psycopg import ClientCursor, pq, sql
 from psycopg.adapt import Transformer
 from sqlalchemy import Table, text
 
+from agentlightning.store.clock import GAP_SECONDS, Clock
+from agentlightning.store.sql import statements
 from agentlightning.store.sql.database import Insert, Row, Statement, Update
 from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.dialect import (
@@ -39,6 +41,18 @@ FORGET_SECONDS: Final = 7 * 86_400
 _KEYS: Final = Statement(
     text("SELECT nextval(:sequence) FROM generate_series(1, CAST(:many AS BIGINT))"), ("sequence", "many")
 )
+_NOW: Final = Statement(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
+_PASSED: Final = "(extract(epoch FROM clock_timestamp())::float8 - reading)"
+_KEEP_TIME: Final = Statement(
+    text(
+        f"UPDATE clocks SET steady = steady + CASE WHEN abs({_PASSED}) > CAST(:gap AS FLOAT8) "
+        f"THEN CAST(:witnessed AS FLOAT8) ELSE greatest({_PASSED}, 0) END, reading = reading + {_PASSED} "
+        "WHERE name = '' RETURNING steady"
+    ),
+    ("gap", "witnessed"),
+)
+"""`Clock.carry_on`, by the database's own clock: those of its servers are never compared. A server that waited for
+another here sees a little less than nothing pass."""
 _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 """Everything that is read in one transaction is of one moment."""
@@ -218,6 +232,17 @@ class PostgresConnection:
 
     def lock(self, table: Table) -> None:
         self._tell(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
+
+    def keep_time(self, clock: Clock) -> None:
+        self.begin(True)
+        asked = clock.reading()
+        while not (rows := self.all(_KEEP_TIME, GAP_SECONDS, clock.witnessed())):
+            ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
+            ((now,),) = self.all(_NOW)
+            self.insert(statements.START_CLOCK, [("", now, now if seen is None else seen)])
+        told = clock.reading()
+        self._tell(b"COMMIT")
+        clock.agree((asked + told) / 2, rows[0][0])
 
     def changed(self) -> bool:
         return True

@@ -15,7 +15,6 @@ from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.store.clock import Clock
 from agentlightning.store.ids import new_hex
 from agentlightning.store.sql.database import Wake
 from agentlightning.store.sql.migrations import migrate
@@ -68,7 +67,6 @@ class PostgresDatabase:
         self.dialect: Dialect = DIALECT
         self.server = new_hex()
         """Which of the servers of the database this is."""
-        self._clock: Clock | None = None
         self._closing = threading.Event()
         """Set with the listener's end, which is that of the store: nothing waits for a lost server any more."""
 
@@ -78,7 +76,6 @@ class PostgresDatabase:
         try:
             with contextlib.closing(self.open()) as connection:
                 self._check(connection)
-                self._clock = DatabaseClock(connection)
                 migrate(PostgresSchema(connection, self.name, self._schema))
         except self.errors as error:
             raise self.explain(error) from error
@@ -122,16 +119,6 @@ class PostgresDatabase:
         except self.errors as error:
             raise self.explain(error) from error
 
-    def clock(self) -> Clock:
-        """Steady time is the database's."""
-        if self._clock is not None:
-            return self._clock
-        try:
-            with contextlib.closing(self.open()) as connection:
-                return DatabaseClock(connection)
-        except self.errors as error:
-            raise self.explain(error) from error
-
     def listen(self, wake: Wake) -> PostgresListener:
         try:
             return PostgresListener(self.open, self.channel, self.server, wake, self._closing)
@@ -153,16 +140,6 @@ class PostgresDatabase:
 
     def may_retry(self, error: BaseException) -> bool:
         return errors.may_retry(error)
-
-
-class DatabaseClock(Clock):
-    """Its steady time is that of the database, advanced by this machine's `time.monotonic`."""
-
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
-        super().__init__()
-        before = time.monotonic()
-        told = float(value(connection, "SELECT extract(epoch FROM clock_timestamp())::float8"))
-        self._offset = told - (before + time.monotonic()) / 2
 
 
 _LOOKS: Final = "an address looks like postgresql://USER:PASSWORD@HOST:5432/DATABASE"

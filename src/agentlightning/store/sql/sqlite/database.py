@@ -20,7 +20,8 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.store.clock import Clock
+from agentlightning.store.clock import MARK_SECONDS, Clock
+from agentlightning.store.sql import statements
 from agentlightning.store.sql.database import Insert, Row, Statement, Update, Wake
 from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.sqlite import guard
@@ -98,9 +99,6 @@ class SqliteDatabase:
         except sqlite3.Error as error:
             raise self.explain(error) from error
         return SqliteConnection(connection, self.path)
-
-    def clock(self) -> Clock:
-        return Clock()
 
     def listen(self, wake: Wake) -> None:
         """Other processes are noticed by `SqliteConnection.changed`."""
@@ -222,6 +220,21 @@ class SqliteConnection:
 
     def lock(self, table: Table) -> None:
         """A transaction that writes has every table to itself."""
+
+    def keep_time(self, clock: Clock) -> None:
+        now = clock.reading()
+        rows = self.all(statements.CLOCK)
+        if rows:
+            reading, steady = rows[0]
+            if 0 <= now - reading < MARK_SECONDS:
+                clock.agree(reading, steady)
+                return
+            steady = clock.carry_on(reading, steady, now)
+        else:
+            ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
+            steady = clock.wall() if seen is None else seen
+        self.insert(statements.WRITE_CLOCK, [("", now, steady)])
+        clock.agree(now, steady)
 
     def changed(self) -> bool:
         if not self._watched:
