@@ -1,17 +1,22 @@
 """What the trainer makes of its settings."""
 
+import os
+from contextlib import AsyncExitStack
+
+import httpx
 import pytest
 
 from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
-from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.resources import LLM
-from agentlightning.rollouts import EnqueueRolloutRequest
+from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path
 from agentlightning.run_dir import RunDir, RunState
+from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.testing import agents
+from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer, _runner
 from agentlightning.training import newest_version, step_name
 
@@ -86,3 +91,31 @@ def test_arguments_that_cannot_work_are_named_at_once(arguments, complaint):
 def test_the_model_of_an_algorithm_is_the_one_that_is_trained():
     assert Trainer(algorithm=SFTAlgorithm("models/mine")).config.policy.model == "models/mine"
     assert Trainer(algorithm=LightningRL(steps=7)).config.algorithm.steps == 7
+
+
+def pry(task: str) -> float:
+    """1.0 where the server that runs it lets it read what is not its own."""
+    origin = os.environ["AGL_EVENT_URL"].partition("/rollout/")[0]
+    return float(httpx.get(f"{origin}/v1/agl/{task}", trust_env=False).status_code != 401)
+
+
+def test_an_agent_that_is_evaluated_cannot_read_the_store():
+    assert trainer.evaluate(pry, ["rollouts", "spans", "resources"]).rewards == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("host", "without_key"), [("127.0.0.1", 200), ("0.0.0.0", 401)])
+async def test_a_run_that_other_machines_can_reach_answers_no_call_without_a_key(host, without_key, tmp_path):
+    run_dir, store = RunDir.create(tmp_path / "run"), InMemoryLightningStore()
+    config = TrainConfig(run=RunConfig(host=host))
+    async with AsyncExitStack() as stack:
+        stack.callback(run_dir.close)
+        stack.push_async_callback(store.close)
+        engine = ScriptedEngine(["hello"], model="policy")
+        gateway = await trainer._gateway(store, engine, config, run_dir, "secret", stack)
+        server = await stack.enter_async_context(Server(store, gateway, secret="secret", token="t", host=host))
+        rollout = await store.start_rollout({"question": "?"})
+        url = server.url + attempt_path(rollout.rollout_id, rollout.attempt.attempt_id)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            reply = await client.post(f"{url}/v1/chat/completions", json=body)
+    assert reply.status_code == without_key, reply.text

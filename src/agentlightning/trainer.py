@@ -52,10 +52,10 @@ from agentlightning.prepare import (
 from agentlightning.progress import Progress
 from agentlightning.resources import LLM, NamedResources
 from agentlightning.result import TrainingResult
-from agentlightning.rollouts import RolloutConfig
+from agentlightning.rollouts import RolloutConfig, attempt_secret
 from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.runner import Runner
-from agentlightning.server import Server, listen, url_of
+from agentlightning.server import Server, is_loopback, listen, url_of
 from agentlightning.settings import dump_toml, load_settings, settings_from
 from agentlightning.source import RolloutSource
 from agentlightning.statistics import Gain
@@ -203,7 +203,8 @@ class Trainer:
     async def _wired(
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner, TrainingRun]]:
-        config, secret, since = self.config, secrets.token_hex(16), time.monotonic()
+        config, since = self.config, time.monotonic()
+        token, secret = _credentials()
         async with AsyncExitStack() as stack:
             store = self.store
             if store is None:
@@ -217,7 +218,7 @@ class Trainer:
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
-            server = Server(store, gateway, secret=secret, host=config.run.host, listener=listener)
+            server = Server(store, gateway, secret=secret, token=token, host=config.run.host, listener=listener)
             await stack.enter_async_context(server)
             limits = _rollout_config(config.runner), config.runner.max_failed_share
             tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
@@ -274,7 +275,7 @@ async def _evaluate(
     config: RunnerConfig,
     progress: Progress,
 ) -> Evaluation:
-    secret = secrets.token_hex(16)
+    token, secret = _credentials()
     if model is not None:
         require_training()
     async with AsyncExitStack() as stack:
@@ -284,7 +285,7 @@ async def _evaluate(
         runner = _runner(config, store, agent, reward, secret, redirect=model is not None)
         listener = await _load_agent(runner, stack, policy=model is not None)
         gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
-        server = await stack.enter_async_context(Server(store, gateway, secret=secret, listener=listener))
+        server = await stack.enter_async_context(Server(store, gateway, secret=secret, token=token, listener=listener))
         resources: NamedResources = {}
         if gateway is not None:
             sampling = {"temperature": TEMPERATURES[mode]}
@@ -310,6 +311,7 @@ async def _gateway(
         budget_file=run_dir.path / "spent",
         default_model=policy.model,
         accept_any_model=True,
+        require_key=not is_loopback(config.run.host),
     )
 
 
@@ -325,6 +327,13 @@ def settings_of_run(run_dir: Path) -> TrainConfig:
     if not path.exists():
         raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
     return load_settings(TrainConfig, toml=path)
+
+
+def _credentials() -> tuple[str, str]:
+    """The access token of a run's own server and the secret of its attempts' keys: agents have neither, so that none
+    can read or change what is not its own."""
+    token = secrets.token_urlsafe(24)
+    return token, attempt_secret(token)
 
 
 def _runner(

@@ -12,7 +12,28 @@ def last_line(output: str) -> dict:
     return json.loads(output.strip().splitlines()[-1])
 
 
+PRYING = """
+import os
+from urllib.request import urlopen
+from urllib.error import HTTPError
+
+
+def refused(path: str) -> bool:
+    try:
+        urlopen(os.environ["AGL_EVENT_URL"].partition("/rollout/")[0] + path).close()
+    except HTTPError as error:
+        return error.code == 401
+    return False
+
+
+def pry() -> None:
+    assert refused("/v1/agl/rollouts") and refused("/v1/agl/spans"), "an agent can read what is not its own"
+"""
+
+
 def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job):
+    agent = (job.directory / "agent.py").read_text()
+    (job.directory / "agent.py").write_text(PRYING + agent.replace("    answer =", "    pry()\n    answer ="))
     done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=2"))
     assert done.returncode == 0, done.stderr
     report = last_line(done.stdout)

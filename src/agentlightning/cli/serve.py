@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import os
 import re
@@ -221,24 +220,16 @@ def _figures(gateway: Gateway) -> Iterable[Metric]:
 
 def _refuse_strangers(options: Options) -> None:
     from agentlightning.errors import ConfigError
+    from agentlightning.server import is_loopback
 
     token = options.token or ""
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError("the access token holds characters that cannot be sent; use printable ASCII without spaces")
-    if options.token is None and not options.no_token and not _is_loopback(options.host):
+    if options.token is None and not options.no_token and not is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines, and without a token everybody there could read "
             "and change everything: set AGL_TOKEN (or --token), or insist with --no-token"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def open_store(db: str | None) -> SqlStore:
