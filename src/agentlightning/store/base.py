@@ -26,15 +26,17 @@ Calls that can be repeated after a lost answer, without doing anything twice: wi
 `span_id` of each span or the `resources_id` made by the caller, a repeat returns what the first call made.
 
 Lists take `after`: the id of the last item the caller has. Together with `limit` it pages through any number of them
-at a constant cost per page, whatever is added meanwhile.
+at a constant cost per page, whatever is added meanwhile. `sort_by` names a field to sort by instead (a missing value
+comes first), `sort_order` "desc" turns the order round; then pages are taken by `offset`. Where `filter_logic` is "or",
+one of the filters given is enough.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
@@ -48,6 +50,14 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+
+SortOrder = Literal["asc", "desc"]
+FilterLogic = Literal["and", "or"]
+WorkerStatus = Literal["idle", "busy", "lost"]
 
 
 class Unset:
@@ -70,7 +80,7 @@ class Worker:
     current_attempt_id: str | None = None
     """The newest of its open attempts."""
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
-    status: Literal["idle", "busy", "lost"] = "idle"
+    status: WorkerStatus = "idle"
     """busy: it has an open attempt; lost: its lease has run out."""
     lease_seconds: float | None = None
     """Silent for longer than this, the worker is lost and its open attempts become unresponsive. None: never."""
@@ -225,12 +235,16 @@ class LightningStoreBase(ABC):
         rollout_id_contains: str | None = None,
         queue_in: Sequence[str] | None = None,
         mode_in: Sequence[RolloutMode] | None = None,
+        filter_logic: FilterLogic = "and",
         newest_first: bool = False,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        """Rollouts that fit every filter given. limit -1: no limit. `after` is a rollout_id."""
+        """Rollouts that fit every filter given. limit -1: no limit. `after` is a rollout_id. `newest_first` is
+        sort_order "desc" of the order of creation."""
 
     @abstractmethod
     async def count_rollouts(
@@ -241,11 +255,13 @@ class LightningStoreBase(ABC):
         rollout_id_contains: str | None = None,
         queue_in: Sequence[str] | None = None,
         mode_in: Sequence[RolloutMode] | None = None,
+        filter_logic: FilterLogic = "and",
     ) -> int:
         """How many `query_rollouts` would return without a limit."""
 
     @abstractmethod
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None: ...
+    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
+        """None for an unknown id."""
 
     @abstractmethod
     async def update_rollout(
@@ -272,7 +288,15 @@ class LightningStoreBase(ABC):
     # -- attempts --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def query_attempts(self, rollout_id: str) -> list[Attempt]:
+    async def query_attempts(
+        self,
+        rollout_id: str,
+        *,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Attempt]:
         """In order of `sequence_id`."""
 
     @abstractmethod
@@ -280,7 +304,12 @@ class LightningStoreBase(ABC):
         """By its id alone; the attempt names its rollout."""
 
     @abstractmethod
-    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None: ...
+    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        """None where there is none yet."""
+
+    @abstractmethod
+    async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
+        """The latest attempt of each of these rollouts that has one, in no particular order."""
 
     @abstractmethod
     async def update_attempt(
@@ -311,6 +340,19 @@ class LightningStoreBase(ABC):
         """Reserve a sequence number: larger than every one given before for this attempt."""
 
     @abstractmethod
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
+        """`get_next_span_sequence_id` for each pair of ids, in one transaction, in order."""
+
+    async def add_otel_span(
+        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
+    ) -> Span:
+        """`add_span` for a span of the OpenTelemetry SDK."""
+        from agentlightning.tracing.otel import to_span
+
+        span = to_span(readable_span, rollout_id, attempt_id)
+        return await self.add_span(span if sequence_id is None else replace(span, sequence_id=sequence_id))
+
+    @abstractmethod
     async def query_spans(
         self,
         rollout_id: str,
@@ -319,8 +361,14 @@ class LightningStoreBase(ABC):
         name: str | None = None,
         name_contains: str | None = None,
         trace_id: str | None = None,
+        trace_id_contains: str | None = None,
         span_id: str | None = None,
+        span_id_contains: str | None = None,
         parent_id: str | None = None,
+        parent_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
@@ -345,16 +393,26 @@ class LightningStoreBase(ABC):
         its creation stays."""
 
     @abstractmethod
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None: ...
+    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
+        """None for an unknown id."""
 
     @abstractmethod
-    async def get_latest_resources(self) -> ResourcesUpdate | None: ...
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        """The version that was published last; None where there is none."""
 
     @abstractmethod
     async def query_resources(
-        self, *, after: str | None = None, limit: int = -1, offset: int = 0
+        self,
+        *,
+        resources_id: str | None = None,
+        resources_id_contains: str | None = None,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
     ) -> list[ResourcesUpdate]:
-        """`after` is a resources_id."""
+        """Versions of the resources that fit every filter given. `after` is a resources_id."""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -366,11 +424,27 @@ class LightningStoreBase(ABC):
         where it is not given. A worker that was lost is back with its next heartbeat."""
 
     @abstractmethod
-    async def get_worker(self, worker_id: str) -> Worker | None: ...
+    async def get_worker(self, worker_id: str) -> Worker | None:
+        """None for one that was never heard of."""
+
+    async def get_worker_by_id(self, worker_id: str) -> Worker | None:
+        """`get_worker`, as 0.x calls it."""
+        return await self.get_worker(worker_id)
 
     @abstractmethod
-    async def query_workers(self, *, after: str | None = None, limit: int = -1) -> list[Worker]:
-        """In order of first appearance. `after` is a worker_id."""
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[WorkerStatus] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Worker]:
+        """Workers that fit every filter given, in order of first appearance. `after` is a worker_id."""
 
     # -- queues ----------------------------------------------------------------------------------------------------
 

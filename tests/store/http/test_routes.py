@@ -201,13 +201,44 @@ async def test_a_long_list_is_answered_in_pieces(http: httpx.AsyncClient, store:
     assert pieces > 1
 
 
-async def test_a_search_that_0_x_knows_and_we_do_not_is_refused(http: httpx.AsyncClient) -> None:
-    for wishes, named in (
-        ({"filter_logic": "or"}, "or"),
-        ({"sort_by": "end_time"}, "end_time"),
-        ({"trace_id_contains": "x"}, "trace_id_contains"),
-    ):
-        refusal(await http.post("/spans/search", json={"rollout_id": "r", **wishes}), 400, "RequestError", named)
+async def test_lists_are_sorted_and_filtered_as_0_x_does_it(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
+    for number, (name, parent) in enumerate((("search", "b"), ("answer", None), ("search again", "a"))):
+        times = {"start_time": 10.0 - number, "parent_id": parent}
+        await http.post("/spans", json=body_of_span(claimed, name=name, **times))
+
+    async def names(**wishes: Any) -> list[str]:
+        given = {"rollout_id": claimed.rollout_id, "sort_by": "sequence_id", "filter_logic": "and"} | wishes
+        found = (await http.post("/spans/search", json=given)).json()
+        assert found["total"] >= len(found["items"])
+        asked = {name: value for name, value in given.items() if value is not None}
+        assert (await http.get("/spans", params=asked)).json() == found
+        return [item["name"] for item in found["items"]]
+
+    assert await names() == ["search", "answer", "search again"]
+    assert await names(sort_order="desc", limit=1) == ["search again"]
+    assert await names(sort_by="start_time") == ["search again", "answer", "search"]
+    assert await names(sort_by="parent_id") == ["answer", "search again", "search"]
+    assert await names(sort_by="parent_id", sort_order="desc", limit=2, offset=1) == ["search again", "answer"]
+    assert await names(name_contains="search", parent_id="a", filter_logic="or") == ["search", "search again"]
+    assert await names(name_contains="search", parent_id="a") == ["search again"]
+    wrong = {"rollout_id": claimed.rollout_id, "sort_by": "nothing"}
+    refusal(await http.post("/spans/search", json=wrong), 400, "ConfigError", "parent_id")
+
+
+async def test_a_rollout_is_shown_with_its_latest_attempt(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
+    await http.post("/queues/rollouts/enqueue", json={"rollouts": [{"input": 1, "rollout_id": "waits"}]})
+    shown = (await http.get(f"/rollouts/{claimed.rollout_id}")).json()
+    assert shown["attempt"]["attempt_id"] == claimed.attempt.attempt_id
+    assert "attempt" not in (await http.get("/rollouts/waits")).json()
+    listed = (await http.get("/rollouts")).json()["items"]
+    assert {each["rollout_id"]: "attempt" in each for each in listed} == {claimed.rollout_id: True, "waits": False}
+    assert listed == (await http.post("/rollouts/search", json={})).json()["items"]
+
+
+async def test_numbers_are_reserved_many_at_once(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
+    pair = [claimed.rollout_id, claimed.attempt.attempt_id]
+    answer = await http.post("/spans/next/batch", json={"rollout_attempt_ids": [pair, pair]})
+    assert answer.json() == {"sequence_ids": [1, 2]}
 
 
 # -- who may ---------------------------------------------------------------------------------------------------------
@@ -498,9 +529,7 @@ async def test_health_tells_the_version(http: httpx.AsyncClient, store: Store) -
 
 
 def test_every_method_of_the_contract_has_a_path() -> None:
-    contract = {
-        name for name, value in vars(LightningStoreBase).items() if not name.startswith("_") and callable(value)
-    }
+    contract = set(LightningStoreBase.__abstractmethods__)
     covered = {operation.method for operation in OPERATIONS}
     through_many = {"enqueue_rollout", "dequeue_rollout", "iter_spans", "close"}
     assert covered == contract - through_many

@@ -21,10 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from agentlightning.resources import NamedResources
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase, Unset
-from agentlightning.store.http.wire import BODIES, INPUTS, Integer, decoder, result_reader
-
-IGNORED: Final[dict[str, Any]] = {"filter_logic": Literal["and"]}
-"""What 0.x clients send with every search, in the one meaning we have for it."""
+from agentlightning.store.http.wire import BODIES, INPUTS, Integer, RolloutBody, decoder, result_reader
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class Operation:
     """Other names of parameters in the request."""
     pages: str | None = None
     """The answer is a page of a list: {items, limit, offset, total}. The field of an item that `after` takes."""
-    order: tuple[str, ...] = ()
-    """What 0.x clients may sort a list by: the order it has anyway."""
+    attempts: bool = False
+    """Each rollout of the answer comes with its latest attempt, where it has one."""
     scalar: str | None = None
     """The answer is an object with this one field."""
     absent: bool = False
@@ -99,6 +96,8 @@ class Operation:
     def answer(self) -> Any:
         """The type of the answer's body."""
         result = _shape(hints_of(self.method)["return"], rest=True)
+        if self.attempts:
+            result = list[RolloutBody] if self.pages else RolloutBody
         if self.pages:
             return _page_type(result)
         if self.scalar:
@@ -112,10 +111,8 @@ class Operation:
         found: dict[str, Any] = {}
         for name in request.__struct_fields__:
             value = getattr(request, name)
-            if value is not UNSET and name not in IGNORED and name not in ("sort_by", "sort_order"):
+            if value is not UNSET:
                 found[name] = value
-        if getattr(request, "sort_order", None) == "desc":
-            found["newest_first"] = True
         return found
 
 
@@ -151,10 +148,6 @@ def _request(operation: Operation, names: list[str]) -> type[Struct]:
     names = [name for name in names if not (paged and name in ("limit", "offset"))]
     fields = _fields(operation.method, names, rest=True)
     if paged:
-        fields += [(name, kind | UnsetType, UNSET) for name, kind in IGNORED.items()]
-        orders = Literal["asc", "desc"] if "newest_first" in names else Literal["asc"]
-        fields.append(("sort_by", Literal[operation.order] | UnsetType | None, UNSET))
-        fields.append(("sort_order", orders | UnsetType, UNSET))
         fields += _PAGE
     return msgspec.defstruct(
         _camel(operation.method) + "Request",
@@ -209,11 +202,11 @@ def _union(kinds: Sequence[Any]) -> Any:
     return Union[tuple(kinds)]  # noqa: UP007  made at run time
 
 
-def _search(method: str, path: str, cursor: str, order: tuple[str, ...]) -> tuple[Operation, ...]:
+def _search(method: str, path: str, cursor: str, attempts: bool = False) -> tuple[Operation, ...]:
     """A list by query string and, for long filters, by body."""
     return (
-        Operation(method, "GET", path, pages=cursor, order=order),
-        Operation(method, "POST", f"{path}/search", pages=cursor, order=order),
+        Operation(method, "GET", path, pages=cursor, attempts=attempts),
+        Operation(method, "POST", f"{path}/search", pages=cursor, attempts=attempts),
     )
 
 
@@ -229,28 +222,30 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("cancel_rollout", "POST", f"{_rollout}/cancel"),
     Operation("wait_for_rollouts", "POST", "/waits/rollouts"),
     # rollouts and attempts
-    *_search("query_rollouts", "/rollouts", "rollout_id", ("start_time", "rollout_id")),
+    *_search("query_rollouts", "/rollouts", "rollout_id", attempts=True),
     Operation("count_rollouts", "POST", "/counts/rollouts", scalar="count"),
-    Operation("get_rollout_by_id", "GET", _rollout),
+    Operation("get_rollout_by_id", "GET", _rollout, attempts=True),
     Operation("update_rollout", "POST", _rollout),
-    *_search("query_attempts", f"{_rollout}/attempts", "attempt_id", ("sequence_id", "start_time")),
+    *_search("query_attempts", f"{_rollout}/attempts", "attempt_id"),
     Operation("get_latest_attempt", "GET", f"{_rollout}/attempts/latest", absent=True),
     Operation("update_attempt", "POST", f"{_rollout}/attempts/{{attempt_id}}"),
+    Operation("get_latest_attempts", "POST", "/attempts/latest"),
     Operation("get_attempt", "GET", "/attempts/{attempt_id}"),
     # spans
     Operation("add_span", "POST", "/spans", 201, whole="span"),
     Operation("add_many_spans", "POST", "/spans/batch", 201),
-    *_search("query_spans", "/spans", "span_id", ("sequence_id",)),
+    *_search("query_spans", "/spans", "span_id"),
     Operation("get_next_span_sequence_id", "POST", "/spans/next", scalar="sequence_id"),
+    Operation("get_many_span_sequence_ids", "POST", "/spans/next/batch", scalar="sequence_ids"),
     # resources
-    Operation("query_resources", "GET", "/resources", pages="resources_id", order=("resources_id",)),
+    Operation("query_resources", "GET", "/resources", pages="resources_id"),
     Operation("add_resources", "POST", "/resources", 201, whole="resources", query=("resources_id",)),
     Operation("add_resources", "PUT", "/resources/{resources_id}", 201, whole="resources"),
     Operation("get_latest_resources", "GET", "/resources/latest", absent=True),
     Operation("get_resources_by_id", "GET", "/resources/{resources_id}"),
     Operation("update_resources", "POST", "/resources/{resources_id}", whole="resources"),
     # workers and queues
-    *_search("query_workers", "/workers", "worker_id", ("first_seen",)),
+    *_search("query_workers", "/workers", "worker_id"),
     Operation("get_worker", "GET", "/workers/{worker_id}", absent=True),
     Operation("update_worker", "POST", "/workers/{worker_id}", names={"stats": "heartbeat_stats"}),
     Operation("query_queues", "GET", "/queues"),
@@ -273,6 +268,7 @@ KEYED: Final = frozenset(
     {
         "add_records",
         "delete_rollouts",
+        "get_many_span_sequence_ids",
         "get_next_span_sequence_id",
         "requeue_rollout",
         "update_resources",

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError, StoreError
-from agentlightning.resources import NamedResources, ResourcesUpdate
+from agentlightning.errors import StoreError
 from agentlightning.rollouts import (
     Attempt,
     AttemptedRollout,
@@ -27,32 +26,22 @@ from agentlightning.rollouts import (
 from agentlightning.span import Span
 from agentlightning.store.base import (
     UNSET,
-    LightningStoreBase,
-    Pruned,
-    Queue,
-    Retention,
-    RolloutRecord,
+    FilterLogic,
+    SortOrder,
     Unset,
-    Worker,
 )
-from agentlightning.store.http.api import ALONE, RESULTS, is_keyed
+from agentlightning.store.http.calling import CallingStore, Page
 from agentlightning.store.http.remote import Remote, Settings
-from agentlightning.store.http.wire import as_kept, encode, span_fields, written
+from agentlightning.store.http.wire import as_kept, span_fields
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 
 SLICE_SECONDS: Final = 25.0
 """A call that waits asks again this often, so that nothing between it and the server thinks the connection dead."""
-LONG_SECONDS: Final = 3600.0
-"""What a call that may take long is given."""
-PAGE: Final = 500
-"""Items of a list that are read in one call."""
-PAGE_OF_SPANS: Final = 100
-"""These may be large."""
 CHUNK: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
 
 
-class LightningStoreClient(LightningStoreBase):
+class LightningStoreClient(CallingStore):
     """A store in another process or on another machine. Any number of tasks, event loops and threads may use one
     object at the same time; it can be pickled.
 
@@ -77,26 +66,6 @@ class LightningStoreClient(LightningStoreBase):
     def __reduce__(self) -> tuple[Any, ...]:
         settings = self._remote.settings
         return _open, (settings.url, settings.token, settings.timeout, settings.patience)
-
-    # -- the way to the server -------------------------------------------------------------------------------------
-
-    async def _call(self, method: str, /, **arguments: Any) -> Any:
-        return await self._send(method, _written(arguments))
-
-    async def _send(self, method: str, arguments: dict[str, Any]) -> Any:
-        """A call whose arguments are written already."""
-        line = self._remote.line()
-        body = _body(method, arguments)
-        if method in ALONE:
-            answer = await line.call_alone(body, LONG_SECONDS)
-        else:
-            answer = await line.call(body)
-        return RESULTS[method](answer)
-
-    async def _call_and_wait(self, method: str, timeout: float, **arguments: Any) -> Any:
-        """A call that the server answers within `timeout` seconds or when there is something."""
-        body = _body(method, _written({**arguments, "timeout": timeout}))
-        return RESULTS[method](await self._remote.line().call_alone(body, timeout, "/waits/calls"))
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -233,17 +202,18 @@ class LightningStoreClient(LightningStoreBase):
         rollout_id_contains: str | None = None,
         queue_in: Sequence[str] | None = None,
         mode_in: Sequence[RolloutMode] | None = None,
+        filter_logic: FilterLogic = "and",
         newest_first: bool = False,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
         return await self._pages(
+            Page("rollout_id", after, limit, offset, sort_by, sort_order),
             "query_rollouts",
-            "rollout_id",
-            after,
-            limit,
-            offset,
+            filter_logic=filter_logic,
             status_in=status_in,
             rollout_id_in=rollout_id_in,
             rollout_id_contains=rollout_id_contains,
@@ -260,9 +230,11 @@ class LightningStoreClient(LightningStoreBase):
         rollout_id_contains: str | None = None,
         queue_in: Sequence[str] | None = None,
         mode_in: Sequence[RolloutMode] | None = None,
+        filter_logic: FilterLogic = "and",
     ) -> int:
         return await self._call(
             "count_rollouts",
+            filter_logic=filter_logic,
             status_in=status_in,
             rollout_id_in=rollout_id_in,
             rollout_id_contains=rollout_id_contains,
@@ -312,14 +284,26 @@ class LightningStoreClient(LightningStoreBase):
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
-    async def query_attempts(self, rollout_id: str) -> list[Attempt]:
-        return await self._call("query_attempts", rollout_id=rollout_id)
+    async def query_attempts(
+        self,
+        rollout_id: str,
+        *,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Attempt]:
+        page = Page(None, None, limit, offset, sort_by, sort_order)
+        return await self._pages(page, "query_attempts", rollout_id=rollout_id)
 
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
         return await self._call("get_attempt", attempt_id=attempt_id)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         return await self._call("get_latest_attempt", rollout_id=rollout_id)
+
+    async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
+        return await self._call("get_latest_attempts", rollout_ids=rollout_ids)
 
     async def update_attempt(
         self,
@@ -356,6 +340,9 @@ class LightningStoreClient(LightningStoreBase):
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         return await self._call("get_next_span_sequence_id", rollout_id=rollout_id, attempt_id=attempt_id)
 
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
+        return await self._call("get_many_span_sequence_ids", rollout_attempt_ids=rollout_attempt_ids)
+
     async def query_spans(
         self,
         rollout_id: str,
@@ -364,25 +351,32 @@ class LightningStoreClient(LightningStoreBase):
         name: str | None = None,
         name_contains: str | None = None,
         trace_id: str | None = None,
+        trace_id_contains: str | None = None,
         span_id: str | None = None,
+        span_id_contains: str | None = None,
         parent_id: str | None = None,
+        parent_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
     ) -> list[Span]:
         return await self._pages(
+            Page("span_id", after, limit, offset, sort_by, sort_order),
             "query_spans",
-            "span_id",
-            after,
-            limit,
-            offset,
             rollout_id=rollout_id,
             attempt_id=attempt_id,
             name=name,
             name_contains=name_contains,
             trace_id=trace_id,
+            trace_id_contains=trace_id_contains,
             span_id=span_id,
+            span_id_contains=span_id_contains,
             parent_id=parent_id,
+            parent_id_contains=parent_id_contains,
+            filter_logic=filter_logic,
         )
 
     async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
@@ -392,93 +386,6 @@ class LightningStoreClient(LightningStoreBase):
             for rollout_id, spans in zip(chunk, read, strict=True):
                 yield rollout_id, spans
 
-    async def _pages(
-        self, method: str, cursor: str, after: str | None, limit: int, offset: int, **filters: Any
-    ) -> list[Any]:
-        """A list, read in calls of limited size."""
-        if limit < 0 and limit != -1:
-            raise ConfigError(f"limit={limit} is no number of items; use -1 for all of them")
-        size = PAGE_OF_SPANS if method == "query_spans" else PAGE
-        found: list[Any] = []
-        while True:
-            wanted = size if limit == -1 else min(size, limit - len(found))
-            page = await self._call(method, **filters, after=after, limit=wanted, offset=offset)
-            found += page
-            if len(page) < wanted or len(found) == limit:
-                return found
-            after, offset = getattr(page[-1], cursor), 0
-
-    # -- resources -------------------------------------------------------------------------------------------------
-
-    async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
-        resources_id = new_id("rs") if resources_id is None else resources_id
-        return await self._call("add_resources", resources=resources, resources_id=resources_id)
-
-    async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        return await self._call("update_resources", resources_id=resources_id, resources=resources)
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        return await self._call("get_resources_by_id", resources_id=resources_id)
-
-    async def get_latest_resources(self) -> ResourcesUpdate | None:
-        return await self._call("get_latest_resources")
-
-    async def query_resources(
-        self, *, after: str | None = None, limit: int = -1, offset: int = 0
-    ) -> list[ResourcesUpdate]:
-        return await self._pages("query_resources", "resources_id", after, limit, offset)
-
-    # -- workers and queues ----------------------------------------------------------------------------------------
-
-    async def update_worker(
-        self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
-    ) -> Worker:
-        return await self._call("update_worker", worker_id=worker_id, stats=stats, lease_seconds=lease_seconds)
-
-    async def get_worker(self, worker_id: str) -> Worker | None:
-        return await self._call("get_worker", worker_id=worker_id)
-
-    async def query_workers(self, *, after: str | None = None, limit: int = -1) -> list[Worker]:
-        return await self._call("query_workers", after=after, limit=limit)
-
-    async def update_queue(self, name: str, limit: int | None) -> Queue:
-        return await self._call("update_queue", name=name, limit=limit)
-
-    async def query_queues(self) -> list[Queue]:
-        return await self._call("query_queues")
-
-    # -- keeping the store small -----------------------------------------------------------------------------------
-
-    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
-        return await self._call("delete_rollouts", rollout_ids=rollout_ids)
-
-    async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
-        return await self._call("prune", retention=retention, dry_run=dry_run)
-
-    async def vacuum(self) -> None:
-        await self._call("vacuum")
-
-    async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
-        return await self._call("read_records", rollout_ids=rollout_ids)
-
-    async def add_records(self, records: Sequence[RolloutRecord]) -> int:
-        return await self._call("add_records", records=records)
-
 
 def _open(url: str, token: str | None, timeout: float, patience: float) -> LightningStoreClient:
     return LightningStoreClient(url, token, timeout=timeout, patience=patience)
-
-
-def _written(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: written(value, name) for name, value in arguments.items() if value is not UNSET}
-
-
-def _body(method: str, arguments: dict[str, Any]) -> bytes:
-    """One call as it travels. Raises ConfigError for what JSON cannot hold."""
-    call: dict[str, Any] = {"method": method, "arguments": arguments}
-    if is_keyed(method, arguments):
-        call["key"] = new_hex() + new_hex()
-    try:
-        return encode(call)
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{error.object!r} holds half a character, which no database keeps") from None

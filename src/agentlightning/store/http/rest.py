@@ -9,11 +9,12 @@ from urllib.parse import parse_qsl
 
 import msgspec
 import orjson
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
+from agentlightning.rollouts import AttemptedRollout, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.api import ONCE, Operation
@@ -40,6 +41,9 @@ PAGE: Final = 500
 """Items read from the store at once: a list is answered in such pieces, however long it is."""
 PAGE_OF_SPANS: Final = 100
 """These may be large."""
+PAGE_OF_SORTED_SPANS: Final = 2000
+"""The store reads all spans of the rollout for each page of these."""
+_PLACE: Final = frozenset({"limit", "offset", "after", "newest_first", "sort_by", "sort_order"})
 _MAX_FIELDS: Final = 10_000
 
 
@@ -140,7 +144,10 @@ class Endpoint:
         work = getattr(self._store, operation.method)
 
         async def done() -> bytes:
-            return _body(operation, await work(**arguments), scope)
+            value = await work(**arguments)
+            if operation.attempts and value is not None:
+                (value,) = await self._with_attempts([value])
+            return _body(operation, value, scope)
 
         if operation.waits:
             timeout = arguments.get("timeout")
@@ -187,41 +194,53 @@ class Endpoint:
         else:
             await answer(send, operation.status, text)
 
+    async def _with_attempts(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Each with its latest attempt, where it has one."""
+        ids = [rollout.rollout_id for rollout in rollouts]
+        latest = {attempt.rollout_id: attempt for attempt in await self._store.get_latest_attempts(ids)}
+        return [
+            AttemptedRollout(**structs.asdict(rollout), attempt=latest[rollout.rollout_id])
+            if rollout.rollout_id in latest
+            else rollout
+            for rollout in rollouts
+        ]
+
     async def _pieces(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[list[Any]]:
         """At least one."""
         work = getattr(self._store, operation.method)
         filters = {name: value for name, value in arguments.items() if name in operation.parameters}
         left, offset = arguments["limit"], arguments["offset"]
-        if "offset" not in operation.parameters:
-            filters.pop("limit", None)
-            items = await work(**filters)
-            yield items[offset : None if left < 0 else offset + left]
-            return
-        size = PAGE_OF_SPANS if operation.method == "query_spans" else PAGE
+        by_offset = _is_sorted(arguments) or "after" not in operation.parameters
+        size = PAGE if operation.method != "query_spans" else PAGE_OF_SORTED_SPANS if by_offset else PAGE_OF_SPANS
         while True:
             wanted = size if left < 0 else min(size, left)
             filters |= {"limit": wanted, "offset": offset}
             items = await work(**filters)
-            yield items
+            yield await self._with_attempts(items) if operation.attempts and items else items
             left -= len(items) if left > 0 else 0
             if len(items) < wanted or left == 0:
                 return
-            filters["after"] = getattr(items[-1], cast("str", operation.pages))
-            offset = 0
+            offset = offset + len(items) if by_offset else 0
+            if not by_offset:
+                filters["after"] = getattr(items[-1], cast("str", operation.pages))
 
     async def _total(self, operation: Operation, arguments: dict[str, Any], count: int) -> int:
         """How many there are without limit and offset."""
         limit, offset = arguments["limit"], arguments["offset"]
         if "after" not in arguments and (limit < 0 or count < limit) and (count or not offset):
             return offset + count
-        filters = {name: value for name, value in arguments.items() if name not in ("limit", "offset", "after")}
+        filters = {name: value for name, value in arguments.items() if name not in _PLACE}
         if operation.method == "query_rollouts":
-            filters.pop("newest_first", None)
             return await self._store.count_rollouts(**filters)
         total = 0
         async for piece in self._pieces(operation, filters | {"limit": -1, "offset": 0}):
             total += len(piece)
         return total
+
+
+def _is_sorted(arguments: dict[str, Any]) -> bool:
+    """Whether a list has another order than that of creation."""
+    return arguments.get("sort_by") is not None or arguments.get("sort_order") == "desc"
 
 
 def _query(scope: Scope, kind: type[Struct]) -> Struct:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
 import msgspec
 import orjson
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError
@@ -118,6 +118,12 @@ class ResourcesBody(Struct, kw_only=True):
     create_time: float
     update_time: float
     resources: Resources
+
+
+class RolloutBody(Rollout, frozen=True, kw_only=True):
+    """A rollout as lists have it: `attempt` is its latest one, and absent where it has none."""
+
+    attempt: Attempt | UnsetType = UNSET
 
 
 class RecordBody(Struct, kw_only=True):

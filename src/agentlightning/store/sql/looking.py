@@ -12,6 +12,7 @@ from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollo
 from agentlightning.store.base import Queue
 from agentlightning.store.sql import codec, counts, statements
 from agentlightning.store.sql.database import Connection
+from agentlightning.store.sql.ordering import Order
 from agentlightning.store.sql.states import OPEN
 
 
@@ -24,6 +25,8 @@ class RolloutFilters:
     rollout_id_contains: str | None = None
     queue_in: Sequence[str] | None = None
     mode_in: Sequence[str] | None = None
+    any_of: bool = False
+    """One of them is enough."""
 
     def __post_init__(self) -> None:
         codec.check_texts(self.status_in, "status_in")
@@ -47,19 +50,23 @@ class RolloutFilters:
 
 
 def rollouts(
-    connection: Connection, filters: RolloutFilters, newest_first: bool, after: str | None, limit: int, offset: int
+    connection: Connection, filters: RolloutFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Rollout]:
     values = filters.values
     if after is not None:
         values.append(rollout_key(connection, after))
-    statement = statements.query_rollouts(filters.given, after is not None, newest_first)
+    statement = statements.query_rollouts(
+        filters.given, after is not None, order.field, order.descending, filters.any_of
+    )
     return [codec.to_rollout(row) for row in connection.all(statement, *values, limit, offset)]
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
-    if filters.rollout_id_in is None and filters.rollout_id_contains is None and filters.mode_in is None:
+    by_status, _, _, by_queue, _ = filters.given
+    counted = filters.rollout_id_in is None and filters.rollout_id_contains is None and filters.mode_in is None
+    if counted and not (filters.any_of and by_status and by_queue):
         return counts.total(connection, filters.status_in, filters.queue_in)
-    return int(connection.all(statements.count_rollouts(filters.given), *filters.values)[0][0])
+    return int(connection.all(statements.count_rollouts(filters.given, filters.any_of), *filters.values)[0][0])
 
 
 def rollout_key(connection: Connection, rollout_id: str) -> int:
@@ -72,6 +79,11 @@ def rollout_key(connection: Connection, rollout_id: str) -> int:
 def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
     rows = connection.all(statements.FIND_ROLLOUT, rollout_id)
     return codec.to_rollout(rows[0]) if rows else None
+
+
+def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
+    rows = connection.all(statements.LATEST_ATTEMPTS, list(rollout_ids))
+    return [codec.to_attempt(row[-1], row) for row in rows]
 
 
 def attempts(connection: Connection, rollout_id: str) -> list[Attempt]:
@@ -104,14 +116,25 @@ def latest_resources(connection: Connection) -> ResourcesUpdate | None:
     return codec.to_resources(rows[0]) if rows else None
 
 
-def resources_page(connection: Connection, after: str | None, limit: int, offset: int) -> list[ResourcesUpdate]:
+def resources_page(
+    connection: Connection,
+    filters: tuple[str | None, str | None],
+    order: Order,
+    after: str | None,
+    limit: int,
+    offset: int,
+) -> list[ResourcesUpdate]:
+    """filters: the id, a part of the id."""
     key = -1
     if after is not None:
         rows = connection.all(statements.RESOURCES_KEY, after)
         if not rows:
             raise NotFoundError(f"no resources {after!r} in this store to go on after")
         key = rows[0][0]
-    return [codec.to_resources(row) for row in connection.all(statements.QUERY_RESOURCES, key, limit, offset)]
+    resources_id, part = filters
+    statement = statements.query_resources(resources_id is not None, part is not None, order.field, order.descending)
+    values = [value for value in filters if value is not None]
+    return [codec.to_resources(row) for row in connection.all(statement, key, *values, limit, offset)]
 
 
 def queues(connection: Connection) -> list[Queue]:

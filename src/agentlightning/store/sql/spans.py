@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -16,6 +17,7 @@ from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store.sql import codec, lifecycle, packs, statements, tokens
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.database import Connection
+from agentlightning.store.sql.ordering import NATURAL, Order
 from agentlightning.store.sql.packs import Pack
 from agentlightning.store.sql.states import AttemptState, State
 
@@ -342,6 +344,16 @@ def spans_by_id(connection: Connection, attempt: AttemptState, span_ids: set[str
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
 
 
+def _has(name: str, value: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: field_of(span) == value
+
+
+def _contains(name: str, part: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: part in (field_of(span) or "")
+
+
 @dataclass(frozen=True, slots=True)
 class SpanQuery:
     """What `query_spans` asks for."""
@@ -351,43 +363,32 @@ class SpanQuery:
     after: str | None
     limit: int
     offset: int
-    name: str | None = None
-    name_contains: str | None = None
-    trace_id: str | None = None
-    span_id: str | None = None
-    parent_id: str | None = None
+    exact: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """The value that a field of a span must have."""
+    parts: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """The text that a field of a span must contain."""
+    any_of: bool = False
+    """One of these filters is enough."""
+    order: Order = NATURAL
 
     @property
     def filters(self) -> list[Callable[[Span], bool]]:
-        tests: list[Callable[[Span], bool]] = []
-        if self.name is not None:
-            tests.append(lambda span: span.name == self.name)
-        if self.name_contains is not None:
-            part = self.name_contains
-            tests.append(lambda span: part in span.name)
-        if self.trace_id is not None:
-            tests.append(lambda span: span.trace_id == self.trace_id)
-        if self.span_id is not None:
-            tests.append(lambda span: span.span_id == self.span_id)
-        if self.parent_id is not None:
-            tests.append(lambda span: span.parent_id == self.parent_id)
-        return tests
-
-    @property
-    def everything(self) -> bool:
-        """There is no filter, and no limit."""
-        filters = (self.name, self.name_contains, self.trace_id, self.span_id, self.parent_id)
-        return self.limit == -1 and not self.offset and filters == (None,) * 5
+        exact = [_has(name, value) for name, value in self.exact.items() if value is not None]
+        return exact + [_contains(name, part) for name, part in self.parts.items() if part is not None]
 
     def page(self, spans: Iterable[Span]) -> list[Span]:
         """What is asked of all the spans from the place of `after` on."""
-        if self.everything:
+        tests, enough = self.filters, any if self.any_of else all
+        if not self.order.natural:
+            fitting = [span for span in spans if not tests or enough(test(span) for test in tests)]
+            return self.order.page(fitting, self.limit, self.offset)
+        skip, found = self.offset, list[Span]()
+        if self.limit == -1 and not skip and not tests:
             return list(spans)
-        tests, skip, found = self.filters, self.offset, list[Span]()
         if self.limit == 0:
             return found
         for span in spans:
-            if tests and not all(test(span) for test in tests):
+            if tests and not enough(test(span) for test in tests):
                 continue
             if skip:
                 skip -= 1

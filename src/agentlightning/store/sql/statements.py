@@ -9,6 +9,7 @@ from sqlalchemy import (
     ColumnElement,
     Select,
     Table,
+    and_,
     bindparam,
     delete,
     func,
@@ -92,7 +93,7 @@ Filters = tuple[bool, bool, bool, bool, bool]
 """Whether there is a filter by status, id, part of the id, queue, mode."""
 
 
-def _filtered(query: Select[Any], filters: Filters) -> tuple[Select[Any], list[str]]:
+def _filtered(query: Select[Any], filters: Filters, any_of: bool) -> tuple[Select[Any], list[str]]:
     conditions: tuple[tuple[ColumnElement[bool], str], ...] = (
         (is_one_of(rollouts.c.status, "statuses"), "statuses"),
         (is_one_of(rollouts.c.rollout_id, "ids"), "ids"),
@@ -100,28 +101,37 @@ def _filtered(query: Select[Any], filters: Filters) -> tuple[Select[Any], list[s
         (is_one_of(rollouts.c.queue, "queues"), "queues"),
         (is_one_of(rollouts.c.mode, "modes"), "modes"),
     )
-    names: list[str] = []
-    for wanted, (condition, name) in zip(filters, conditions, strict=True):
-        if wanted:
-            query = query.where(condition)
-            names.append(name)
-    return query, names
+    wanted = [each for is_given, each in zip(filters, conditions, strict=True) if is_given]
+    if wanted:
+        query = query.where((or_ if any_of else and_)(*(condition for condition, _ in wanted)))
+    return query, [name for _, name in wanted]
+
+
+def _ordered(query: Select[Any], table: Table, column: ColumnElement[Any] | None, descending: bool) -> Select[Any]:
+    """By a column, a missing value first; rows of the same value in order of creation. Descending, all of it turned
+    round."""
+    last = table.c.key.desc() if descending else table.c.key
+    if column is None:
+        return query.order_by(last)
+    return query.order_by(column.desc().nulls_last() if descending else column.nulls_first(), last)
 
 
 @cache
-def query_rollouts(filters: Filters, after: bool, newest_first: bool) -> Statement:
+def query_rollouts(
+    filters: Filters, after: bool, field: str | None = None, descending: bool = False, any_of: bool = False
+) -> Statement:
     """The filters that are given, each a parameter; then the key of the last one seen, limit and offset."""
-    query, names = _filtered(select(*ROLLOUT), filters)
+    query, names = _filtered(select(*ROLLOUT), filters, any_of)
     if after:
-        query = query.where(rollouts.c.key < given("key") if newest_first else rollouts.c.key > given("key"))
+        query = query.where(rollouts.c.key < given("key") if descending else rollouts.c.key > given("key"))
         names.append("the_key")
-    query = query.order_by(rollouts.c.key.desc() if newest_first else rollouts.c.key)
+    query = _ordered(query, rollouts, None if field is None else rollouts.c[field], descending)
     return Statement(query.limit(bindparam("many")).offset(bindparam("skip")), (*names, "many", "skip"))
 
 
 @cache
-def count_rollouts(filters: Filters) -> Statement:
-    query, names = _filtered(select(func.count()).select_from(rollouts), filters)
+def count_rollouts(filters: Filters, any_of: bool = False) -> Statement:
+    query, names = _filtered(select(func.count()).select_from(rollouts), filters, any_of)
     return Statement(query, tuple(names))
 
 
@@ -155,6 +165,12 @@ LATEST_ATTEMPT = Statement(
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
     .where(rollouts.c.rollout_id == given("rollout"), attempts.c.sequence_id == rollouts.c.attempts),
     ("the_rollout",),
+)
+LATEST_ATTEMPTS = Statement(
+    select(*ATTEMPT, rollouts.c.rollout_id)
+    .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
+    .where(is_one_of(rollouts.c.rollout_id, "ids"), attempts.c.sequence_id == rollouts.c.attempts),
+    ("ids",),
 )
 FIND_ATTEMPT = Statement(
     select(*ATTEMPT, rollouts.c.rollout_id)
@@ -325,14 +341,25 @@ LATEST_RESOURCES = Statement(
     select(*RESOURCES).order_by(resources.c.version.desc()).limit(literal_column("1")).offset(_zero)
 )
 LAST_VERSION = Statement(select(func.coalesce(func.max(resources.c.version), _zero)))
-QUERY_RESOURCES = Statement(
-    select(*RESOURCES)
-    .where(resources.c.key > given("key"))
-    .order_by(resources.c.key)
-    .limit(bindparam("many"))
-    .offset(bindparam("skip")),
-    ("the_key", "many", "skip"),
-)
+
+
+@cache
+def query_resources(exact: bool, part: bool, field: str | None = None, descending: bool = False) -> Statement:
+    """The key to go on after, the filters by id that are given, limit and offset."""
+    query, names = select(*RESOURCES).where(resources.c.key > given("key")), ["the_key"]
+    if exact:
+        query = query.where(resources.c.resources_id == given("id"))
+        names.append("the_id")
+    if part:
+        query = query.where(contains_text(resources.c.resources_id, "part"))
+        names.append("part")
+    column = None if field is None else resources.c[field]
+    if field == "update_time":
+        column = func.coalesce(resources.c.update_time, resources.c.create_time)
+    query = _ordered(query, resources, column, descending)
+    return Statement(query.limit(bindparam("many")).offset(bindparam("skip")), (*names, "many", "skip"))
+
+
 CHANGE_RESOURCES = Statement(
     update(resources)
     .where(resources.c.resources_id == given("id"))

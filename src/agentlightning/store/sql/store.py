@@ -24,12 +24,13 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
-from agentlightning.store.base import UNSET, Unset
+from agentlightning.store.base import UNSET, FilterLogic, SortOrder, Unset
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.sql import codec, lifecycle, looking, spans
 from agentlightning.store.sql.calls import AddSpans, Claim, Enqueue, Start, UpdateAttempt, repeated
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.looking import RolloutFilters
+from agentlightning.store.sql.ordering import Order, check_logic
 from agentlightning.store.sql.spans import SpanQuery
 from agentlightning.store.sql.unit import Unit
 from agentlightning.store.sql.upkeep import Upkeep
@@ -110,8 +111,10 @@ class SqlStore(Upkeep):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        if limit < 1:
-            raise ConfigError(f"limit={limit} claims nothing; use at least 1")
+        if limit < 0:
+            raise ConfigError(f"limit={limit} is no number of rollouts; use at least 1")
+        if limit == 0:
+            return []
         _check_claimer(worker_id, claim_id)
         codec.check_texts(queues, "queues")
         call = Claim("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
@@ -165,16 +168,22 @@ class SqlStore(Upkeep):
         rollout_id_contains: str | None = None,
         queue_in: Sequence[str] | None = None,
         mode_in: Sequence[RolloutMode] | None = None,
+        filter_logic: FilterLogic = "and",
         newest_first: bool = False,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in)
+        any_of = check_logic(filter_logic)
+        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
         many, skip = codec.check_cursor(after, limit, offset)
+        newest_first = newest_first and sort_by is None
+        order = Order.of("rollouts", sort_by, "desc" if newest_first else sort_order, after)
         return await self.read(
             "query_rollouts",
-            lambda connection: looking.rollouts(connection, filters, newest_first, after, many, skip),
+            lambda connection: looking.rollouts(connection, filters, order, after, many, skip),
         )
 
     async def count_rollouts(
@@ -185,8 +194,10 @@ class SqlStore(Upkeep):
         rollout_id_contains: str | None = None,
         queue_in: Sequence[str] | None = None,
         mode_in: Sequence[RolloutMode] | None = None,
+        filter_logic: FilterLogic = "and",
     ) -> int:
-        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in)
+        any_of = check_logic(filter_logic)
+        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
         return await self.read("count_rollouts", lambda connection: looking.count_rollouts(connection, filters))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
@@ -239,9 +250,26 @@ class SqlStore(Upkeep):
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
-    async def query_attempts(self, rollout_id: str) -> list[Attempt]:
+    async def query_attempts(
+        self,
+        rollout_id: str,
+        *,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Attempt]:
         codec.check_text(rollout_id, "rollout_id")
-        return await self.read("query_attempts", lambda connection: looking.attempts(connection, rollout_id))
+        codec.check_page(limit, offset)
+        order = Order.of("attempts", sort_by, sort_order)
+        found = await self.read("query_attempts", lambda connection: looking.attempts(connection, rollout_id))
+        return order.page(found, limit, offset)
+
+    async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
+        codec.check_texts(rollout_ids, "rollout_ids")
+        return await self.read(
+            "get_latest_attempts", lambda connection: looking.latest_attempts(connection, rollout_ids)
+        )
 
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
         codec.check_text(attempt_id, "attempt_id")
@@ -303,16 +331,17 @@ class SqlStore(Upkeep):
         return [(each.rollout_id, each.attempt_id) for each, said in everything if said.superseded]
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        codec.check_text(rollout_id, "rollout_id")
-        codec.check_text(attempt_id, "attempt_id")
+        _check_pair((rollout_id, attempt_id))
+        return await self.do(
+            "get_next_span_sequence_id", lambda unit: _reserve(unit, [(rollout_id, attempt_id)])[0], [rollout_id]
+        )
 
-        def reserve(unit: Unit) -> int:
-            state = unit.attempt(rollout_id, attempt_id)
-            unit.touch_attempt(state)
-            state.last_span += 1
-            return state.last_span
-
-        return await self.do("get_next_span_sequence_id", reserve, [rollout_id])
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
+        pairs = list(rollout_attempt_ids)
+        for pair in pairs:
+            _check_pair(pair)
+        ids = list(dict.fromkeys(rollout_id for rollout_id, _ in pairs))
+        return await self.do("get_many_span_sequence_ids", lambda unit: _reserve(unit, pairs), ids)
 
     async def query_spans(
         self,
@@ -322,8 +351,14 @@ class SqlStore(Upkeep):
         name: str | None = None,
         name_contains: str | None = None,
         trace_id: str | None = None,
+        trace_id_contains: str | None = None,
         span_id: str | None = None,
+        span_id_contains: str | None = None,
         parent_id: str | None = None,
+        parent_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
@@ -332,9 +367,15 @@ class SqlStore(Upkeep):
         if attempt_id is not None:
             codec.check_text(attempt_id, "attempt_id")
         codec.check_cursor(after, limit, offset)
-        asked = SpanQuery(
-            rollout_id, attempt_id, after, limit, offset, name, name_contains, trace_id, span_id, parent_id
-        )
+        exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
+        parts = {
+            "name": name_contains,
+            "trace_id": trace_id_contains,
+            "span_id": span_id_contains,
+            "parent_id": parent_id_contains,
+        }
+        any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
+        asked = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order)
         if self.hot is not None and after is None and attempt_id != "latest":
             self.writer.check_open()
             found = self.hot.spans(rollout_id, attempt_id)
@@ -356,3 +397,20 @@ def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
         codec.check_text(worker_id, "worker_id")
     if claim_id is not None:
         codec.check_text(claim_id, "claim_id")
+
+
+def _check_pair(pair: tuple[str, str]) -> None:
+    if isinstance(pair, str) or len(pair) != 2:
+        raise ConfigError(f"rollout_attempt_ids: {pair!r} is no pair of a rollout_id and an attempt_id")
+    codec.check_text(pair[0], "rollout_id")
+    codec.check_text(pair[1], "attempt_id")
+
+
+def _reserve(unit: Unit, pairs: Sequence[tuple[str, str]]) -> list[int]:
+    """The next sequence number of each attempt, by the ids of its rollout and its own."""
+    numbers: list[int] = []
+    for state in [unit.attempt(rollout_id, attempt_id) for rollout_id, attempt_id in pairs]:
+        unit.touch_attempt(state)
+        state.last_span += 1
+        numbers.append(state.last_span)
+    return numbers

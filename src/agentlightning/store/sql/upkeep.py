@@ -8,12 +8,22 @@ from typing import Any
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.resources import NamedResources, ResourcesUpdate
-from agentlightning.store.base import Pruned, Queue, Retention, RolloutRecord, Worker
+from agentlightning.store.base import (
+    FilterLogic,
+    Pruned,
+    Queue,
+    Retention,
+    RolloutRecord,
+    SortOrder,
+    Worker,
+    WorkerStatus,
+)
 from agentlightning.store.ids import new_id
 from agentlightning.store.sql import codec, looking, maintenance, statements, workers
 from agentlightning.store.sql.call import Do
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.embedded import EmbeddedStore
+from agentlightning.store.sql.ordering import Order, check_logic
 from agentlightning.store.sql.unit import Unit
 
 
@@ -60,11 +70,25 @@ class Upkeep(EmbeddedStore):
         return await self.read("get_latest_resources", looking.latest_resources)
 
     async def query_resources(
-        self, *, after: str | None = None, limit: int = -1, offset: int = 0
+        self,
+        *,
+        resources_id: str | None = None,
+        resources_id_contains: str | None = None,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
     ) -> list[ResourcesUpdate]:
+        filters = (resources_id, resources_id_contains)
+        for name, value in zip(("resources_id", "resources_id_contains"), filters, strict=True):
+            if value is not None:
+                codec.check_text(value, name)
         many, skip = codec.check_cursor(after, limit, offset)
+        order = Order.of("resources", sort_by, sort_order, after)
         return await self.read(
-            "query_resources", lambda connection: looking.resources_page(connection, after, many, skip)
+            "query_resources",
+            lambda connection: looking.resources_page(connection, filters, order, after, many, skip),
         )
 
     # -- workers ---------------------------------------------------------------------------------------------------
@@ -86,9 +110,24 @@ class Upkeep(EmbeddedStore):
         codec.check_text(worker_id, "worker_id")
         return await self.read("get_worker", lambda connection: workers.find(connection, worker_id))
 
-    async def query_workers(self, *, after: str | None = None, limit: int = -1) -> list[Worker]:
-        many, _ = codec.check_cursor(after, limit, 0)
-        return await self.read("query_workers", lambda connection: workers.page(connection, after, many))
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[WorkerStatus] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Worker]:
+        codec.check_cursor(after, limit, offset)
+        order = Order.of("workers", sort_by, sort_order, after)
+        filters = workers.WorkerFilters(status_in, worker_id_contains, check_logic(filter_logic))
+        return await self.read(
+            "query_workers", lambda connection: workers.page(connection, filters, order, after, limit, offset)
+        )
 
     # -- queues ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentlightning.errors import NotFoundError
@@ -10,6 +12,7 @@ from agentlightning.store.base import Worker
 from agentlightning.store.sql import codec, lifecycle, statements
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.database import Connection
+from agentlightning.store.sql.ordering import Order
 from agentlightning.store.sql.states import OPEN, WorkerState, worker_row
 from agentlightning.store.sql.unit import Unit
 
@@ -45,15 +48,48 @@ def find(connection: Connection, worker_id: str) -> Worker | None:
     return found[0] if found else None
 
 
-def page(connection: Connection, after: str | None, limit: int) -> list[Worker]:
-    """In order of first appearance."""
+@dataclass(frozen=True, slots=True)
+class WorkerFilters:
+    """What `query_workers` filters by. Raises ConfigError for what no filter can be."""
+
+    status_in: Sequence[str] | None = None
+    worker_id_contains: str | None = None
+    any_of: bool = False
+    """One of them is enough."""
+
+    def __post_init__(self) -> None:
+        codec.check_texts(self.status_in, "status_in")
+        if self.worker_id_contains is not None:
+            codec.check_text(self.worker_id_contains, "worker_id_contains")
+
+    @property
+    def given(self) -> bool:
+        return self.status_in is not None or self.worker_id_contains is not None
+
+    def fits(self, worker: Worker) -> bool:
+        tests: list[bool] = []
+        if self.status_in is not None:
+            tests.append(worker.status in self.status_in)
+        if self.worker_id_contains is not None:
+            tests.append(self.worker_id_contains in worker.worker_id)
+        return not tests or (any(tests) if self.any_of else all(tests))
+
+
+def page(
+    connection: Connection, filters: WorkerFilters, order: Order, after: str | None, limit: int, offset: int
+) -> list[Worker]:
+    """In order of first appearance, or sorted. A status follows from several tables, so filters are applied here."""
     key = -1
     if after is not None:
         rows = connection.all(statements.WORKER_KEY, after)
         if not rows:
             raise NotFoundError(f"no worker {after!r} in this store to go on after")
         key = rows[0][0]
-    return _with_work(connection, connection.all(statements.QUERY_WORKERS, key, limit))
+    if order.natural and not filters.given and not offset:
+        many = codec.NO_LIMIT if limit < 0 else limit
+        return _with_work(connection, connection.all(statements.QUERY_WORKERS, key, many))
+    everyone = _with_work(connection, connection.all(statements.QUERY_WORKERS, key, codec.NO_LIMIT))
+    return order.page([worker for worker in everyone if filters.fits(worker)], limit, offset)
 
 
 def _with_work(connection: Connection, rows: list[Row]) -> list[Worker]:
