@@ -7,11 +7,10 @@ Called by agents over HTTP, and by the trainer for `pause`, `drain` and `resume`
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from os import PathLike
 from typing import Any, Final, cast
@@ -22,47 +21,40 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentlightning import span as names
-from agentlightning.errors import ContextLengthError, StoreClosedError, StoreFullError
+from agentlightning.errors import StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.budget import Budgets
-from agentlightning.gateway.calls import answer_of, asked_messages, prompts_of, record_of
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.constraint import Holding, hold
 from agentlightning.gateway.contexts import AttemptContext, Contexts
-from agentlightning.gateway.conversation import Conversations, Prompt
+from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.counters import Counters
-from agentlightning.gateway.dialects import messages, responses
-from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects import messages
+from agentlightning.gateway.dialects.base import Dialect, Request
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.completions import COMPLETIONS
 from agentlightning.gateway.dialects.embeddings import EMBEDDINGS
-from agentlightning.gateway.dialects.fields import forced_params, refuse_unhonoured
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.direct import Direct, Line
-from agentlightning.gateway.estimate import likely_tokens
-from agentlightning.gateway.exchange import Exchange, Show
 from agentlightning.gateway.forwarder import Forwarder
 from agentlightning.gateway.gate import Gates
 from agentlightning.gateway.kept import Kept
+from agentlightning.gateway.local_calls import LocalCalls
 from agentlightning.gateway.models import Models, json_reply, refusal
 from agentlightning.gateway.offload import offload
-from agentlightning.gateway.on_policy import OnPolicy, is_policy, is_training
+from agentlightning.gateway.on_policy import OnPolicy
 from agentlightning.gateway.parsing import read_object
 from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.refusals import keep_refusal
-from agentlightning.gateway.relay import relay
 from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.slots import Slots
 from agentlightning.gateway.translate import Translator
 from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
-from agentlightning.policy.base import Engine, SamplingParams
-from agentlightning.span import CONSTRAINT, new_trace_id
+from agentlightning.policy.base import Engine
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal import JournaledStore
 from agentlightning.transport import Transport, open_transport
@@ -149,11 +141,22 @@ class Gateway:
         )
         self._models = Models(self.table, self.attribution.check_key)
         self._agents = Agents((*config.agents, *agents))
-        self._holding: Holding = config.structured_output
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
-        self._on_policy = OnPolicy(self.counters)
+        on_policy = OnPolicy(self.counters)
         self._forwarder = Forwarder(
-            self.table, store, self._contexts, self._context, self._agents, self.counters, translator, self._on_policy
+            self.table, store, self._contexts, self._context, self._agents, self.counters, translator, on_policy
+        )
+        self._local = LocalCalls(
+            store=store,
+            table=self.table,
+            conversations=self.conversations,
+            kept=self.kept,
+            gates=self.gates,
+            contexts=self._contexts,
+            find_context=self._context,
+            counters=self.counters,
+            on_policy=on_policy,
+            holding=config.structured_output,
         )
         self._max_body_bytes = max_body_bytes
         self._slots = Slots(max_concurrency)
@@ -314,21 +317,8 @@ class Gateway:
         if (forward := await self._forwarder.plan(_PATHS[dialect], caller, headers, asked)) is not None:
             return partial(self._forwarder.run, forward)
         caller, request = await self._read(dialect, headers, caller, body, asked)
-        exchange, reply = await self._prepare(dialect, caller, request, len(body))
-        return partial(self._draw, exchange, request, reply)
-
-    async def _draw(
-        self, exchange: Exchange, request: Request, reply: Reply, scope: Scope, receive: Receive, outlet: Outlet
-    ) -> None:
-        await relay(
-            exchange,
-            self._run,
-            reply,
-            stream=request.stream,
-            finish=partial(self._finish, exchange, request, reply),
-            receive=receive,
-            outlet=outlet,
-        )
+        exchange, reply = await self._local.prepare(dialect, _PATHS[dialect], caller, request, len(body))
+        return partial(self._local.draw, exchange, request, reply)
 
     async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
         headers, caller = await self._caller(scope)
@@ -341,15 +331,7 @@ class Gateway:
         if await self._forwarder.count(caller, headers, asked, outlet):
             return
         caller, request = await self._read(MESSAGES, headers, caller, body, asked)
-        model, engine = self._resolve(caller, "messages")
-        if _attempt(caller):
-            await self._context(caller)
-        try:
-            read = partial(prompts_of, self.conversations, _attempt(caller), request, model, engine)
-            (prompt,) = await offload(len(body), read)
-            tokens = len(prompt.token_ids)
-        except ContextLengthError:  # Clients shorten their conversations by this number, however rough.
-            tokens = await offload(len(body), partial(likely_tokens, request.asked))
+        tokens = await self._local.count(caller, request, len(body))
         await outlet.whole(200, messages.count_reply(tokens))
 
     async def _caller(self, scope: Scope) -> tuple[dict[str, str], Caller]:
@@ -380,56 +362,6 @@ class Gateway:
         agent = self._agents.identify(headers, request.asked, self.table)
         return caller.spoken_by(agent, self.table), request
 
-    async def _prepare(self, dialect: Dialect, caller: Caller, request: Request, size: int) -> tuple[Exchange, Reply]:
-        """What is to be drawn for a request of `size` bytes, and who writes the reply."""
-        model, engine = self._resolve(caller, _PATHS[dialect])
-        params, trace_id, learned, overridden = request.params, "", False, tuple[str, ...]()
-        if _attempt(caller):
-            context = await self._context(caller)
-            params, overridden = self._params(caller, context, model, params)
-            trace_id, learned = context.trace_id, context.learned
-        refuse_unhonoured(engine, params)
-        tools, holding = request.tools, self._holding
-        params = await hold(
-            engine, params, request.constraint, tools=tools, learned=learned, holding=holding, size=size
-        )
-        read = partial(prompts_of, self.conversations, _attempt(caller), request, model, engine)
-        prompts = await offload(size, read)
-        self._count_prompts(caller, prompts)
-        tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        response_id = dialect.id_prefix + secrets.token_hex(12)
-        head = Head(response_id, model, int(time.time()), tokens)
-        records = [
-            record_of(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id(), overridden)
-            for prompt, asked in zip(prompts, asked_messages(request, engine), strict=True)
-            for _ in range(request.n)
-        ]
-        answers = [answer_of(dialect, request, engine, params, index) for index in range(len(records))]
-        exchange = Exchange(engine, params, records, answers, attributed=_attempt(caller) is not None)
-        return exchange, dialect.reply(request, head)
-
-    def _params(
-        self, caller: Caller, context: AttemptContext, model: str, asked: SamplingParams
-    ) -> tuple[SamplingParams, tuple[str, ...]]:
-        """(what is sampled with, names of what the call asked for and does not get)."""
-        training = is_training(context, caller.mode, model)
-        params = self._on_policy.neutral(asked) if training else asked
-        if caller.temperature is not None and is_policy(context, model):
-            params = replace(params, temperature=caller.temperature)
-        params = forced_params(params, *context.sampling_parameters(model))
-        return params, self._on_policy.compare(asked, params) if training else ()
-
-    def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
-        route = self.table.resolve(caller.agent.model, caller.agent.name, path)
-        if route.engine is None:
-            raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
-        return route.name, route.engine
-
-    def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
-        self.counters.unattributed += _attempt(caller) is None
-        self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
-        self.counters.drift += sum(prompt.drift for prompt in prompts)
-
     async def _context(self, caller: Caller) -> AttemptContext:
         rollout_id, attempt_id = caller.rollout_id or "", caller.attempt_id or ""
         try:
@@ -437,46 +369,6 @@ class Gateway:
         except Problem:
             self.forget(rollout_id, attempt_id)
             raise
-
-    async def _run(self, exchange: Exchange, show: Show | None) -> None:
-        kept = await exchange.run(self._store, self.gates.of(exchange.engine), show)
-        self._learn(exchange)
-        self.counters.violated += sum(span.attributes.get(CONSTRAINT) == "violated" for span in kept)
-        if any(span.attributes.get(names.SUPERSEDED) for span in kept):
-            self._contexts.doubt(exchange.records[0].rollout_id, exchange.records[0].attempt_id)
-
-    def _learn(self, exchange: Exchange) -> None:
-        chat = exchange.engine.chat
-        prompts = {id(record.prompt): record.prompt for record in exchange.records}
-        self.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
-        for answer, record in zip(exchange.answers, exchange.records, strict=True):
-            if (sample := answer.sample) is None:
-                continue
-            self.counters.response_tokens += len(sample.token_ids)
-            if not exchange.attributed:
-                continue
-            key, prompt, span_id = (record.rollout_id, record.attempt_id), record.prompt, record.span_id
-            if prompt.raw is not None:
-                self.conversations.learn_raw(key, prompt, chat, answer.content, sample, span_id)
-            else:
-                self.conversations.learn(key, prompt, answer.message, sample, chat.eos_token_ids, span_id)
-
-    def _finish(self, exchange: Exchange, request: Request, reply: Reply) -> None:
-        """Keep what a later request may name."""
-        if not (isinstance(reply, responses.Reply) and exchange.attributed):
-            return
-        (answer,), (record,) = exchange.answers, exchange.records
-        stored = request.asked.get("store") is not False
-        self.kept.keep(
-            (record.rollout_id, record.attempt_id),
-            record.response_id,
-            record.prompt,
-            request.messages,
-            answer.message,
-            reply.whole([answer]) if stored else None,
-            reply.items if stored else (),
-            request.leading,
-        )
 
 
 Work = Callable[[Scope, Receive, Outlet], Awaitable[None]]
