@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.answer import Answer, Piece
 from agentlightning.gateway.drawn import Likeliest
 from agentlightning.gateway.gate import Gate, Visitor
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.slots import without_slot
-from agentlightning.policy.base import Engine, SamplingParams
+from agentlightning.policy.base import Engine, Sample, SamplingParams
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
@@ -79,8 +80,19 @@ class Exchange:
         on_tokens = receive if show is not None else None
         params = replace(self._params(answer), stop=answer.engine_stops)
         affinity = f"{record.rollout_id}/{record.attempt_id}" if self.attributed else ""
-        sample = await self.engine.sample(record.prompt.token_ids, params, on_tokens, affinity=affinity)
+        sample = await self._sample(record.prompt.token_ids, params, on_tokens, affinity)
         _pass_on(answer, answer.finish(sample), show)
+
+    async def _sample(
+        self, prompt: Sequence[int], params: SamplingParams, on_tokens: Callable[..., None] | None, affinity: str
+    ) -> Sample:
+        """Raises AgentLightningError: what an engine raises beyond that is a failure of the engine."""
+        try:
+            return await self.engine.sample(prompt, params, on_tokens, affinity=affinity)
+        except AgentLightningError:
+            raise
+        except Exception as error:  # The boundary to engines, which may be anybody's.
+            raise PolicyError(f"{type(error).__name__}: {error}") from error
 
     def _params(self, answer: Answer) -> SamplingParams:
         """Several answers to a seeded request must differ, and be the same again next time."""

@@ -12,6 +12,7 @@ from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
     ContextLengthError,
+    PolicyError,
     StoreClosedError,
     StoreError,
     StoreFullError,
@@ -62,6 +63,10 @@ _TYPES = {
 }
 
 
+_TOO_DEEP = "Recursion limit reached"
+"""What orjson says of values nested more than 254 deep; it reads up to 1,024."""
+
+
 def problem_of(error: BaseException) -> Problem:
     """The problem an exception is to the caller."""
     if isinstance(error, Problem):
@@ -74,7 +79,11 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(503, f"the answer could not be recorded: {error}", code="store_unavailable")
     if isinstance(error, StoreError):
         return Problem(500, f"the answer could not be recorded: {error}", code="store_error")
-    return Problem(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error")
+    if isinstance(error, PolicyError):
+        return Problem(500, f"the engine failed: {error}", code="engine_error")
+    if isinstance(error, RecursionError) or (isinstance(error, TypeError) and str(error) == _TOO_DEEP):
+        return Problem(400, "the request is nested too deeply; send flatter values", code="nested_too_deeply")
+    return Problem(500, f"the gateway failed: {type(error).__name__}: {error}", code="internal_error")
 
 
 def bad(param: str, message: str) -> Problem:
