@@ -136,7 +136,7 @@ def test_the_interval_holds_the_mean_that_was_seen(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ([], [], "no reward was measured"),
+        ([], [], "no task has a reward both before and after"),
         ([1.0], [1.0, 2.0], "1 rewards before and 2 after"),
         ([math.nan], [1.0], "a reward of nan"),
         ([0.0], [math.inf], "a reward of inf"),

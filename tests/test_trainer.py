@@ -7,23 +7,25 @@ import httpx
 import pytest
 
 from agentlightning import trainer
+from agentlightning.agent_runner import make_runner
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
+from agentlightning.evaluator import evaluate
 from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path
 from agentlightning.run_dir import RunDir, RunState
 from agentlightning.server import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine, agents
-from agentlightning.trainer import Trainer, _runner
+from agentlightning.trainer import Trainer
 from agentlightning.training import newest_version, step_name
 
 
 async def test_its_runner_holds_a_lease_so_that_a_killed_run_leaves_nothing_behind():
     store = InMemoryLightningStore()
-    runner = _runner(RunnerConfig(concurrency=2, fresh_process=True), store, agents.reward_of_task, None, "secret")
+    runner = make_runner(RunnerConfig(concurrency=2, fresh_process=True), store, agents.reward_of_task, None, "secret")
     await runner.start("http://127.0.0.1:9")
     [worker] = await store.query_workers()
     assert worker.lease_seconds is not None
@@ -100,7 +102,7 @@ def pry(task: str) -> float:
 
 
 def test_an_agent_that_is_evaluated_cannot_read_the_store():
-    assert trainer.evaluate(pry, ["rollouts", "spans", "resources"]).rewards == (0.0, 0.0, 0.0)
+    assert evaluate(pry, ["rollouts", "spans", "resources"]).rewards == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("host", "without_key"), [("127.0.0.1", 200), ("0.0.0.0", 401)])

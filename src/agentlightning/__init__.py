@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
     from agentlightning.errors import AgentLightningError
     from agentlightning.evaluation import Evaluation
+    from agentlightning.evaluator import evaluate
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ResourcesUpdate
     from agentlightning.result import TrainingResult
     from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout, RolloutConfig
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         operation,
         track_agent,
     )
-    from agentlightning.trainer import Trainer, evaluate
+    from agentlightning.trainer import Trainer
     from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
 
 _HOMES = {
@@ -71,7 +72,7 @@ _HOMES = {
     "emit_message": "tracing",
     "emit_object": "tracing",
     "emit_reward": "tracing",
-    "evaluate": "trainer",
+    "evaluate": "evaluator",
     "find_final_reward": "tracing",
     "llm_rollout": "runner",
     "operation": "tracing",

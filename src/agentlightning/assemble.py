@@ -243,7 +243,10 @@ def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = N
     if unknown:
         example = ", ".join(f'"{name}": 1.0' for name in sorted(reward))
         raise RewardError(
-            f"no weight for reward dimensions {unknown}; set reward_weights={{{example}}} (0.0 leaves one out)"
+            f"no weight for reward dimensions {unknown} (0.0 leaves one out). Set them in Python with"
+            f" agl.LightningRL(reward_weights={{{example}}}) or agl.evaluate(..., reward_weights={{{example}}}); on the"
+            f" command line with  agl train ... 'algorithm.reward_weights={{{example}}}'  or"
+            f"  agl eval ... --reward-weights '{{{example}}}'"
         )
     if set(weights) - set(reward):
         return None

@@ -32,6 +32,15 @@ TINY = "tiny"
 """The model name that makes a small policy on the spot."""
 
 
+def check_model(model: object) -> None:
+    """Raises ConfigError for anything but the name of a model."""
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model is a {type(model).__name__} object, and it is opened here by its name; give the directory of one"
+            " that transformers loads (save_pretrained writes it), or its hub name"
+        )
+
+
 # -- settings --------------------------------------------------------------------------------------------------------
 
 

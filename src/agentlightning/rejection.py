@@ -20,6 +20,8 @@ REJECTING: Final = (RolloutRejectedError, RewardError, UnfaithfulSampleError)
 UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What reading spans of an unexpected shape raises: agents write them."""
 
+FAILED: Final = "failed"
+"""Not rejected: a rollout that ended without success."""
 MISSING_REWARD: Final = "missing_reward"
 MALFORMED_SPANS: Final = "malformed_spans"
 NO_POLICY_CALLS: Final = "no_policy_calls"

@@ -15,7 +15,10 @@ class TrainingResult:
     """What improved, by how much, at what cost, and where the artefact is."""
 
     held_out: Mapping[str, Gain]
-    """Held-out reward before and after by sampling mode (greedy, sampled), with the paired gain's 95% interval."""
+    """Held-out reward before and after by sampling mode (greedy, sampled), with the paired gain's 95% interval. NaN
+    where no task has a reward both before and after."""
+    missing: Mapping[str, Mapping[str, int]]
+    """Why held-out tasks have no reward, with how many each, by measurement (`before-greedy`, `after-greedy` ...)."""
     rollouts: int
     """Training rollouts, the failed ones included."""
     failed_rollouts: int
@@ -41,6 +44,10 @@ class TrainingResult:
                     "gain": gain.gain,
                     "interval": list(gain.interval),
                     "tasks": gain.tasks,
+                    "missing_before": gain.missing_before,
+                    "missing_after": gain.missing_after,
+                    "reasons_before": dict(self.missing.get(f"before-{mode}", {})),
+                    "reasons_after": dict(self.missing.get(f"after-{mode}", {})),
                 }
                 for mode, gain in self.held_out.items()
             },

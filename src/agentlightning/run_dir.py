@@ -51,6 +51,8 @@ class RunState:
     best_checkpoint: str | None = None
     evaluations: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     """Rewards of each evaluation that is finished, by name."""
+    reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Why tasks of these evaluations have no reward, with how many each."""
     seconds: float = 0.0
     """Time spent in this run so far, interruptions not counted."""
     version: int = STATE_VERSION

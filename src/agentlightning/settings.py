@@ -39,8 +39,8 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     """The settings of a file, changed by overrides such as `algorithm.optimizer.lr=1e-4`. A file whose name ends in
     `.json` is read as JSON.
 
-    The value of an override is read as TOML, and as plain text where it is none. Raises ConfigError, with a line for
-    each setting that is unknown (and the nearest known one) or has a value that cannot work.
+    The value of an override is read as TOML, else as a JSON object or array, else as plain text. Raises ConfigError,
+    with a line for each setting that is unknown (and the nearest known one) or has a value that cannot work.
     """
     sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
     sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
@@ -108,11 +108,21 @@ def _read_override(text: str) -> Table:
     try:
         table = tomllib.loads(f"{key}={value}")
     except tomllib.TOMLDecodeError:
-        return _text_override(key, value)
+        return _text_override(key, _json_or_text(value))
     return _text_override(key, value) if isinstance(_leaf(table), date | time) else table
 
 
-def _text_override(key: str, value: str) -> Table:
+def _json_or_text(value: str) -> Any:
+    """An object or a list as Python and JSON write it is no TOML, and is what people paste."""
+    if not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _text_override(key: str, value: Any) -> Table:
     try:
         table = tomllib.loads(f"{key}=0")
     except tomllib.TOMLDecodeError:

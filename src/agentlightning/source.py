@@ -18,6 +18,7 @@ from agentlightning.assemble import trajectory
 from agentlightning.call_checks import NO_LIMITS, TokenLimits
 from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.rejection import (
+    FAILED,
     REJECTING,
     UNKNOWN_TOKENS,
     UNREADABLE,
@@ -68,6 +69,11 @@ class Collected:
     seconds: float = 0.0
 
     @property
+    def left_out(self) -> dict[str, int]:
+        """How many rollouts are of no use, for each reason, failed ones included."""
+        return ({FAILED: len(self.failed)} if self.failed else {}) | count_reasons(self.rejected)
+
+    @property
     def sampled_tokens(self) -> int:
         return sum(len(t.response_token_ids) for trajectory in self.trajectories for t in trajectory.transitions)
 
@@ -95,12 +101,13 @@ class RolloutSource:
         mode: RolloutMode = "train",
         check: Check | None = None,
         max_failed_share: float | None = None,
+        max_rejected_share: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Collected:
         """Queue what is not there yet, wait for all, read the trajectories; `check` names those it cannot use.
 
-        Raises TrainingStopped when more than `max_failed_share` (default: the source's) of the rollouts failed or were
-        rejected.
+        Raises TrainingStopped when more than `max_failed_share` (default: the source's) of the rollouts failed, or more
+        than `max_rejected_share` (default: the same) failed or were rejected.
         """
         started = time.monotonic()
         share = self.max_failed_share if max_failed_share is None else max_failed_share
@@ -109,6 +116,7 @@ class RolloutSource:
         failed = tuple(rollout for rollout in finished if rollout.status != "succeeded")
         succeeded = {rollout.rollout_id for rollout in finished} - {rollout.rollout_id for rollout in failed}
         trajectories, rejected = await self._read([plan for plan in asked if plan.rollout_id in succeeded], check)
+        share = share if max_rejected_share is None else max_rejected_share
         self._check_rejected(rejected, failed, len(asked), share)
         return Collected(trajectories, failed, rejected, time.monotonic() - started)
 
@@ -204,6 +212,17 @@ class RolloutSource:
             usable = tuple(each for each in usable if each.rollout_id not in refused)
             rejected |= refused
         return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
+
+    async def first_of_each_reason(self, collected: Collected) -> dict[str, Rejection]:
+        """One rollout that was left out for each reason, failed ones included, to be named."""
+        found: dict[str, Rejection] = {}
+        if collected.failed:
+            rollout_id = collected.failed[0].rollout_id
+            message = describe_failure(await self.store.get_latest_attempt(rollout_id)).splitlines()[-1]
+            found[FAILED] = Rejection(rollout_id, FAILED, message)
+        for each in collected.rejected:
+            found.setdefault(each.reason, each)
+        return found
 
     async def recover(self, run_id: str, reason: str) -> int:
         """After a crash: queue again what a process that is gone had claimed of this run. Returns how many."""

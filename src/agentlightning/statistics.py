@@ -34,40 +34,70 @@ class Gain:
     gain: float
     """Mean of the paired differences."""
     interval: Interval
-    """Confidence interval of the mean paired difference."""
+    """Confidence interval of the mean paired difference, whatever reward the tasks without one would have had."""
     tasks: int
+    """With a reward before and after: those of the means."""
+    missing_before: int = 0
+    """Tasks without a reward before: their rollouts failed, or gave none."""
+    missing_after: int = 0
 
 
 def paired_gain(
-    before: Sequence[float], after: Sequence[float], confidence: float = 0.95, bounds: Interval | None = None
+    before: Sequence[float | None],
+    after: Sequence[float | None],
+    confidence: float = 0.95,
+    bounds: Interval | None = None,
 ) -> Gain:
     """The mean of after - before, task by task, with its confidence interval.
 
-    `bounds`: the lowest and highest reward possible; None as in `mean_interval`. Raises RewardError when there is no
-    pair, when the numbers of tasks differ, or for a reward that is not finite or out of bounds.
+    None is a task without a reward. The means are those of the tasks with both; the interval holds whatever reward
+    within the bounds the others would have had. `bounds`: the lowest and highest reward possible; None as in
+    `mean_interval`. Raises RewardError when there is no pair, when the numbers of tasks differ, or for a reward that is
+    not finite or out of bounds.
     """
     if len(before) != len(after):
         raise RewardError(f"{len(before)} rewards before and {len(after)} after make no pairs; measure the same tasks")
-    low, high = _bounds([*before, *after], bounds)
-    differences = [b - a for a, b in zip(before, after, strict=True)]
+    pairs = [(b, a) for b, a in zip(before, after, strict=True) if b is not None and a is not None]
+    if not pairs:
+        raise RewardError("no task has a reward both before and after; nothing can be compared")
+    low, high = _bounds([value for value in (*before, *after) if value is not None], bounds)
     span = high - low
+    least = [_or(a, low) - _or(b, high) for b, a in zip(before, after, strict=True)]
+    most = [_or(a, high) - _or(b, low) for b, a in zip(before, after, strict=True)]
     return Gain(
-        before=_mean(before),
-        after=_mean(after),
-        gain=_mean(differences),
-        interval=_interval(differences, -span, span, confidence),
-        tasks=len(before),
+        before=_mean([b for b, _ in pairs]),
+        after=_mean([a for _, a in pairs]),
+        gain=_mean([a - b for b, a in pairs]),
+        interval=(_interval(least, -span, span, confidence)[0], _interval(most, -span, span, confidence)[1]),
+        tasks=len(pairs),
+        missing_before=sum(value is None for value in before),
+        missing_after=sum(value is None for value in after),
     )
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95, bounds: Interval | None = None) -> Interval:
-    """Confidence interval of the mean.
+def mean_interval(values: Sequence[float | None], confidence: float = 0.95, bounds: Interval | None = None) -> Interval:
+    """Confidence interval of the mean; whatever value within the bounds stands for None.
 
     `bounds`: the lowest and highest value possible. None: 0 and 1 where all values lie in between, else the lowest and
     highest value seen. Raises RewardError when there is no value, or for one that is not finite or out of bounds.
     """
-    low, high = _bounds(values, bounds)
-    return _interval(values, low, high, confidence)
+    low, high = _bounds([value for value in values if value is not None], bounds)
+    least, most = [_or(value, low) for value in values], [_or(value, high) for value in values]
+    return _interval(least, low, high, confidence)[0], _interval(most, low, high, confidence)[1]
+
+
+def lowest_means(*groups: Sequence[float | None]) -> list[float]:
+    """The mean of each group with the lowest reward possible for None: 0 where all values of all groups lie between 0
+    and 1, else the lowest one seen. -inf for all where there is no value."""
+    known = [value for group in groups for value in group if value is not None]
+    if not known:
+        return [-math.inf] * len(groups)
+    low, _ = _bounds(known, None)
+    return [_mean([_or(value, low) for value in group]) if group else -math.inf for group in groups]
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _bounds(values: Sequence[float], bounds: Interval | None) -> Interval:

@@ -10,18 +10,16 @@ Every phase finds out from the run directory what is done already, so that resum
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import socket
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import orjson
 
+from agentlightning.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
 from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
@@ -29,15 +27,15 @@ from agentlightning.call_checks import TokenLimits
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.curve import draw_curve
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.evaluation import Evaluation, compare, evaluate_tasks
+from agentlightning.evaluation import Evaluation, gain_of
 from agentlightning.event_loop import run_sync
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Policy
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.prepare import (
+    check_model,
     keep_tasks,
     load_tasks,
     make_start,
@@ -50,22 +48,17 @@ from agentlightning.prepare import (
     with_servers,
 )
 from agentlightning.progress import Progress
-from agentlightning.resources import LLM, NamedResources
+from agentlightning.resources import NamedResources
 from agentlightning.result import TrainingResult
-from agentlightning.rollouts import RolloutConfig, attempt_secret
 from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.runner import Runner
-from agentlightning.server import Server, is_loopback, listen, url_of
+from agentlightning.server import Server, is_loopback
 from agentlightning.settings import dump_toml, load_settings, settings_from
 from agentlightning.source import RolloutSource
-from agentlightning.statistics import Gain
-from agentlightning.store import InMemoryLightningStore, LightningStore
+from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal import take_over
-from agentlightning.task import load_dataset
-from agentlightning.training import TEMPERATURES, Tasks, TrainingRun, newest_version
-
-T = TypeVar("T")
+from agentlightning.training import Tasks, TrainingRun, newest_version
 
 
 class Trainer:
@@ -142,7 +135,7 @@ class Trainer:
             try:
                 algorithm = self._algorithm_of(state)
                 async with self._wired(agent, algorithm, run_dir, state, tasks) as (runner, run):
-                    return await _unless_it_ends(runner, self._fit(algorithm, run))
+                    return await unless_it_ends(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
 
@@ -187,7 +180,7 @@ class Trainer:
         held_out = len(run.tasks.held_out[: self.config.evaluation.held_out_tasks])
         measurements = held_out * len(self.config.evaluation.modes)
         self.progress.phase("measuring the starting policy", measurements)
-        before = await run.measure("before")
+        before = await run.measure("before", strict=True)
         self.progress.phase("training", run.total_steps, done=run.step)
         run.run_dir.forget_metrics_after(run.state.step)
         await algorithm.run(run)
@@ -204,15 +197,15 @@ class Trainer:
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner, TrainingRun]]:
         config, since = self.config, time.monotonic()
-        token, secret = _credentials()
+        token, secret = credentials()
         async with AsyncExitStack() as stack:
             store = self.store
             if store is None:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
             await take_over(store, verbatim.read)
-            runner = _runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
-            listener = await _load_agent(runner, stack, config.run.host, config.run.port, policy=True)
+            runner = make_runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
+            listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=True)
             await make_start(config, run_dir, tasks, self.progress)
             learner = await _open_policy(config, algorithm, run_dir, state, store)
             policy = await with_servers(learner, config, run_dir, self.progress)
@@ -220,7 +213,7 @@ class Trainer:
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
             server = Server(store, gateway, secret=secret, token=token, host=config.run.host, listener=listener)
             await stack.enter_async_context(server)
-            limits = _rollout_config(config.runner), config.runner.max_failed_share
+            limits = rollout_config(config.runner), config.runner.max_failed_share
             tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
             source = RolloutSource(store, *limits, model=policy.model, limits=tokens)
             await source.recover(state.run_id, "the process that ran it ended")
@@ -245,60 +238,6 @@ class Trainer:
             yield runner, run
 
 
-def evaluate(
-    agent: Any,
-    dataset: str | Path | Sequence[Any],
-    *,
-    model: str | Path | None = None,
-    reward: Any | None = None,
-    mode: Literal["greedy", "sampled"] = "greedy",
-    limit: int | None = None,
-    runner: RunnerConfig | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """The reward of `agent` on the tasks of `dataset`, one rollout each; compares and prints like its mean.
-
-    With `model`, a directory that transformers loads, the agent's model calls are answered by it, greedily or sampled
-    at temperature 1; without, they go where they always go. Raises RewardError when no task has a reward.
-    """
-    tasks = load_dataset(dataset)[:limit]
-    work = _evaluate(agent, tasks, model, reward, mode, runner or RunnerConfig(), progress or Progress(enabled=False))
-    return run_sync(work)
-
-
-async def _evaluate(
-    agent: Any,
-    tasks: Sequence[Any],
-    model: str | Path | None,
-    reward: Any | None,
-    mode: str,
-    config: RunnerConfig,
-    progress: Progress,
-) -> Evaluation:
-    token, secret = _credentials()
-    if model is not None:
-        require_training()
-    async with AsyncExitStack() as stack:
-        stack.enter_context(progress)
-        store = InMemoryLightningStore()
-        stack.push_async_callback(store.close)
-        runner = _runner(config, store, agent, reward, secret, redirect=model is not None)
-        listener = await _load_agent(runner, stack, policy=model is not None)
-        gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
-        server = await stack.enter_async_context(Server(store, gateway, secret=secret, token=token, listener=listener))
-        resources: NamedResources = {}
-        if gateway is not None:
-            sampling = {"temperature": TEMPERATURES[mode]}
-            resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, sampling_parameters=sampling)
-        resources_id = (await store.add_resources(resources)).resources_id
-        await runner.start(server.url)
-        stack.push_async_callback(runner.stop)
-        progress.phase("evaluating", len(tasks))
-        source = RolloutSource(store, _rollout_config(config), config.max_failed_share)
-        work = evaluate_tasks(source, tasks, name="evaluation", resources_id=resources_id, on_progress=progress.update)
-        return await _unless_it_ends(runner, work)
-
-
 async def _gateway(
     store: LightningStoreBase, policy: Policy, config: TrainConfig, run_dir: RunDir, secret: str, stack: AsyncExitStack
 ) -> Gateway:
@@ -315,65 +254,12 @@ async def _gateway(
     )
 
 
-async def _serve_model(store: LightningStoreBase, model: str, secret: str, stack: AsyncExitStack) -> Gateway:
-    policy = await open_policy(policy_config(TrainConfig(), model, OptimizerConfig(), 1))
-    stack.push_async_callback(policy.close)
-    return Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
-
-
 def settings_of_run(run_dir: Path) -> TrainConfig:
     """The configuration a run was started with. Raises ResumeError where there is no run."""
     path = run_dir / "config.toml"
     if not path.exists():
         raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
     return load_settings(TrainConfig, toml=path)
-
-
-def _credentials() -> tuple[str, str]:
-    """The access token of a run's own server and the secret of its attempts' keys: agents have neither, so that none
-    can read or change what is not its own."""
-    token = secrets.token_urlsafe(24)
-    return token, attempt_secret(token)
-
-
-def _runner(
-    config: RunnerConfig,
-    store: LightningStoreBase,
-    agent: Any,
-    reward: Any | None,
-    secret: str,
-    *,
-    redirect: bool = True,
-    log: Path | None = None,
-) -> Runner:
-    return Runner(
-        store,
-        agent,
-        secret=secret,
-        reward=reward,
-        redirect=redirect,
-        concurrency=config.concurrency,
-        hosts=config.hosts,
-        fresh_process=config.fresh_process,
-        env=config.env or None,
-        cwd=config.cwd,
-        log=log,
-    )
-
-
-async def _load_agent(
-    runner: Runner, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0, *, policy: bool
-) -> socket.socket:
-    """Import the agent in its own process, and meanwhile, where there will be a `policy`, what is heavy in this one. It
-    may make a client of its model already: the address that this leads to is taken, and returned."""
-    listener = listen(host, port)
-    stack.callback(listener.close)
-    runner.server_url = url_of(host, listener.getsockname()[1])
-    stack.push_async_callback(runner.stop)
-    runner.start_hosts()
-    loading = [asyncio.to_thread(import_module, "agentlightning.policy.local")] if policy else []
-    await asyncio.gather(runner.load(), *loading)
-    return listener
 
 
 def _with_shortcuts(
@@ -410,23 +296,12 @@ def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | N
     """The model to train, named by the trainer's argument or by the algorithm."""
     own = None if algorithm is None else algorithm.model
     for given in (model, own):
-        if given is not None and not isinstance(given, str | Path):
-            raise ConfigError(
-                f"model is a {type(given).__name__} object, and a trainer opens the model itself; give the directory"
-                " of one that transformers loads (save_pretrained writes it), or its hub name"
-            )
+        if given is not None:
+            check_model(given)
     if model is not None and own is not None and str(model) != str(own):
         raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
     found = model if model is not None else own
     return found if isinstance(found, str | Path) else None
-
-
-def _rollout_config(config: RunnerConfig) -> RolloutConfig:
-    return RolloutConfig(
-        timeout_seconds=config.timeout_seconds,
-        unresponsive_seconds=config.timeout_seconds,
-        max_attempts=config.max_attempts,
-    )
 
 
 async def _open_policy(
@@ -451,30 +326,17 @@ def _updating(gateway: Gateway, policy: Policy, settings: PolicyConfig) -> Abstr
     )
 
 
-async def _unless_it_ends(runner: Runner, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; raises the runner's error if that ends first."""
-    working, ended = asyncio.ensure_future(work), asyncio.ensure_future(runner.wait())
-    try:
-        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            await ended
-        return await working
-    finally:
-        for task in (working, ended):
-            task.cancel()
-        await asyncio.gather(working, ended, return_exceptions=True)
-
-
 async def _report(
     run: TrainingRun, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]
 ) -> TrainingResult:
-    gains: dict[str, Gain] = {mode: compare(before[mode], after[mode]) for mode in before if before[mode].rewards}
+    gains = {mode: gain_of(before[mode], after[mode]) for mode in before if before[mode].rewards}
     checkpoint, curve = run.run_dir.path / "checkpoint", run.run_dir.path / "curve.png"
     await run.policy.save(checkpoint)
-    draw_curve(run.run_dir.read_metrics(), gains, curve)
+    draw_curve(run.run_dir.read_metrics(), {mode: gain for mode, gain in gains.items() if gain.tasks}, curve)
     run.write_state()
     result = TrainingResult(
         held_out=gains,
+        missing=dict(run.state.reasons),
         rollouts=run.state.rollouts,
         failed_rollouts=run.state.failed_rollouts,
         rejected_rollouts=dict(run.state.rejected),

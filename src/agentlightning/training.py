@@ -6,6 +6,8 @@ After every step the run directory holds all that is needed to go on from there.
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -21,12 +23,12 @@ from agentlightning.progress import Progress
 from agentlightning.rejection import Check, count_reasons
 from agentlightning.resources import LLM, NamedResources
 from agentlightning.run_dir import RunDir, RunState
-from agentlightning.source import Collected, RolloutPlan, RolloutSource, describe_failure
+from agentlightning.source import Collected, RolloutPlan, RolloutSource
+from agentlightning.statistics import lowest_means
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import TaskSampler
 from agentlightning.trajectory import TrainingSample
 
-FAILED = "failed"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
@@ -98,22 +100,22 @@ class TrainingRun:
         return collected
 
     async def _account(self, collected: Collected) -> None:
-        """Count the rollouts that are of no use, and name the first of each kind."""
+        """Count the training rollouts that are of no use, and name the first of each kind."""
         self.state.failed_rollouts += len(collected.failed)
-        if collected.failed and not self.named & {FAILED}:
-            attempt = await self.store.get_latest_attempt(collected.failed[0].rollout_id)
-            self._name(FAILED, collected.failed[0].rollout_id, describe_failure(attempt).splitlines()[-1])
-        for rejection in collected.rejected:
-            self.state.rejected[rejection.reason] = self.state.rejected.get(rejection.reason, 0) + 1
-            self._name(rejection.reason, rejection.rollout_id, rejection.message)
+        for reason, count in count_reasons(collected.rejected).items():
+            self.state.rejected[reason] = self.state.rejected.get(reason, 0) + count
+        await self._name(collected)
 
-    def _name(self, reason: str, rollout_id: str, message: str) -> None:
-        if reason not in self.named:
-            self.named.add(reason)
-            self.progress.note(
-                f"rollout {rollout_id} is left out ({reason.replace('_', ' ')}): {message}\n"
-                "  further ones are counted: metrics.jsonl, report.json"
-            )
+    async def _name(self, collected: Collected) -> None:
+        if not collected.left_out.keys() - self.named:
+            return
+        for reason, first in (await self.source.first_of_each_reason(collected)).items():
+            if reason not in self.named:
+                self.named.add(reason)
+                self.progress.note(
+                    f"rollout {first.rollout_id} is left out ({reason.replace('_', ' ')}): {first.message}\n"
+                    "  further ones are counted: metrics.jsonl, report.json"
+                )
 
     async def _publish(self, resources_id: str, temperature: float) -> str:
         """The newest weights under a name of their own; again under the same name after a crash, at the new address."""
@@ -204,29 +206,56 @@ class TrainingRun:
     async def _validate(self) -> dict[str, float]:
         tasks = self.tasks.validation[: self.config.evaluation.tasks]
         label = f"validation-{self.state.step:06d}"
-        means = {mode: (await self._evaluate(label, mode, tasks)).mean for mode in self.config.evaluation.modes}
-        score = sum(means.values()) / len(means)
-        if self.state.best_score is None or score >= self.state.best_score:
-            self.state.best_score, self.state.best_step = score, self.state.step
+        results = {mode: await self._evaluate(label, mode, tasks) for mode in self.config.evaluation.modes}
+        if self._is_best(results):
+            self.state.evaluations |= {f"best-{mode}": list(result.rewards) for mode, result in results.items()}
+            self.state.best_step = self.state.step
             self.state.best_checkpoint = self._relative(await self._save_weights())
-        return {f"validation_{mode}": mean for mode, mean in means.items()}
+        return {
+            **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},
+            **{f"missing_validation_{mode}": result.missing for mode, result in results.items() if result.missing},
+        }
 
-    async def measure(self, label: str) -> dict[str, Evaluation]:
-        """Held-out reward of the present weights, by mode; measured once for each label in the life of a run."""
+    def _is_best(self, results: Mapping[str, Evaluation]) -> bool:
+        """Whether this is as good as the best validation so far, tasks without a reward at the lowest one of both."""
+        best = [self.state.evaluations.get(f"best-{mode}", []) for mode in results]
+        scores = lowest_means(*(result.rewards for result in results.values()), *best)
+        score = statistics.fmean(scores[: len(results)])
+        known_best = statistics.fmean(scores[len(results) :]) if all(best) else self.state.best_score
+        better = not math.isinf(score) and (known_best is None or score >= known_best)
+        if better:
+            self.state.best_score = score
+        return better
+
+    async def measure(self, label: str, *, strict: bool = False) -> dict[str, Evaluation]:
+        """Held-out reward of the present weights, by mode; measured once for each label in the life of a run.
+
+        Failures are part of the result. `strict` raises TrainingStopped where more rollouts fail than the run allows,
+        and RewardError where there is no reward at all.
+        """
         tasks = self.tasks.held_out[: self.config.evaluation.held_out_tasks]
         results: dict[str, Evaluation] = {}
         for index, mode in enumerate(self.config.evaluation.modes):
             name = f"{label}-{mode}"
             if name not in self.state.evaluations:
                 offset = index * len(tasks)
-                result = await self._evaluate(label, mode, tasks, lambda done, o=offset: self.progress.update(o + done))
+                result = await self._evaluate(
+                    label, mode, tasks, lambda done, o=offset: self.progress.update(o + done), strict
+                )
                 self.state.evaluations[name] = list(result.rewards)
+                self.state.reasons[name] = dict(result.reasons)
                 self.write_state()
-            results[mode] = Evaluation(tuple(self.state.evaluations[name]))
+            rewards, reasons = self.state.evaluations[name], self.state.reasons.get(name, {})
+            results[mode] = Evaluation(tuple(rewards), reasons=reasons)
         return results
 
     async def _evaluate(
-        self, label: str, mode: str, tasks: Sequence[Any], on_progress: Callable[[int], None] | None = None
+        self,
+        label: str,
+        mode: str,
+        tasks: Sequence[Any],
+        on_progress: Callable[[int], None] | None = None,
+        strict: bool = False,
     ) -> Evaluation:
         name = f"{self.state.run_id}-{label}-{mode}"
         resources_id = await self._publish(name, TEMPERATURES[mode])
@@ -236,7 +265,10 @@ class TrainingRun:
             name=name,
             resources_id=resources_id,
             reward_weights=self.reward_weights,
+            max_failed_share=None if strict else 1.0,
+            require_reward=strict,
             on_progress=on_progress,
+            on_collected=self._name,
         )
 
 

@@ -23,6 +23,9 @@ def evaluate(
     run: Annotated[Path | None, typer.Option(help="Take agent, held-out tasks and checkpoint from this run.")] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
+    reward_weights: Annotated[
+        str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts under way at once.")] = 64,
     as_json: Json = False,
 ) -> None:
@@ -31,15 +34,17 @@ def evaluate(
     with reported(output):
         from agentlightning.config import RunnerConfig
         from agentlightning.errors import ConfigError
+        from agentlightning.evaluator import evaluate as measure
         from agentlightning.progress import Progress
-        from agentlightning.trainer import evaluate as measure
         from agentlightning.trainer import settings_of_run
 
+        weights = _weights(reward_weights)
         if run is not None:
             known = settings_of_run(run)
             agent, reward = agent or known.agent, reward or known.reward
             dataset = dataset or str(run / "data" / "held_out.jsonl")
             model = model or str(run / "checkpoint")
+            weights = weights or known.algorithm.reward_weights
         if agent is None or dataset is None:
             raise ConfigError("agl eval needs --agent and --dataset, or --run RUN_DIR")
         result = measure(
@@ -49,14 +54,27 @@ def evaluate(
             reward=reward,
             mode="sampled" if sampled else "greedy",
             limit=limit,
+            reward_weights=weights,
             runner=RunnerConfig(concurrency=concurrency),
             progress=Progress(console=output.console),
         )
         record = {
             "reward": result.mean,
+            "score": result.score,
             "interval": list(result.interval),
             "tasks": len(result.rewards),
+            "measured": len(result.known),
             "missing": result.missing,
+            "reasons": dict(result.reasons),
             "seconds": round(result.seconds, 2),
         }
         output.finish(record, lambda console: console.print(f"reward {result}"))
+
+
+def _weights(text: str | None) -> dict[str, float] | None:
+    from agentlightning.algorithms.lightning_rl import LightningRLConfig
+    from agentlightning.settings import load_settings
+
+    if text is None:
+        return None
+    return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights

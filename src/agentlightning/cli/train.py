@@ -12,6 +12,7 @@ from rich.console import Console
 from agentlightning.cli.app import Output, reported
 from agentlightning.rejection import describe_reasons
 from agentlightning.result import TrainingResult
+from agentlightning.statistics import Gain
 
 Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
 Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
@@ -84,6 +85,8 @@ def show(result: TrainingResult, console: Console) -> None:
             f"held-out reward, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
             f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}, {gain.tasks} tasks)"
         )
+        if gain.missing_before or gain.missing_after:
+            console.print(f"  {_missing(result, mode, gain)}")
     failed = f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
     if result.rejected_rollouts:
         failed += f", left out: {describe_reasons(result.rejected_rollouts)}"
@@ -93,3 +96,13 @@ def show(result: TrainingResult, console: Console) -> None:
     )
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
         console.print(f"{name:<11} {path}")
+
+
+def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:
+    counts = (("before", gain.missing_before), ("after", gain.missing_after))
+    parts = [
+        f"{describe_reasons(result.missing.get(f'{when}-{mode}', {})) or f'{count} missing'} {when}"
+        for when, count in counts
+        if count
+    ]
+    return f"tasks without a reward: {'; '.join(parts)}. The means leave them out; the interval allows them any reward"

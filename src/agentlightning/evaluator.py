@@ -1,0 +1,117 @@
+"""Evaluating an agent outside a training run: wires a store, a runner and, where asked for, a model for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from agentlightning.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
+from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.errors import ConfigError
+from agentlightning.evaluation import Evaluation, evaluate_tasks
+from agentlightning.event_loop import run_sync
+from agentlightning.gateway.app import Gateway
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.requirements import require_training
+from agentlightning.prepare import check_model, open_policy, policy_config
+from agentlightning.progress import Progress
+from agentlightning.resources import LLM, NamedResources
+from agentlightning.server import Server
+from agentlightning.source import EVALUATION_ADVICE, Collected, RolloutSource
+from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import load_dataset
+from agentlightning.training import TEMPERATURES
+
+
+def evaluate(
+    agent: Any,
+    dataset: str | Path | Sequence[Any],
+    *,
+    model: str | Path | None = None,
+    reward: Any | None = None,
+    mode: Literal["greedy", "sampled"] = "greedy",
+    limit: int | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+    runner: RunnerConfig | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The reward of `agent` on the tasks of `dataset`, one rollout each; compares and prints like its score.
+
+    With `model`, a directory that transformers loads, the agent's model calls are answered by it, greedily or sampled
+    at temperature 1; without, they go where they always go. `limit`: only the first tasks. `reward_weights`: of the
+    named dimensions of a reward. A task whose rollout fails is part of the result.
+
+    Raises ConfigError for arguments that cannot work, RewardError when no task has a reward, and TrainingStopped when
+    more rollouts fail than `runner.max_failed_share` allows.
+    """
+    if mode not in TEMPERATURES:
+        raise ConfigError(f"mode={mode!r} is not one of {', '.join(TEMPERATURES)}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit={limit} leaves no task; use at least 1, or None for all")
+    if model is not None:
+        check_model(model)
+    tasks = load_dataset(dataset)[:limit]
+    settings = runner or RunnerConfig()
+    work = _evaluate(agent, tasks, model, reward, mode, reward_weights, settings, progress or Progress(enabled=False))
+    result = run_sync(work)
+    _ = result.mean
+    return result
+
+
+async def _evaluate(
+    agent: Any,
+    tasks: Sequence[Any],
+    model: str | Path | None,
+    reward: Any | None,
+    mode: str,
+    reward_weights: Mapping[str, float] | None,
+    config: RunnerConfig,
+    progress: Progress,
+) -> Evaluation:
+    token, secret = credentials()
+    if model is not None:
+        require_training()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(progress)
+        store = InMemoryLightningStore()
+        stack.push_async_callback(store.close)
+        runner = make_runner(config, store, agent, reward, secret, redirect=model is not None)
+        listener = await load_agent(runner, stack, policy=model is not None)
+        gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
+        server = await stack.enter_async_context(Server(store, gateway, secret=secret, token=token, listener=listener))
+        resources: NamedResources = {}
+        if gateway is not None:
+            sampling = {"temperature": TEMPERATURES[mode]}
+            resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, sampling_parameters=sampling)
+        resources_id = (await store.add_resources(resources)).resources_id
+        await runner.start(server.url)
+        stack.push_async_callback(runner.stop)
+        progress.phase("evaluating", len(tasks))
+        limits = rollout_config(config), config.max_failed_share
+        source = RolloutSource(store, *limits, advice=EVALUATION_ADVICE)
+        work = evaluate_tasks(
+            source,
+            tasks,
+            name="evaluation",
+            resources_id=resources_id,
+            reward_weights=reward_weights,
+            require_reward=True,
+            on_progress=progress.update,
+            on_collected=lambda collected: _name_first(source, collected, progress),
+        )
+        return await unless_it_ends(runner, work)
+
+
+async def _name_first(source: RolloutSource, collected: Collected, progress: Progress) -> None:
+    for reason, first in (await source.first_of_each_reason(collected)).items():
+        count, kind = collected.left_out[reason], reason.replace("_", " ")
+        progress.note(f"{count} without a reward ({kind}); the first, {first.rollout_id}: {first.message}")
+
+
+async def _serve_model(store: LightningStoreBase, model: str, secret: str, stack: AsyncExitStack) -> Gateway:
+    policy = await open_policy(policy_config(TrainConfig(), model, OptimizerConfig(), 1))
+    stack.push_async_callback(policy.close)
+    return Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
