@@ -1,9 +1,21 @@
 """What an LLM says of its address, and what resources look like as JSON."""
 
-import pytest
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
+from jinja2 import UndefinedError
+
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout
+from agentlightning.server import Server
+from agentlightning.store import LightningStore
+from agentlightning.store.sql.sqlite import guard
 
 
 @pytest.mark.parametrize("endpoint", ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"])
@@ -40,3 +52,68 @@ def test_every_kind_of_resource_is_read_back_as_it_was() -> None:
         "proxy": ProxyLLM,
         "prompt": PromptTemplate,
     }
+
+
+@asynccontextmanager
+async def opened(path: Path | str) -> AsyncIterator[Any]:
+    store = LightningStore(path)
+    yield store
+    await store.close()
+
+
+class Task:
+    question = "why"
+
+
+@pytest.mark.parametrize("engine", ["f-string", "jinja"])
+@pytest.mark.parametrize("reach", ["t.__init__.__globals__", "t.__class__", "f.__globals__"])
+def test_a_prompt_reads_what_it_is_given_and_nothing_behind_it(engine: Any, reach: str) -> None:
+    def function() -> None: ...
+
+    blanks = ("{t.question} {d[a]} {n!r:>3}", "{{t.question}} {{d.a}}   {{n}}")[engine == "jinja"]
+    assert PromptTemplate(template=blanks, engine=engine).format(t=Task(), d={"a": 1}, n=2) == "why 1   2"
+    blank = "{%s}" if engine == "f-string" else "{{%s}}"
+    with pytest.raises(ConfigError, match="unsafe"):
+        PromptTemplate(template=blank % reach, engine=engine).format(t=Task(), f=function)
+    with pytest.raises((KeyError, UndefinedError)):
+        PromptTemplate(template=blank % "missing", engine=engine).format()
+
+
+async def test_what_could_not_be_read_again_is_not_published() -> None:
+    async with opened(":memory:") as store:
+        deep: Any = 1
+        for _ in range(200):
+            deep = {"a": deep}
+        with pytest.raises(ConfigError, match="read back"):
+            await store.add_resources({"llm": LLM(endpoint="http://x", model="m", sampling_parameters={"deep": deep})})
+        assert await store.query_resources() == []
+
+
+async def test_a_damaged_resource_names_itself_stops_nothing_else_and_can_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        await store.add_resources({"llm": LLM(endpoint="http://x", model="m")}, "rs-1")
+    connection = sqlite3.connect(path)
+    guard.allow(connection)
+    connection.execute("UPDATE resources SET body = '{\"llm\": 5}'")
+    connection.commit()
+    connection.close()
+    async with opened(path) as store:
+        with pytest.raises(StoreError, match=r"'rs-1'.*update_resources"):
+            await store.get_latest_resources()
+        async with Server(store, secret="s") as server, httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/health")).status_code == 200
+            refused = await client.get("/v1/agl/resources/latest")
+            assert (refused.status_code, "'rs-1'" in refused.text) == (500, True)
+        await store.update_resources("rs-1", {"llm": LLM(endpoint="http://y", model="m")})
+        latest = await store.get_latest_resources()
+    assert latest is not None
+    assert latest.resources["llm"] == LLM(endpoint="http://y", model="m")
+
+
+async def test_a_new_database_is_for_its_owner_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path / "new" / "store.db") as store:
+        await store.start_rollout("x")
+        found = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "new").glob("store.db*")}
+    assert set(found.values()) == {0o600}
+    assert "store.db-wal" in found

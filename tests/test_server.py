@@ -86,6 +86,8 @@ async def test_other_events_become_spans_of_their_name(store, attempt):
         ({"event_type": "reward", "data": {}}, "value=null"),
         ({"event_type": "reward", "data": {"value": {"format": None}}}, "format=null"),
         ({"data": {}}, "event_type"),
+        (b'{"event_type": "message", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "flatter"),
+        (b'{"event_type": "reward", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "flatter"),
         (b"reward", "not JSON"),
     ],
 )

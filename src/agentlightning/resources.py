@@ -6,11 +6,16 @@ An algorithm publishes a new version with `store.add_resources`; the next rollou
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from agentlightning.errors import ConfigError
 from agentlightning.rollouts import AttemptedRollout, attempt_path
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import SandboxedEnvironment
 
 
 class LLM(BaseModel):
@@ -74,15 +79,28 @@ class PromptTemplate(BaseModel):
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
 
     def format(self, **values: Any) -> str:
-        """The prompt with its blanks filled. Raises KeyError or jinja2.UndefinedError where a value is missing."""
+        """The prompt with its blanks filled. Raises KeyError or jinja2.UndefinedError where a value is missing, and
+        ConfigError where a blank reaches for what is private to a value (`{task.__class__}`): who writes prompts,
+        a model maybe, is not who wrote the program."""
         if self.engine == "plain":
             return self.template
-        if self.engine == "f-string":
-            return self.template.format(**values)
-        import jinja2.sandbox
+        from jinja2.exceptions import SecurityError
+        from jinja2.sandbox import SandboxedFormatter
 
-        environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
-        return environment.from_string(self.template).render(**values)
+        try:
+            if self.engine == "f-string":
+                return SandboxedFormatter(_sandbox()).vformat(self.template, (), values)
+            return _sandbox().from_string(self.template).render(**values)
+        except SecurityError as error:
+            raise ConfigError(f"the prompt template {self.template[:80]!r} may not do that: {error}") from error
+
+
+@cache
+def _sandbox() -> SandboxedEnvironment:
+    from jinja2.runtime import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    return SandboxedEnvironment(undefined=StrictUndefined)
 
 
 Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]

@@ -78,6 +78,7 @@ class Server:
             ],
             exception_handlers={HTTPException: _refused, Exception: _failed},
         )
+        self.app.router.redirect_slashes = False  # it would lead to whatever address the request says it was sent to
         if gateway is not None:
             gateway.attribution.traces = self.traces
         self.host = host

@@ -16,9 +16,10 @@ from typer.testing import CliRunner, Result
 
 from agentlightning.cli import store as verbs
 from agentlightning.cli.app import build
+from agentlightning.cli.show import shown
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.server import Server
-from agentlightning.span import PROMPT_TOKEN_IDS, Span
+from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import RolloutRecord
 
@@ -80,6 +81,16 @@ def test_stats_shows_what_there_is(agl: Agl, path: str) -> None:
     assert ["rollouts", "11", "1", "queuing", "10", "succeeded"] in lines
     assert ["spans", "10"] in lines
     assert "queue val: 1 waiting, 0 open of at most 5" in result.stdout
+
+
+def test_what_an_agent_wrote_moves_no_cursor() -> None:
+    rollout = Rollout("ro-1", "say \x1b[2J", 0.0)
+    attempt = Attempt("ro-1", "at-1", 1, 0.0, metadata={"error": {"message": "\x1b]0;title\x07"}})
+    spans = [Span("ro-1", "at-1", "name\nattempt 2 at-2 succeeded\x9b1A", 0.0, sequence_id=1)]
+    spans.append(Span("ro-1", "at-1", "chat \x1b[1A", 0.0, attributes={OPERATION_NAME: "chat", REQUEST_MODEL: "m"}))
+    lines = list(shown(rollout, [attempt], spans))
+    assert all(line.isprintable() for line in lines)
+    assert r"name\nattempt 2 at-2 succeeded\x9b1A" in lines[-2]
 
 
 def test_stats_for_machines(agl: Agl, path: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import orjson
 import pytest
@@ -40,6 +41,21 @@ def test_everything_inside_about_is_about_its_ids(write):
 def test_text_is_for_people(write):
     text = write(logs.TextFormatter(), "it is late", worker_id="w1", seconds=0.123456)
     assert text.endswith("WARNING it is late (worker_id=w1, seconds=0.123)")
+
+
+def test_what_agents_say_stays_on_its_line_and_moves_no_cursor(write):
+    said = "it failed: \n12:00:00 WARNING all is well\x1b[2J\x9b1A\u202e\r"
+    text = write(logs.TextFormatter(), "%s", said, worker_id="w\n1")
+    assert text.isprintable()
+    assert r"it failed: \n12:00:00 WARNING all is well\x1b[2J" in text
+    try:
+        raise ValueError(said)
+    except ValueError:
+        record = logging.LogRecord("agentlightning.x", logging.WARNING, "x.py", 1, "so", (), sys.exc_info())
+    first, *others = logs.TextFormatter().format(record).split("\n")
+    assert first.endswith("so")
+    assert others
+    assert all(line.startswith("    ") and line.isprintable() for line in others)
 
 
 def test_what_cannot_be_json_is_logged_all_the_same(write):

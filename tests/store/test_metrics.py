@@ -118,6 +118,8 @@ async def test_metrics_are_for_those_who_present_the_token(parts):
     ):
         refused = await client.get("/metrics", headers={"authorization": "Bearer guess"})
         shown = await client.get("/metrics", headers={"authorization": "Bearer open sesame"})
+        beside = await client.get("/metrics/", headers={"host": "evil.example"})
+    assert (beside.status_code, beside.headers.get("location")) == (404, None)
     assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
     assert shown.status_code == 200
 

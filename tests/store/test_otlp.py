@@ -389,6 +389,11 @@ async def test_json_of_another_shape_is_refused_by_name(site: Site, span: dict[s
 # -- bad requests ----------------------------------------------------------------------------------------------------
 
 
+async def test_json_without_end_is_refused(site: Site) -> None:
+    for body in (b"[" * 300 + b"]" * 300, b'{"resourceSpans":' * 260 + b"1" + b"}" * 260):
+        assert (await site.post(b'{"resourceSpans": %s}' % body, "application/json")).status_code == 400
+
+
 async def test_garbage_is_refused(site: Site) -> None:
     whole = request({}, resource=site.ids).SerializeToString()
     for body, kind in (

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_tokens_are_left_out_unless_wanted() -> None:
     (without,), (whole,) = (spans_of(encode([kept], tokens=tokens)) for tokens in (False, True))
     assert [pair.key for pair in without.attributes] == ["n", "agentlightning.span_sequence_id"]
     assert [value.int_value for value in whole.attributes[0].value.array_value.values] == [1, 2]
+
+
+def test_one_span_that_cannot_be_sent_holds_up_no_other(endpoint: Endpoint) -> None:
+    exporter = OtlpExporter(endpoint.url, delay_seconds=0.01)
+    far = Span("ro-1", ATTEMPT, "far", 1e308, 1e308, span_id=f"{7:016x}")
+    exporter.put([span(1), far, replace(span(2), name="half a character: \ud800"), span(3)])
+    eventually(lambda: exporter.counts.sent + exporter.counts.dropped == 4)
+    exporter.put([span(4)])
+    eventually(lambda: len(endpoint.spans()) == 4)
+    assert exporter.close()
+    assert (exporter.counts.sent, exporter.counts.dropped) == (4, 1)
+    assert max(sent.start_time_unix_nano for sent in endpoint.spans()) == 2**64 - 1
 
 
 def test_ids_that_opentelemetry_does_not_know_are_made_its_own() -> None:

@@ -10,6 +10,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
+from agentlightning.text import printable
 from agentlightning.tracing.emit import get_reward_value
 
 WIDTH: Final = 160
@@ -17,7 +18,11 @@ WIDTH: Final = 160
 
 
 def shown(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
-    """Lines: the rollout, then each attempt with its spans in order."""
+    """Lines: the rollout, then each attempt with its spans in order. What agents have written moves no cursor."""
+    yield from map(printable, _lines(rollout, attempts, spans))
+
+
+def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
     mode = f", {rollout.mode}" if rollout.mode else ""
     yield f"{rollout.rollout_id} {rollout.status}{mode}"
     yield f"  task     {_short(rollout.input)}"
@@ -55,7 +60,8 @@ def _span(span: Span) -> Iterator[str]:
 def _call(span: Span, number: str) -> Iterator[str]:
     values = span.attributes
     agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
-    cost = f", ${values[names.COST]:.4f}" if names.COST in values else ""
+    paid = values.get(names.COST)
+    cost = f", ${paid:.4f}" if isinstance(paid, int | float) else ""
     tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
     yield f"{number} {span.name}{agent}: {tokens}{cost}"
     asked, said = _messages(values.get(names.INPUT_MESSAGES)), _messages(values.get(names.OUTPUT_MESSAGES))

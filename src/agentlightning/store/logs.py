@@ -23,6 +23,7 @@ import orjson
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.store.base import Queue
 from agentlightning.store.observe import Observed, ids_of
+from agentlightning.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +110,15 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
-    """`18:05:07 WARNING message (rollout_id=...)`."""
+    """`18:05:07 WARNING message (rollout_id=...)`, on one line whatever the message quotes. The lines of a traceback
+    follow, indented, so that none of them looks like another message."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = ", ".join(f"{name}={_short(value)}" for name, value in self.fields(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {record.levelname:<7} {record.getMessage()}{f' ({fields})' if fields else ''}"
-        trace = self.trace(record)
-        return self.clean(f"{line}\n{trace}" if trace else line)
+        suffix = f" ({fields})" if fields else ""
+        line = f"{clock} {record.levelname:<7} {printable(record.getMessage() + suffix)}"
+        return self.clean("\n    ".join([line, *map(printable, self.trace(record).split("\n"))]).rstrip())
 
 
 def _short(value: Any) -> str:

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 RETRIED: Final = frozenset({429, 502, 503, 504})
 """The statuses OTLP says to try again."""
+NOT_ENCODABLE: Final = (ValueError, TypeError, ArithmeticError, RecursionError)
+"""What encoding a span raises that has no form in OTLP."""
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
 FROM: Final = "agentlightning-exporter"
@@ -159,7 +161,10 @@ class OtlpExporter:
     def _work(self) -> None:
         with httpx.Client(headers=self._headers, timeout=self._timeout) as client:
             while batch := self._next_batch():
-                self._send(client, batch)
+                try:
+                    self._send(client, batch)
+                except Exception as error:  # noqa: BLE001  the thread's boundary: the next batch is another's
+                    self._drop(len(batch), f"{type(error).__name__}: {error}")
 
     def _next_batch(self) -> list[Span]:
         """Waits until there is enough, or it is time; empty at the end."""
@@ -174,9 +179,11 @@ class OtlpExporter:
 
     def _send(self, client: httpx.Client, batch: list[Span]) -> None:
         try:
-            body = gzip.compress(encode(batch, tokens=self._tokens).SerializeToString(), compresslevel=1)
-        except (ValueError, TypeError) as error:
-            self._drop(len(batch), f"they have no form in OTLP: {error}")
+            body = self._encoded(batch)
+        except NOT_ENCODABLE:
+            sound = [span for span in batch if self._is_sound(span)]
+            if sound and len(sound) < len(batch):
+                self._send(client, sound)
             return
         start, pause = time.monotonic(), FIRST_PAUSE
         while True:
@@ -190,6 +197,18 @@ class OtlpExporter:
                 self._drop(len(batch), f"{self.url} could not take them: {_said(answer)}")
                 return
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _encoded(self, batch: Sequence[Span]) -> bytes:
+        return gzip.compress(encode(batch, tokens=self._tokens).SerializeToString(), compresslevel=1)
+
+    def _is_sound(self, span: Span) -> bool:
+        """Whether it can be sent; one that cannot is dropped."""
+        try:
+            self._encoded([span])
+        except NOT_ENCODABLE as error:
+            self._drop(1, f"it has no form in OTLP: {error}")
+            return False
+        return True
 
     def _post(self, client: httpx.Client, body: bytes) -> httpx.Response | httpx.RequestError:
         try:

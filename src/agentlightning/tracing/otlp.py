@@ -402,5 +402,8 @@ def _enumerated(owner: dict[str, Any], values: tuple[str, ...], prefix: str, nam
 
 
 def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        return "nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -26,6 +26,7 @@ _OWN_FIELDS: Final = frozenset({KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_ST
 """Attributes that OTLP has a field for, or that are written anew."""
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
 _INT64: Final = 2**63
+_LAST_SECOND: Final = 2.0**64 / 1e9
 
 Scope = tuple[str, str]
 
@@ -135,4 +136,5 @@ def _bytes(text: str, size: int) -> bytes:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return max(0, min(round(seconds * 1e9), 2**64 - 1))
+    """As OTLP has a time: what lies beyond its 64 bits becomes the last one there is."""
+    return min(round(min(max(0.0, seconds), _LAST_SECOND) * 1e9), 2**64 - 1)

@@ -66,8 +66,11 @@ def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
     """The span of a posted event. Raises EventError, or RewardError on a reward that cannot be used."""
     try:
         event = orjson.loads(body)
+        orjson.dumps(event)  # what is nested too deeply can be read, and not be kept
     except orjson.JSONDecodeError as error:
         raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
+    except orjson.JSONEncodeError as error:
+        raise EventError(f"the event cannot be kept: {error}; send flatter values") from None
     kind = event.get("event_type") if isinstance(event, dict) else None
     if not isinstance(kind, str) or not kind:
         raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import orjson
 from pydantic import ValidationError
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
 from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
@@ -285,16 +285,28 @@ def dump_resources(resources: NamedResources) -> str:
         checked = named_resources.validate_python(resources)
     except ValidationError as error:
         raise ConfigError(f"these resources are no dict of LLM and PromptTemplate by name: {error}") from error
-    return dump(named_resources.dump_python(checked, mode="json"), "resources")
+    try:
+        text = dump(named_resources.dump_python(checked, mode="json"), "resources")
+        named_resources.validate_json(text)
+    except ValueError as error:  # nested too deeply to be read again, say
+        raise ConfigError(f"these resources could not be read back from a store: {error}") from error
+    return text
 
 
 def to_resources(row: Row) -> ResourcesUpdate:
     """From the columns of `statements.RESOURCES`."""
     resources_id, version, create_time, body, update_time = row
+    try:
+        resources = named_resources.validate_json(body)
+    except ValidationError as error:
+        raise StoreError(
+            f"resources {resources_id!r} (version {version}) cannot be read: {error.errors()[0]['msg']}; "
+            "update_resources replaces them"
+        ) from error
     return ResourcesUpdate(
         resources_id=resources_id,
         version=version,
         create_time=create_time,
-        resources=named_resources.validate_json(body),
+        resources=resources,
         update_time=update_time,
     )

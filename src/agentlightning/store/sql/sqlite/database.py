@@ -6,11 +6,13 @@ write lock for all processes, so what was read in one transaction still holds in
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -320,6 +322,8 @@ def _make_folder(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"the directory of the store cannot be made: {error}; give another path") from error
+    with suppress(OSError):  # it is there already, or SQLite says what is wrong
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # for the owner alone, as its WAL then is
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
