@@ -74,7 +74,7 @@ def void_calls(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> dict[s
 
 def _is_call(span: Span) -> bool:
     operation = span.attributes.get(names.OPERATION_NAME)
-    return isinstance(operation, str) and operation in CALL_OPERATIONS
+    return isinstance(operation, str) and operation in CALL_OPERATIONS and names.JUDGE not in span.attributes
 
 
 def _served_by(span: Span) -> str | None:

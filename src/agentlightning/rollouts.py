@@ -138,6 +138,11 @@ _attempt_digits = re.compile(r"[0-9a-f]{24}")
 
 ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
 """Holds the key of the attempt a call is made in, whatever client makes it."""
+WORK_HEADER: Final = "x-agentlightning-work-of"
+"""Holds the key of the attempt that put into a queue what the caller took from it, where the caller was started by
+another attempt: a call that nothing else says to be that attempt's is refused."""
+JUDGE_HEADER: Final = "x-agentlightning-judge"
+"""On a call that a reward function makes: the id of the attempt it judges."""
 ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"
 ATTEMPT_BAGGAGE: Final = "agentlightning.attempt_id"
 AGENT_BAGGAGE: Final = "agentlightning.agent"
@@ -220,6 +225,19 @@ def read_worker_key(secret: str, key: str) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return worker_id if _is_same(worker_key(secret, worker_id), key) else None
+
+
+def in_process_environment(server_url: str, environment: Mapping[str, str], worker_id: str) -> dict[str, str]:
+    """The environment variables of an attempt for an agent that shares its process with other attempts.
+
+    What the SDKs read leads to the worker *and* the attempt: a client made from it by code that keeps it for later
+    attempts is recognised as such, and its calls belong to the attempt that makes them. What OpenTelemetry SDKs read
+    is left out: one that is set up once in this process would give the spans of every later attempt to the first."""
+    variables = {name: value for name, value in environment.items() if not name.startswith("OTEL_")}
+    if "OPENAI_BASE_URL" in variables:
+        path = worker_path(worker_id) + attempt_path(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
+        variables |= _sdk_environment(f"{server_url.rstrip('/')}{path}/v1", environment["AGL_KEY"])
+    return variables
 
 
 def worker_environment(server_url: str, secret: str, worker_id: str) -> dict[str, str]:

@@ -166,12 +166,65 @@ async def test_a_key_nobody_made_is_refused(whose, key):
 # -- where they disagree -----------------------------------------------------------------------------------------------
 
 
-async def test_the_proof_in_the_header_has_the_word_over_url_and_key(store, whose, secret):
+def in_process_of(worker_id, ids):
+    return {"worker_id": worker_id, **in_url(ids)}
+
+
+@pytest.mark.parametrize("path", ["url", "key"])
+async def test_what_a_request_names_beats_the_context_it_is_made_in(store, secret, path):
+    mine, inherited = await start(store), await start(store)
+    attribution = Attribution(store, secret, require_key=True)
+    headers = bearer(attempt_key(secret, *mine)) | {"x-agentlightning-attempt": attempt_key(secret, *inherited)}
+    caller = await attribution.caller(headers, in_url(mine) if path == "url" else {})
+    assert (caller.attempt, caller.source) == (mine, path)
+    assert caller.ignored == (f"{inherited[1]} of the header",)
+    assert attribution.conflicts == 1
+    assert attribution.caller_now(headers, in_url(mine)) is None  # the long way, where it is counted
+
+
+async def test_a_client_kept_from_an_earlier_attempt_is_the_one_of_whoever_calls(store, secret, whose):
     now, before = await start(store), await start(store)
-    headers = bearer(attempt_key(secret, *before)) | {"x-agentlightning-attempt": attempt_key(secret, *now)}
-    caller = await whose(headers, in_url(before), require_key=True)
-    assert (caller.attempt, caller.source) == (now, "header")
-    assert caller.ignored == (f"{before[1]} of the url", f"{before[1]} of the key")
+    kept = in_process_of("w", before)
+    for key in (attempt_key(secret, *before), "of its user's own"):
+        headers = bearer(key) | {"x-agentlightning-attempt": attempt_key(secret, *now)}
+        caller = await whose(headers, kept, require_key=True)
+        assert (caller.attempt, caller.source) == (now, "header")
+    assert (await whose({}, kept)).attempt == before  # where no context says otherwise
+
+
+async def test_the_url_with_the_key_of_another_attempt_is_refused_whatever_the_context(store, secret, whose):
+    mine, other = await start(store), await start(store)
+    headers = bearer(attempt_key(secret, *other)) | {"x-agentlightning-attempt": attempt_key(secret, *mine)}
+    with pytest.raises(Problem, match="belongs to another attempt"):
+        await whose(headers, in_url(mine))
+    with pytest.raises(Problem, match="asks for the AGL_KEY"):  # a proof for another attempt opens nothing
+        await whose({"x-agentlightning-attempt": attempt_key(secret, *other)}, in_url(mine), require_key=True)
+
+
+async def test_a_call_on_behalf_of_another_attempt_needs_something_that_agrees(store, secret, whose):
+    begun_in, works_for = await start(store, "w"), await start(store, "w")
+    doubt = {"x-agentlightning-work-of": attempt_key(secret, *works_for)}
+    assert (await whose(doubt, in_url(works_for))).attempt == works_for
+    assert (await whose(doubt, in_process_of("w", works_for))).attempt == works_for
+    for headers, path in (({}, in_process_of("w", begun_in)), (trace(begun_in), {})):
+        with pytest.raises(Problem, match="nothing proves whose call") as refused:
+            await whose(doubt | headers, path)
+        assert (refused.value.status, refused.value.code) == (409, "attempt_ambiguous")
+
+
+async def test_a_reward_function_cannot_use_a_client_of_the_agents(store, secret, whose):
+    ids = await start(store, "w")
+    judge = {"x-agentlightning-judge": ids[1]}
+    for headers, path in (
+        ({}, in_url(ids)),
+        ({}, {"worker_id": "w"}),
+        (bearer(attempt_key(secret, *ids)), {}),
+        (bearer(worker_key(secret, "w")), {}),
+    ):
+        with pytest.raises(Problem, match="reward function") as refused:
+            await whose(judge | headers, path)
+        assert (refused.value.status, refused.value.code) == (409, "judge_as_agent")
+    assert (await whose(judge, allow_unattributed=True)).attempt is None
 
 
 async def test_a_header_that_proves_nothing_is_refused(whose):

@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 ATTEMPT_PATHS: Final = (
     "/rollout/{rollout_id}/attempt/{attempt_id}",
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
+    "/worker/{worker_id}/rollout/{rollout_id}/attempt/{attempt_id}",
     "/worker/{worker_id}",
 )
 DIALECTS: Final[Mapping[str, Dialect]] = {
@@ -196,6 +197,7 @@ class Gateway:
             "provider_retries": sum(backends.retried for backends in providers),
             "provider_dollars": sum(backends.dollars for backends in providers),
             "over_budget": self.budgets.refused,
+            "attribution_conflicts": self.attribution.conflicts,
         }
 
     async def close(self) -> None:

@@ -2,21 +2,30 @@
 
 Called for every model call, before its body is read. What names the attempt; where several do, the first wins:
 
-1. the header `x-agentlightning-attempt`, an attempt's key, which code of ours adds to each call made inside an attempt;
-2. the attempt in the URL: `/rollout/{id}/attempt/{id}/v1`, or 1.0's `/proxy/rollout/.../mode/{mode}/openai/v1`;
-3. the attempt that the API key is signed for;
-4. the trace that `traceparent` continues: an attempt's own, or one that was recorded here;
-5. `baggage`: `agentlightning.attempt_id`, or `agentlightning.rollout_id` for the latest attempt of it;
-6. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the one attempt it is running now.
+1. the attempt in the URL: `/rollout/{id}/attempt/{id}/v1`, or 1.0's `/proxy/rollout/.../mode/{mode}/openai/v1`;
+2. the attempt that the API key is signed for;
+3. the header `x-agentlightning-attempt`, an attempt's key, which code of ours adds to each call made inside an attempt;
+4. the attempt in a URL that names a worker too: `/worker/{id}/rollout/{id}/attempt/{id}/v1`. A client that leads there
+   was made from the environment of an attempt in a process of several, which may keep it for later ones. The same
+   holds for the API key beside such a URL;
+5. the trace that `traceparent` continues: an attempt's own, or one that was recorded here;
+6. `baggage`: `agentlightning.attempt_id`, or `agentlightning.rollout_id` for the latest attempt of it;
+7. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the one attempt it is running now.
+
+So what a request itself says beats what it inherited from where it was made. A caller that says with
+`x-agentlightning-work-of` that it was started by one attempt and works for another is refused (409) unless its URL or
+its key names the attempt, or everything it says is the same. A reward function's call through a client of the agent's
+is refused (409): it is no call of the attempt.
 
 An API key that is signed for anybody but the attempt or worker in the URL, or that of a worker beside another worker's
-trace, is refused (401). Whatever else says something different is recorded, and not followed. Where keys are asked
-for, traces, baggage and worker count only beside the key of the worker.
+trace, is refused (401). Whatever else says something different is recorded and counted, and not followed. Where keys
+are asked for, traces, baggage and worker count only beside the key of the worker.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Container, Mapping
@@ -33,7 +42,9 @@ from agentlightning.gateway.repeats import Repeat
 from agentlightning.rollouts import (
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
+    JUDGE_HEADER,
     ROLLOUT_BAGGAGE,
+    WORK_HEADER,
     attempt_of_trace,
     attempt_secret,
     read_attempt_key,
@@ -44,6 +55,8 @@ from agentlightning.rollouts import (
 from agentlightning.store.adopt import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.routes import presented_key
+
+logger = logging.getLogger(__name__)
 
 MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
 """The modes of 1.0's URLs, and what 1.0 samples with in each, whatever the agent asks for."""
@@ -155,6 +168,8 @@ class _Said(Struct, frozen=True):
     parent_id: str | None
     hints: list[_Hint]
     passed_over: list[str]
+    work_of: Ids | None
+    """The attempt whose work the caller has taken, where nothing explicit names the attempt."""
 
 
 class Attribution:
@@ -172,6 +187,8 @@ class Attribution:
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.traces: Traces | None = None
+        self.conflicts = 0
+        """Calls whose URL or key named one attempt, and the context they were made in another."""
         self._store = store
         self._secret = secret
         self._require_key = require_key
@@ -194,16 +211,19 @@ class Attribution:
             found, source = await self._look_up(said.hints, said.trace_id, worker_id, path_params.get("worker_id"))
         elif worker_id is not None:
             await self._check_worker(worker_id, found)
+        if said.work_of is not None and found != said.work_of:
+            raise _doubtful(said.work_of, found)
+        self._count_conflict(said, found)
         return self._named(said, found, source)
 
     def caller_now(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller | None:
-        """The same, where the store need not be asked; else None."""
+        """The same, where the store need not be asked and nothing is in doubt; else None."""
         said = self._read(headers, path_params)
         if said.found is None or said.signed.worker_id is not None:
             if not (said.signed or said.hints or said.trace_id or "worker_id" in path_params):
                 self._check_unattributed()
             return None
-        return self._named(said, said.found, said.source)
+        return None if said.passed_over or said.work_of is not None else self._named(said, said.found, said.source)
 
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """For a question that is no call. Raises Problem 401 where keys are asked for and this is none; the access
@@ -211,6 +231,13 @@ class Attribution:
         key = presented_key(headers)
         if self._require_key and not (key and hmac.compare_digest(attempt_secret(key), self._secret)):
             self._read(headers, path_params)
+
+    def _count_conflict(self, said: _Said, found: Ids | None) -> None:
+        if said.passed_over and said.source in ("url", "key"):
+            self.conflicts += 1
+            if self.conflicts == 1:
+                message = "a call that its URL or key says to be of attempt %s was made in the context of %s"
+                logger.warning(message + "; it is recorded under the former", found and found[1], said.passed_over[0])
 
     def _named(self, said: _Said, found: Ids | None, source: Source | None) -> Caller:
         trace_id, parent_id = said.trace_id, said.parent_id
@@ -233,9 +260,12 @@ class Attribution:
         if mode is not None and mode not in self._modes:
             message = f"the URL says mode {mode!r}; use one of {', '.join(self._modes)}"
             raise Problem(404, message, code="mode_not_found")
+        _refuse_judges(headers, path_params, presented_key(headers))
         signed = self._signed(presented_key(headers))
-        found, source = self._said(headers, path_params, signed)
+        found, source, passed_over = self._explicit(headers, path_params, signed)
         trace_id, parent_id = _trace(headers.get("traceparent"))
+        may_be_kept = path_params.keys() >= {"worker_id", "attempt_id"}
+        explicit = found is not None and not may_be_kept
         return _Said(
             mode=mode,
             temperature=None if mode is None else self._modes[mode],
@@ -245,7 +275,8 @@ class Attribution:
             trace_id=trace_id,
             parent_id=parent_id,
             hints=_hints(trace_id, headers.get("baggage")),
-            passed_over=_passed_over(found, source, path_params, signed),
+            passed_over=passed_over,
+            work_of=None if explicit else self._proven(headers, WORK_HEADER),
         )
 
     def _signed(self, key: str) -> _Signed:
@@ -256,27 +287,35 @@ class Attribution:
             raise Problem(401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key")
         return signed
 
-    def _said(
+    def _explicit(
         self, headers: Mapping[str, str], path_params: Mapping[str, str], signed: _Signed
-    ) -> tuple[Ids | None, Source | None]:
-        """The attempt that header, URL or key names."""
-        proof = headers.get(ATTEMPT_HEADER)
-        if proof is not None:
-            if (named := read_attempt_key(self._secret, proof)) is None:
-                message = f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server"
-                raise Problem(401, message, code="invalid_api_key")
-            return named, "header"
-        if self._require_key and not signed:
-            raise Problem(401, "this server asks for the AGL_KEY of the attempt as the API key", code="invalid_api_key")
+    ) -> tuple[Ids | None, Source | None, list[str]]:
+        """The attempt that header, URL or key names, which of them, and what the others said instead."""
+        proven = self._proven(headers, ATTEMPT_HEADER)
         in_url = _attempt_in(path_params)
         if in_url is not None and signed.attempt is not None and in_url != signed.attempt:
             raise Problem(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
         worker = path_params.get("worker_id")
         if worker is not None and signed.worker_id is not None and worker != signed.worker_id:
             raise Problem(401, "the API key belongs to another worker than the URL", code="invalid_api_key")
-        if in_url is not None:
-            return in_url, "url"
-        return (signed.attempt, "key") if signed.attempt is not None else (None, None)
+        named: list[tuple[Ids | None, Source]] = [(in_url, "url"), (signed.attempt, "key"), (proven, "header")]
+        if worker is not None and in_url is not None:  # a client that may be kept from an earlier attempt
+            named.insert(0, named.pop())
+        said: list[tuple[Ids, Source]] = [(ids, source) for ids, source in named if ids is not None]
+        found, source = said[0] if said else (None, None)
+        if self._require_key and not signed and (found is None or found != proven):
+            raise Problem(401, "this server asks for the AGL_KEY of the attempt as the API key", code="invalid_api_key")
+        return found, source, [f"{ids[1]} of the {other}" for ids, other in said[1:] if ids != found]
+
+    def _proven(self, headers: Mapping[str, str], name: str) -> Ids | None:
+        """The attempt whose key a header of ours holds."""
+        proof = headers.get(name)
+        if proof is None:
+            return None
+        if (named := read_attempt_key(self._secret, proof)) is None:
+            message = f"the header {name} holds no key of an attempt of this server"
+            raise Problem(401, message, code="invalid_api_key")
+        return named
 
     # -- what the store knows ----------------------------------------------------------------------------------------
 
@@ -368,14 +407,24 @@ def _attempt_in(path_params: Mapping[str, str]) -> Ids | None:
     return (path_params["rollout_id"], path_params["attempt_id"]) if "attempt_id" in path_params else None
 
 
-def _passed_over(
-    found: Ids | None, source: Source | None, path_params: Mapping[str, str], signed: _Signed
-) -> list[str]:
-    """Where the header has the word: what URL and key say instead."""
-    if source != "header":
-        return []
-    others = {"url": _attempt_in(path_params), "key": signed.attempt}
-    return [f"{ids[1]} of the {name}" for name, ids in others.items() if ids is not None and ids != found]
+def _doubtful(work_of: Ids, found: Ids | None) -> Problem:
+    client = "" if found is None else f", with a client that was made in the attempt {found[1]!r}"
+    message = (
+        f"a task or thread that another attempt has started works for the attempt {work_of[1]!r}{client}, and nothing "
+        "proves whose call this is: make the client in each attempt with the llm.base_url and llm.api_key that it is "
+        "given, and hand it over with the work"
+    )
+    return Problem(409, message, code="attempt_ambiguous", retry=False)
+
+
+def _refuse_judges(headers: Mapping[str, str], path_params: Mapping[str, str], key: str) -> None:
+    if JUDGE_HEADER in headers and (path_params.keys() & {"attempt_id", "worker_id"} or key.startswith("agl-")):
+        message = (
+            "a reward function called a model through a client that was made for the agent: the policy would answer "
+            "and learn from it. Make a client in the reward function, where the environment is the one the runner was "
+            "started with"
+        )
+        raise Problem(409, message, code="judge_as_agent", retry=False)
 
 
 def _trace(traceparent: str | None) -> tuple[str | None, str | None]:

@@ -2,7 +2,7 @@
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
 inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
-Threads started inside inherit the overlay, executors carry it with each submitted call, and `subprocess` passes it on.
+`subprocess` passes them on; threads and pools carry them with the context they run in (`propagation.py`).
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
 """
@@ -12,11 +12,9 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any, cast
 
 import orjson
@@ -35,6 +33,11 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def current_variables() -> dict[str, str]:
+    """What lies over the variables of the process here."""
+    return {name: value for name, value in (_current.get() or {}).items() if value is not None}
 
 
 @contextmanager
@@ -133,32 +136,13 @@ def install() -> None:
     if isinstance(os.environ, _Environ):
         return
     os.environ.__class__ = _Environ
-    _wrap(threading.Thread, "start", _start)
-    _wrap(ThreadPoolExecutor, "submit", _submit)
-    _wrap(subprocess.Popen, "__init__", _popen)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
+    original = subprocess.Popen.__init__
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, original, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        _popen(self, original, *args, **kwargs)
 
-    setattr(owner, name, method)
-
-
-def _start(thread: threading.Thread, original: Callable[..., None]) -> None:
-    run = thread.run
-    context = copy_context()
-    thread.run = lambda: context.run(run)
-    original(thread)
-
-
-def _submit(
-    pool: ThreadPoolExecutor, original: Callable[..., Future[Any]], function: Callable[..., Any], /, *a: Any, **k: Any
-) -> Future[Any]:
-    return original(pool, copy_context().run, function, *a, **k)
+    subprocess.Popen.__init__ = method
 
 
 _ENV_POSITION = 10

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +22,18 @@ import orjson
 from opentelemetry.sdk.trace import ReadableSpan
 
 from agentlightning.errors import Failure
+from agentlightning.rollouts import in_process_environment
 from agentlightning.runner import environ
 from agentlightning.runner.agent import Agent, users_traceback
 from agentlightning.runner.command import CommandError
 from agentlightning.runner.inject import Call, bind_resources
-from agentlightning.runner.reward import RewardFunction, check_reward, looks_like_reward
+from agentlightning.runner.reward import Reward, RewardFunction, check_reward, looks_like_reward
 from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, Started, Stopping, encode
-from agentlightning.span import Span
+from agentlightning.span import JUDGE, Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otel import to_span
-from agentlightning.tracing.scope import current_scope, scope
+from agentlightning.tracing.process import PostingSink
+from agentlightning.tracing.scope import current_scope, enter_main, scope
 from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
@@ -60,9 +61,25 @@ class _Sink:
 
     job_id: int
     send: Callable[[Spans], None]
+    remote: PostingSink
+    """For processes that were forked from this one: two cannot write to one socket."""
+    process: int
 
     def put(self, spans: Sequence[Span]) -> None:
-        self.send(Spans(self.job_id, tuple(spans)))
+        if os.getpid() == self.process:
+            self.send(Spans(self.job_id, tuple(spans)))
+        else:
+            self.remote.put(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _JudgeSink:
+    """Where the spans of a reward function go: into the attempt it judges, marked as no part of what the agent did."""
+
+    sink: _Sink
+
+    def put(self, spans: Sequence[Span]) -> None:
+        self.sink.put([replace(span, attributes={**span.attributes, JUDGE: True}) for span in spans])
 
 
 class Host:
@@ -135,17 +152,26 @@ class Host:
         """The boundary: whatever happens inside is a record afterwards."""
         failure: Failure | None = None
         output: Any = None
-        attempt = call.rollout.attempt
-        where = {"address": job.server_url, "key": job.environment.get("AGL_KEY", "")}
-        with scope(attempt.rollout_id, attempt.attempt_id, _Sink(job.job_id, self._send), **where):
+        ids = call.rollout.rollout_id, call.rollout.attempt.attempt_id
+        address, key = job.server_url, job.environment.get("AGL_KEY", "")
+        sink = _Sink(job.job_id, self._send, PostingSink(address, key), os.getpid())
+        with scope(*ids, sink, address=address, key=key):
             try:
                 call.resources = bind_resources(job.resources, job.server_url, job.environment)
                 variables = environ.task_variables(call.task, self._setup.environment)
-                with environ.overlay({**variables, **_in_process(call.environment)}):
-                    output = recordable(await self._run(call))
+                with environ.overlay({**variables, **_shared_environment(job)}):
+                    output = await self._run(call)
+                if self._setup.reward is not None:
+                    given = replace(call, resources=job.resources)
+                    with scope(*ids, _JudgeSink(sink), "judge", address=job.server_url, role="judge"):
+                        reward = await self._judge(self._setup.reward, given, output)
+                    emit_reward(reward)
+                else:
+                    output = _record_returned(output)
+                output = recordable(output)
             except BaseException as error:  # noqa: BLE001  the one place where an agent's failure becomes a record
                 error = error.with_traceback(None) if isinstance(error, CommandError) else users_traceback(error)
-                failure = Failure.of(error)
+                output, failure = None, Failure.of(error)
                 if not call.cancelled:
                     emit_exception(error)
             flush()
@@ -153,22 +179,18 @@ class Host:
         self._send(Done(job.job_id, failure, output))
 
     async def _run(self, call: Call) -> Any:
-        """Run the agent and judge it. Returns its output; None where what it returned was its reward or its spans."""
-        agent, reward = self._setup.agent, self._setup.reward
-        output = await (self._in_thread(agent.start, call) if agent.blocks(call) else _settled(agent.start(call)))
-        if reward is not None:
-            emit_reward(check_reward(await self._in_thread(reward.start, call, output), reward.source))
-        elif _are_spans(output):
-            _put_returned(output)
-        elif looks_like_reward(output):
-            emit_reward(check_reward(output, "the agent"))
-        else:
-            return output
-        return None if reward is None else output
+        """What the agent returns."""
+        agent = self._setup.agent
+        return await (self._in_thread(agent.start, call) if agent.blocks(call) else _settled(agent.start(call)))
+
+    async def _judge(self, reward: RewardFunction, call: Call, output: Any) -> Reward:
+        """Run the reward function, outside of the attempt's environment: models it asks are asked where they always
+        are."""
+        return check_reward(await self._in_thread(reward.start, call, output), reward.source)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """The function's result, awaited if need be. Does not end before the thread does, cancelled or not."""
-        future = asyncio.wrap_future(self._threads.submit(copy_context().run, _caught, function, *args))
+        future = asyncio.wrap_future(self._threads.submit(_caught, function, *args))
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
@@ -183,14 +205,15 @@ class Host:
         return await _settled(value)
 
 
-def _in_process(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what OpenTelemetry SDKs read. One that is set up once in this process would give the spans of every later
-    attempt to the first; what it traces is recorded here, by attempt. Programs get it all (see `command.py`)."""
-    return {name: value for name, value in environment.items() if not name.startswith("OTEL_")}
+def _shared_environment(job: Job) -> Mapping[str, str]:
+    """For an agent that shares this process with other attempts. Programs get the attempt's own (see `command.py`)."""
+    worker_id = job.rollout.attempt.worker_id or ""
+    return in_process_environment(job.server_url, job.environment, worker_id)
 
 
 def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
     # A future cannot carry every exception: StopIteration and KeyboardInterrupt would not arrive.
+    enter_main()
     try:
         return function(*args), None
     except BaseException as error:  # noqa: BLE001  raised again by `_in_thread`
@@ -202,6 +225,17 @@ async def _settled(value: Any) -> Any:
 
 
 # -- what an agent returned ------------------------------------------------------------------------------------------
+
+
+def _record_returned(output: Any) -> Any:
+    """The output; None where what the agent returned was its reward or its spans, which are recorded."""
+    if _are_spans(output):
+        _put_returned(output)
+    elif looks_like_reward(output):
+        emit_reward(check_reward(output, "the agent"))
+    else:
+        return output
+    return None
 
 
 def _are_spans(output: Any) -> bool:

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import IO, Any, NoReturn, cast
 
 from agentlightning.errors import AgentError
-from agentlightning.runner import environ
+from agentlightning.runner import environ, propagation
 from agentlightning.runner.agent import load_agent, load_object
 from agentlightning.runner.host import Setup, serve
 from agentlightning.runner.reward import RewardFunction
@@ -60,6 +60,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = load.sys_path
     outbound.install()
+    propagation.install()
     try:
         setup = prepare(load)
     except AgentError as error:

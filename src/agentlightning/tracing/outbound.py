@@ -2,8 +2,9 @@
 
 `install()` has `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib` add headers to requests that go
 to the server of the current attempt, and to no other: the attempt's key, W3C `traceparent` and `baggage`. A client that
-was made once, for another attempt or for none, is then known call by call. Nothing else about a request changes, and a
-header that is there already stays.
+was made once, for no attempt in particular, is then known call by call. Nothing else about a request changes, and a
+header that is there already stays. Where it is doubtful whose a call is, because a task of one attempt works off what
+another has put into a queue, the call says just that; one made by a reward function says so.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from agentlightning.rollouts import (
     AGENT_BAGGAGE,
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
+    JUDGE_HEADER,
     ROLLOUT_BAGGAGE,
+    WORK_HEADER,
     root_span_id_of,
 )
-from agentlightning.tracing.scope import Scope, current_agent, current_scope
+from agentlightning.tracing.scope import Scope, current_agent, current_scope, foreign_work, inherited_scope
 
 Headers = MutableMapping[str, str]
 """By name in any case."""
@@ -38,19 +41,31 @@ Headers = MutableMapping[str, str]
 
 def outbound_headers(url: str) -> dict[str, str]:
     """What a request to `url` made here and now carries; nothing where it goes elsewhere."""
-    scope = current_scope()
-    address = _address_of_process() if scope is None else scope.address
+    inside = inherited_scope()
+    address = _address_of_process() if inside is None else inside.address
     if not address or not (url.startswith(address) and url[len(address) : len(address) + 1] in ("", "/", "?")):
         return {}
-    baggage = {} if scope is None else {ROLLOUT_BAGGAGE: scope.rollout_id, ATTEMPT_BAGGAGE: scope.attempt_id}
-    if (agent := current_agent()) is not None:
-        baggage[AGENT_BAGGAGE] = agent
-    headers = {} if scope is None else {"traceparent": _traceparent(scope)}
-    if scope is not None and scope.key:
+    if inside is None:
+        return _baggage({})
+    if inside.role == "judge":
+        return {JUDGE_HEADER: inside.attempt_id}
+    if (other := foreign_work()) is not None:
+        return {WORK_HEADER: other.key} if other.key else {}
+    return {} if (scope := current_scope()) is None else _headers_of(scope)
+
+
+def _headers_of(scope: Scope) -> dict[str, str]:
+    headers = {"traceparent": _traceparent(scope)}
+    if scope.key:
         headers[ATTEMPT_HEADER] = scope.key
-    if baggage:
-        headers["baggage"] = ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())
-    return headers
+    return headers | _baggage({ROLLOUT_BAGGAGE: scope.rollout_id, ATTEMPT_BAGGAGE: scope.attempt_id})
+
+
+def _baggage(entries: dict[str, str]) -> dict[str, str]:
+    if (agent := current_agent()) is not None:
+        entries[AGENT_BAGGAGE] = agent
+    text = ",".join(f"{name}={quote(value, safe='')}" for name, value in entries.items())
+    return {"baggage": text} if text else {}
 
 
 def _address_of_process() -> str:
@@ -147,7 +162,7 @@ def _patch_urllib(module: ModuleType) -> None:
     handler.do_open = opened
 
 
-_PATCHES: Final[dict[str, Callable[[ModuleType], None]]] = {
+_PATCHES: Final[dict[str, Callable[[Any], None]]] = {
     "httpx": _patch_httpx,
     "httpx2": _patch_httpx,
     "aiohttp": _patch_aiohttp,
@@ -167,9 +182,15 @@ def install() -> None:
     with _lock:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
-    for name in _PATCHES:
+    for name in list(_PATCHES):
         if (module := sys.modules.get(name)) is not None and _is_whole(module):
             _patch(name, module)
+
+
+def when_imported(name: str, patch: Callable[[Any], None]) -> None:
+    """Have a module patched: now, or as soon as it is imported, if ever."""
+    _PATCHES.setdefault(name, patch)
+    install()
 
 
 def _is_whole(module: ModuleType) -> bool:
