@@ -4,6 +4,7 @@ import pytest
 
 from agentlightning.gateway.attribution import Attribution
 from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.wire import headers_by_name
 from agentlightning.rollouts import (
     attempt_key,
     read_worker_key,
@@ -249,6 +250,13 @@ async def test_hints_that_agree_are_no_news(store, whose):
     caller = await whose(trace(ids) | {"baggage": f"agentlightning.attempt_id={ids[1]}"}, in_url(ids))
     assert caller.ignored == ()
     assert caller.attributes() == {ATTRIBUTION: "url"}
+
+
+async def test_baggage_may_come_in_several_headers(store, whose):
+    ids = await start(store)
+    named = (b"baggage", f"agentlightning.attempt_id={ids[1]}".encode())
+    for headers in ([named, (b"baggage", b"tenant=7")], [(b"baggage", b"tenant=7"), (b"x", b"y"), named]):
+        assert (await whose(headers_by_name(headers))).attempt == ids
 
 
 async def test_baggage_of_an_attempt_that_is_not_of_its_rollout_is_not_followed(store, whose):

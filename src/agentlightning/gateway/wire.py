@@ -32,7 +32,11 @@ def read_headers(scope: Scope) -> dict[str, str]:
 
 
 def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    """By lower-case name. Of one that is repeated the last counts, but `baggage`, a list, which is joined."""
+    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    if len(found) < len(headers) and "baggage" in found:
+        found["baggage"] = ",".join(value.decode("latin-1") for name, value in headers if name == b"baggage")
+    return found
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
