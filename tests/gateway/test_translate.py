@@ -410,6 +410,52 @@ def test_an_image_and_the_text_beside_it_are_read_and_written_as_they_were(url, 
     assert as_chat(message["content"]) == [part] + ([{"type": "text", "text": text}] if text else [])
 
 
+HALF = chat_answer("A \\ud83d and more.", calls=[CALL | {"function": {"name": "add", "arguments": '{"a": "\\ud83d"}'}}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_a_surrogate_pair_costs_one_character_translated_as_forwarded(ask, stream):
+    """orjson writes no half of a pair, and models that answer in tokens say some."""
+    whole = json.dumps(HALF).replace("\\\\ud83d", "\\ud83d").encode()
+    events = [event.replace(b"lo.", b"\\ud83d") for event in chat_events(["Hel", "lo."])]
+    service, _ = await ask("openai", lambda seen: Reply(events=events) if stream else Reply(whole))
+    client = await service.anthropic()
+    if stream:
+        async with client.messages.stream(model="theirs", max_tokens=9, messages=HI) as stream:
+            message = await stream.get_final_message()
+        assert message.content[0].text == "Hel\ufffd"
+    else:
+        message = await client.messages.create(model="theirs", max_tokens=9, messages=HI)
+        assert message.content[0].text == "A \ufffd and more."
+        assert message.content[1].name == "add"
+    (span,) = await service.spans()
+    assert span.status_code == "OK"
+
+
+@pytest.mark.parametrize("depth", [200, 253, 600])
+async def test_what_is_nested_deep_is_passed_on_or_refused_and_never_fails(ask, depth):
+    nested = "[" * depth + "]" * depth
+    service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")))
+    http, headers = await service.http(), {"authorization": f"Bearer {service.key}"}
+    for path in ("chat/completions", "messages", "responses"):
+        said = (
+            '"input": "hi"'
+            if path == "responses"
+            else '"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]'
+        )
+        for field in ('"x": %s', '"tools": [%s]', '"metadata": {"x": %s}'):
+            body = f'{{"model": "theirs", {said}, {field % nested}}}'
+            reply = await http.post(f"{service.base_url}/{path}", content=body, headers=headers)
+            assert reply.status_code in (200, 400), (path, field, reply.text)
+            assert reply.status_code == 400 or depth < 254
+            assert "engine" not in reply.text
+        turn = f'{{"role": "user", "content": [{{"type": "text", "text": {nested}}}]}}'
+        body = f'{{"model": "theirs", "max_tokens": 9, "{"input" if path == "responses" else "messages"}": [{turn}]}}'
+        reply = await http.post(f"{service.base_url}/{path}", content=body, headers=headers)
+        assert reply.status_code in (200, 400), (path, reply.text)
+    assert len(await service.spans()) == 12
+
+
 # -- the record -------------------------------------------------------------------------------------------------------
 
 
