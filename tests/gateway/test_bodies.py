@@ -253,11 +253,9 @@ def test_stop_strings_and_choices_of_tools_have_anthropics_names():
 @pytest.mark.parametrize(
     ("dialect", "asked", "param"),
     [
-        (CHAT, {"messages": [*HI, {"role": "assistant", "content": "Well"}]}, "messages"),
-        (RESPONSES, {"input": [{"role": "assistant", "content": "Well"}]}, "input"),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": CALLS}]}, "messages"),
         (RESPONSES, {"input": "hi", "top_logprobs": 2}, "top_logprobs"),
         (RESPONSES, {"input": "hi", "include": ["message.output_text.logprobs"]}, "include"),
-        (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_object"}}}, "text"),
         (RESPONSES, {"input": "hi", "temperature": 1.5}, "temperature"),
     ],
 )
@@ -265,6 +263,41 @@ def test_what_anthropic_cannot_be_asked_is_refused_by_the_callers_name_for_it(di
     with pytest.raises(Problem) as caught:
         put(dialect, asked, ANTHROPIC)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_history_that_ends_with_the_assistant_is_answered_with_another_turn_at_anthropics():
+    said = [
+        {"role": "system", "content": "Review it."},
+        *HI,
+        {"role": "assistant", "content": "A poem.", "name": "poet"},
+    ]
+    body, _ = messages_of(messages=said)
+    assert [turn["role"] for turn in body["messages"]] == ["user", "assistant", "user"]
+    assert body["messages"][-1]["content"] == [{"type": "text", "text": "Continue."}]
+    assert "Continue." not in orjson.dumps(messages_of(messages=[*said, *HI])[0]).decode()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "asked"),
+    [
+        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}),
+        (
+            CHAT,
+            {"messages": [{"role": "system", "content": "Be brief."}, *HI], "response_format": {"type": "json_object"}},
+        ),
+        (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_json_without_a_schema_is_asked_of_anthropic_in_its_system_prompt(dialect, asked):
+    body, _ = put(dialect, asked, ANTHROPIC)
+    assert "output_config" not in body
+    assert body["system"].endswith("no text around it, and no code fence.")
+    assert body["system"].startswith("Be brief." if len(asked.get("messages", "")) == 2 else "Answer with one JSON")
+
+
+def test_stop_strings_of_whitespace_are_not_asked_of_anthropic():
+    assert messages_of(stop=["\n\n", "END"])[0]["stop_sequences"] == ["END"]
+    assert "stop_sequences" not in messages_of(stop=["\n"])[0]
 
 
 MESSAGE = st.sampled_from(

@@ -295,7 +295,6 @@ async def test_an_openai_client_hears_a_stream_of_anthropic_token_by_token(ask):
         {"seed": 1},
         {"logprobs": True},
         {"temperature": 1.5},
-        {"response_format": {"type": "json_object"}},
         {"frequency_penalty": 1},
     ],
 )

@@ -113,12 +113,47 @@ async def test_log_probabilities_of_a_response_reach_a_chat_client(served):
     assert (sent["include"], sent["top_logprobs"]) == (["message.output_text.logprobs"], 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_of_a_server_that_knows_no_stop_strings_is_ended_at_the_first(served, stream):
+    items = [said("Thought: look. Obs"), said("ervation: 7. Final: 7."), CALL]
+    service, provider = await served(
+        [Reply(events=response_events(items)) if stream else Reply(response_answer(items))]
+    )
+    client = await service.client()
+    reply = await client.chat.completions.create(
+        model="theirs", messages=HI, stop=["Calling:", "Observation:"], stream=stream
+    )
+    if stream:
+        chunks = [chunk.choices[0] async for chunk in reply if chunk.choices]
+        text, reason = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+        assert not any(chunk.delta.tool_calls for chunk in chunks)
+    else:
+        text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
+        assert (reply.choices[0].message.tool_calls, reply.usage.completion_tokens) == (None, 5)
+    assert (text, reason) == ("Thought: look. ", "stop")
+    assert "stop" not in provider.seen[0].json
+    (span,) = await service.spans()
+    (recorded,) = json.loads(span.attributes[names.OUTPUT_MESSAGES])
+    assert recorded["parts"] == [{"type": "text", "content": text}]
+
+
+async def test_text_that_only_begins_like_a_stop_string_is_shown(served):
+    service, _ = await served([Reply(events=response_events([said("Obs: 7."), CALL]))])
+    anthropics = await service.anthropic()
+    async with anthropics.messages.stream(
+        model="theirs", max_tokens=9, messages=HI, stop_sequences=["7.5", "Observation:"]
+    ) as stream:
+        message = await stream.get_final_message()
+    assert [block.type for block in message.content] == ["text", "tool_use"]
+    assert (message.content[0].text, message.stop_reason) == ("Obs: 7.", "tool_use")
+
+
 async def test_what_a_response_cannot_be_asked_is_refused_and_why_it_ended_is_told(served):
     cut = response_answer([said("Hel")], status="incomplete", incomplete_details={"reason": "max_output_tokens"})
     failed = response_answer([], status="failed", error={"code": "server_error", "message": "out of memory"})
     service, provider = await served([Reply(cut), Reply(failed)])
     client = await service.client()
-    for asked in ({"stop": ["x"]}, {"seed": 1}, {"n": 2}, {"presence_penalty": 1}):
+    for asked in ({"seed": 1}, {"n": 2}, {"presence_penalty": 1}):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="theirs", messages=HI, **asked)
         assert caught.value.param == next(iter(asked))

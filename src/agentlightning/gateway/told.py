@@ -24,6 +24,7 @@ from agentlightning.gateway.answer import (
     Piece,
     Refusal,
     Sealed,
+    StopFilter,
     Thought,
     ToolCall,
 )
@@ -92,37 +93,58 @@ class Told(Answer):
     """Log-probabilities of each piece that was taken and is not written yet."""
 
     def __post_init__(self) -> None:
-        """It comes as text, with its thoughts and calls told apart."""
+        """It comes as text, with its thoughts and calls told apart. `stops` are those its provider does not know."""
+        self._stop = StopFilter(self.stops)
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
     def say(self, text: Any, logprobs: Sequence[Json] = ()) -> None:
-        """Some more content, and what is known of its tokens."""
+        """Some more content, and what is known of its tokens. Nothing is heard after a stop string."""
+        if self.stopped:
+            return
         self._logprobs += logprobs
         self._loose += logprobs
         if isinstance(text, str) and text:
+            self._show_text(self._stop.feed(text))
+
+    def _show_text(self, text: str) -> None:
+        if text:
             self._waiting.append((text, self._loose))
             self._loose = []
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it was ended here, at a stop string."""
+        return self._stop.stopped
+
+    def _goes_on(self) -> bool:
+        """Whether something other than text may be told; text that could have begun a stop string is shown first."""
+        self._show_text(self._stop.finish())
+        return not self.stopped
+
     def think(self, text: Any) -> None:
         """Some more of a thought."""
-        if isinstance(text, str) and text:
+        if isinstance(text, str) and text and self._goes_on():
             self._waiting.append((Thought(text), []))
 
     def refuse(self, text: Any) -> None:
         """Some more of why it does not answer."""
-        if isinstance(text, str) and text:
+        if isinstance(text, str) and text and self._goes_on():
             self.refused = True
             self._waiting.append((Refusal(text), []))
 
     def keep(self, block: Block) -> None:
         """A whole block or item, as its provider said it."""
+        if self.stopped:
+            return
         self.blocks.append(block)
         if is_sealed(block):
             self._waiting.append((Sealed(block), []))
 
     def call(self, place: Hashable, id: Any, name: Any, arguments: Any) -> None:
         """A tool call, or some more of one."""
+        if not self._goes_on():
+            return
         call = self._growing.get(place)
         if call is None:
             call = self._growing[place] = _Growing()
@@ -149,6 +171,8 @@ class Told(Answer):
     def news(self, done: bool = False) -> list[Piece]:
         """What can be shown since the last time; all the rest where it is `done`."""
         pieces: list[Piece] = []
+        if done:
+            self._goes_on()
         while self._waiting:
             first, logprobs = self._waiting[0]
             if not isinstance(first, _Growing):
@@ -217,12 +241,12 @@ class Told(Answer):
 
     @property
     def finish_reason(self) -> str:
-        reason = self.reason if self.reason in _REASONS else "stop"
+        reason = self.reason if self.reason in _REASONS and not self.stopped else "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason or "stop"
 
     @property
     def stop_string(self) -> str | None:
-        return self.stopped_by
+        return self._stop.found or self.stopped_by
 
     def logprobs_of_piece(self) -> list[Json]:
         return self._written.popleft() if self._written else []

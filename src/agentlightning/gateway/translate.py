@@ -19,7 +19,7 @@ from agentlightning import span as names
 from agentlightning.gateway.answer import Piece
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.bodies import body_of
-from agentlightning.gateway.bodies.base import given_params, turns_of
+from agentlightning.gateway.bodies.base import given_params, split_stops, turns_of
 from agentlightning.gateway.conversation import Prompt, extend_digest
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.dialects import responses
@@ -88,7 +88,7 @@ class Translator:
             request=replace(request, params=params),
             head=head,
             reply=dialect.reply(replace(request, params=params), head),
-            telling=Telling(Told(0, call_prefix=dialect.call_prefix), head),
+            telling=Telling(Told(0, stops=split_stops(instead, params.stop)[1], call_prefix=dialect.call_prefix), head),
             kept=self._kept,
         )
 
@@ -197,6 +197,9 @@ class Translation(Forward):
         return Forward._attributes(self) | asked
 
     def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
+        if self.told.stopped:  # what nobody was shown is not recorded either
+            calls = dict(list(choice.calls.items())[: len(self.told.tool_calls)])
+            choice = replace(choice, text=[self.told.content], calls=calls, reason=self.told.finish_reason)
         found = Forward._choice_attributes(self, choice)
         constraint = self.request.constraint
         if not constraint or choice.index > 0:

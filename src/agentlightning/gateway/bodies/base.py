@@ -82,6 +82,16 @@ def refuse(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: P
             raise bad(name, f"{message}; leave it out")
 
 
+def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(stop strings that a provider is asked for, those at which its answer has to be ended here): responses know none,
+    Anthropic none that is whitespace alone."""
+    if path == "responses":
+        return (), tuple(stops)
+    if path != "messages":
+        return tuple(stops), ()
+    return tuple(stop for stop in stops if stop.strip()), tuple(stop for stop in stops if not stop.strip())
+
+
 # -- the order of turns ------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.attachments import as_blocks, as_text, has_attachments
-from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, refuse, shape_of, turns_of
+from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, refuse, shape_of, split_stops, turns_of
 from agentlightning.gateway.conversation import same_meaning
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
@@ -41,23 +41,40 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     _refuse_foreign(request, provider, params)
     system, messages = _turns(turns_of(request.messages), blocks)
     if messages and messages[-1]["role"] == "assistant":
-        message = f"the last message is the assistant's, which the provider {provider.name!r} would go on with instead"
-        raise bad(
-            "messages" if "messages" in request.asked else "input", f"{message} of answering; add one of the user"
-        )
+        messages.append(_asked_on(messages[-1], request, provider))
     most = params.get("max_tokens") or provider.max_output_tokens
     body: Json = {"model": model, "messages": messages, "max_tokens": most}
+    shape = shape_of(request.asked)
+    if shape is not None and shape["type"] == "json_object":
+        system, shape = "\n\n".join(filter(None, (system, _AS_JSON))), None
     if system:
         body["system"] = system
     body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
-    if params.get("stop"):
-        body["stop_sequences"] = list(params["stop"])
+    if stops := split_stops("messages", params.get("stop") or ())[0]:
+        body["stop_sequences"] = list(stops)
     body |= _tools(request)
-    if (shape := shape_of(request.asked)) is not None:
+    if shape is not None:
         body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
     if request.stream:
         body["stream"] = True
     return body
+
+
+_GO_ON: Final = "Continue."
+"""Said by the user after a turn of the assistant's: elsewhere such a conversation is answered with another turn, and
+here the last one would be gone on with, which later models refuse."""
+_AS_JSON: Final = "Answer with one JSON object and nothing else: no text around it, and no code fence."
+"""Anthropic knows JSON only with a schema that names all its fields."""
+
+
+def _asked_on(last: Json, request: Request, provider: Provider) -> Json:
+    """The turn after the last one, which is the assistant's. Raises Problem 400 where it calls tools whose results are
+    not there."""
+    if any(block.get("type") == "tool_use" for block in last["content"]):
+        name = "messages" if "messages" in request.asked else "input"
+        message = "the last message calls tools, and their results do not follow"
+        raise bad(name, f"{message}, as the provider {provider.name!r} demands; add them")
+    return {"role": "user", "content": [{"type": "text", "text": _GO_ON}]}
 
 
 _ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
@@ -70,7 +87,7 @@ def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
         ("n", request.n, request.n == 1),
         ("logprobs", request.logprobs, not request.logprobs),
         ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
-        ("response_format", shape, shape is None or shape["type"] == "json_schema"),
+        ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
     ]
     asked += [(name, value, not value and name != "seed") for name, value in params.items() if name not in _ANTHROPICS]
     refuse(asked, request, provider, "messages")

@@ -25,7 +25,8 @@ _NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature"
 
 def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
     """The body of POST /v1/responses. Raises Problem 400 naming what it cannot be asked."""
-    foreign = [(name, value, not value and name != "seed") for name, value in params.items() if name not in _NAMES]
+    known = {*_NAMES, "stop"}  # its answer is ended here
+    foreign = [(name, value, not value and name != "seed") for name, value in params.items() if name not in known]
     refuse([("n", request.n, request.n == 1), *foreign], request, provider, "responses")
     instructions, items = _items(turns_of(request.messages), blocks)
     body: Json = {"model": model, "input": items, "store": False}
