@@ -10,6 +10,8 @@ import pytest
 
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore, LightningStoreBase
+from agentlightning.store.sql.sqlite import guard, shrinking
+from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.sql.tokens import BLOCK
 
 
@@ -82,3 +84,74 @@ async def test_a_long_conversation_takes_space_for_what_is_new(tmp_path: Path) -
 
     short, long = await size(50), await size(200)
     assert long < 4.2 * short
+
+
+def pragma(path: Path, name: str) -> int:
+    connection = sqlite3.connect(path)
+    number = connection.execute(f"PRAGMA {name}").fetchone()[0]
+    connection.close()
+    return number
+
+
+async def emptied(path: Path) -> SqlStore:
+    """A store with free space in its file."""
+    store = SqlStore(path)
+    first, _ = await converse(store, 1, range(200_000))
+    await store.delete_rollouts([first])
+    return store
+
+
+async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    store = await emptied(path)
+    other = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)  # waits for nobody
+    guard.allow(other)
+    sizes: list[int] = []
+
+    def pause(seconds: float) -> None:
+        other.execute("INSERT INTO queues (name) VALUES (?)", [f"queue {len(sizes)}"])
+        sizes.append(other.execute("PRAGMA page_count").fetchone()[0])
+
+    monkeypatch.setattr(shrinking, "PAGES_AT_ONCE", 16)
+    monkeypatch.setattr(shrinking.time, "sleep", pause)
+    full = pragma(path, "page_count")
+    await store.vacuum()
+    assert len(sizes) > 3
+    assert sizes[-1] < full / 2
+    assert sizes == sorted(sizes, reverse=True)
+    other.close()
+    assert len(await store.query_queues()) == 1 + len(sizes)
+    await store.close()
+
+
+async def test_a_store_of_an_older_version_is_rewritten_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store.db"
+    connection = sqlite3.connect(path)
+    connection.executescript((Path(__file__).parent / "version_3.sql").read_text())
+    connection.close()
+    assert pragma(path, "auto_vacuum") == 0
+    for rewritten in (1, 1):
+        store = await emptied(path)
+        await store.vacuum()
+        await store.close()
+        assert pragma(path, "freelist_count") == 0
+        assert caplog.text.count("rewritten whole") == rewritten
+    assert pragma(path, "auto_vacuum") == 2
+
+
+async def test_every_block_of_a_long_chain_that_nothing_needs_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = LightningStore(path)
+    first, _ = await converse(store, 3, list(range(5 * BLOCK)))
+    await converse(store, 1, list(range(2 * BLOCK)))
+    await store.close()
+    connection = sqlite3.connect(path, isolation_level=None)
+    key = "(SELECT key FROM rollouts WHERE rollout_id = ?)"
+    attempt = f"(SELECT key FROM attempts WHERE rollout_key = {key})"
+    connection.execute(f"DELETE FROM span_packs WHERE attempt_key = {attempt}", [first])  # as an older version did
+    connection.close()
+    store = LightningStore(path)
+    assert blocks_in(path) > 2
+    await store.vacuum()
+    assert blocks_in(path) == 2
+    await store.close()

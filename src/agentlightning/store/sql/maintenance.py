@@ -29,6 +29,10 @@ from agentlightning.store.sql.states import OPEN, RolloutState
 from agentlightning.store.sql.unit import Unit
 
 WEIGH_AT_ONCE: Final = 2_000
+BLOCKS_AT_ONCE: Final = 1_000
+"""Looked at in one transaction."""
+DROP_AT_ONCE: Final = 100
+"""Blocks removed in one."""
 REMOVE_AT_ONCE: Final = 50
 """Rollouts removed in one transaction, so that others are not held up."""
 
@@ -146,12 +150,24 @@ class Excess:
         )
 
 
-def drop_unused_blocks(unit: Unit) -> None:
-    """Tokens that no span refers to any more."""
+def look_for_unused_blocks(connection: Connection, after: bytes) -> tuple[bytes | None, list[bytes]]:
+    """(the last block that was looked at, None at the end; those among them that nothing refers to)."""
+    rows = connection.all(statements.LOOK_FOR_UNUSED, after, BLOCKS_AT_ONCE)
+    return (bytes(rows[-1][0]) if rows else None), [bytes(digest) for digest, unused in rows if unused]
+
+
+def drop_blocks(unit: Unit, digests: Sequence[bytes]) -> list[bytes]:
+    """Those of some blocks that are still unused. Returns their parents, which may be unused now."""
     unit.write_first()
     unit.connection.lock(token_blocks)  # or another server could refer to a block in this moment
-    unit.connection.run(statements.DELETE_UNUSED_BLOCKS)
+    parents: dict[bytes, None] = {}
+    for digest in digests:
+        for (parent,) in unit.connection.all(statements.PARENT_OF_UNUSED, digest):
+            unit.connection.run(statements.DELETE_BLOCK, digest)
+            parents[bytes(parent)] = None
     unit.pending.digests.clear()
+    parents.pop(b"", None)
+    return list(parents)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

@@ -262,14 +262,6 @@ BLOCKS_OF = Statement(
 )
 """(digest, parent, ids) of every block that some packs need."""
 
-_used = select(pack_blocks.c.digest.label("digest")).distinct().cte("used", recursive=True)
-_all_used = _used.union(
-    select(token_blocks.c.parent).join_from(_used, token_blocks, token_blocks.c.digest == _used.c.digest)
-)
-DELETE_UNUSED_BLOCKS = Statement(
-    delete(token_blocks).where(token_blocks.c.digest.not_in(select(_all_used.c.digest))),
-)
-
 
 def _not_named(digest: ColumnElement[Any]) -> ColumnElement[bool]:
     """No pack that is there needs the chain that ends with a block. A scalar query, so that PostgreSQL looks each
@@ -284,6 +276,28 @@ def _not_named(digest: ColumnElement[Any]) -> ColumnElement[bool]:
     )
     return naming.correlate(token_blocks).scalar_subquery().is_(null())
 
+
+def _has_no_child(blocks: Table) -> ColumnElement[bool]:
+    child = token_blocks.alias("child")
+    one = literal_column("1")
+    found = select(one).where(child.c.parent == blocks.c.digest).limit(one).offset(_zero)
+    return found.correlate(blocks).scalar_subquery().is_(null())
+
+
+_is_unused = and_(_not_named(token_blocks.c.digest), _has_no_child(token_blocks))
+LOOK_FOR_UNUSED = Statement(
+    select(token_blocks.c.digest, _is_unused)
+    .where(token_blocks.c.digest > given("digest"))
+    .order_by(token_blocks.c.digest)
+    .limit(bindparam("many"))
+    .offset(_zero),
+    ("the_digest", "many"),
+)
+"""(digest, whether no pack and no other block needs it), from a digest on."""
+PARENT_OF_UNUSED = Statement(
+    select(token_blocks.c.parent).where(token_blocks.c.digest == given("digest"), _is_unused), ("the_digest",)
+)
+DELETE_BLOCK = Statement(delete(token_blocks).where(token_blocks.c.digest == given("digest")), ("the_digest",))
 
 _heads = select(pack_blocks.c.digest).where(is_one_of(pack_blocks.c.pack_key, "packs")).distinct().cte("heads")
 _idle_heads = (

@@ -182,9 +182,20 @@ class Upkeep(EmbeddedStore):
             last = weights[-1]
 
     async def vacuum(self) -> None:
-        await self.do("vacuum", maintenance.drop_unused_blocks)
+        async for unused in self._unused_blocks():
+            while unused:  # then their parents
+                some, unused = unused[: maintenance.DROP_AT_ONCE], unused[maintenance.DROP_AT_ONCE :]
+                unused += await self.do("vacuum", lambda unit, some=some: maintenance.drop_blocks(unit, some))
         if not self.database.single:
             await asyncio.to_thread(self._give_space_back)
+
+    async def _unused_blocks(self) -> AsyncIterator[list[bytes]]:
+        last: bytes | None = b""
+        while last is not None:
+            last, unused = await self.read(
+                "vacuum", lambda connection, after=last: maintenance.look_for_unused_blocks(connection, after)
+            )
+            yield unused
 
     def _give_space_back(self) -> None:
         connection = self.database.connect(read_only=False)

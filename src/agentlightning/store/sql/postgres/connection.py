@@ -259,9 +259,10 @@ class PostgresConnection:
         return int(value(self._connection, query, list(TABLES)))
 
     def vacuum(self) -> None:
-        """Rewrites the tables one by one; nobody can use the one that is being rewritten."""
+        """Beside those who read and write. What is free at the end of a table goes back to the system, the rest is used
+        again: to rewrite tables, which locks them, is for the administrator to decide."""
         for name in TABLES:
-            self._connection.execute(sql.SQL("VACUUM (FULL, ANALYZE) {}").format(sql.Identifier(name)))
+            self._connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(name)))
 
 
 def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

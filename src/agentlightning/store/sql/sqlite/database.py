@@ -30,6 +30,7 @@ from agentlightning.store.sql.sqlite import guard
 from agentlightning.store.sql.sqlite.checkpoints import Checkpoints
 from agentlightning.store.sql.sqlite.faults import explain, is_fatal
 from agentlightning.store.sql.sqlite.migration import SqliteSchema
+from agentlightning.store.sql.sqlite.shrinking import shrink
 
 DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
 BUSY_SECONDS: Final = 30.0
@@ -83,6 +84,7 @@ class SqliteDatabase:
         connection: sqlite3.Connection | None = None
         try:
             connection = _connect(self.path)
+            _allow_shrinking(connection)
             _use_wal(connection, self.path)
             migrate(SqliteSchema(connection, str(self.path)))
         except sqlite3.Error as error:
@@ -257,9 +259,8 @@ class SqliteConnection:
         return pages * size
 
     def vacuum(self) -> None:
-        self._cursor.execute("VACUUM")
-        if self._watched:
-            self._cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        if self._path is not None:
+            shrink(self._cursor)
 
 
 # -- writing many rows -----------------------------------------------------------------------------------------------
@@ -343,6 +344,12 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _allow_shrinking(connection: sqlite3.Connection) -> None:
+    """Has an effect on a file without anything in it only."""
+    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
 def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
