@@ -1,6 +1,7 @@
 """One server for a store and a gateway: its addresses, its events, its errors."""
 
 import asyncio
+import re
 import socket
 
 import httpx
@@ -9,7 +10,7 @@ from openai import AsyncOpenAI
 
 from agentlightning import span as names
 from agentlightning.assemble import trajectory, transitions
-from agentlightning.errors import ServerError
+from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.budget import Account, spent_by
 from agentlightning.rollouts import attempt_environment, attempt_key
@@ -242,3 +243,42 @@ async def test_what_is_not_served_is_refused_in_the_shape_of_every_error(server)
     for reply, status in ((nowhere, 404), (wrong, 405)):
         assert reply.status_code == status
         assert reply.json()["error"]["message"] == reply.json()["detail"]
+
+
+# -- pages of other sites --------------------------------------------------------------------------------------------
+
+
+async def test_pages_of_named_sites_may_read_the_answers(store) -> None:
+    async with (
+        Server(store, secret="s", allowed_origins=["https://mine.example"]) as server,
+        httpx.AsyncClient(base_url=server.url) as http,
+    ):
+        for path in ("/v1/agl/health", "/v1/agl/rollouts"):
+            reply = await http.get(path, headers={"origin": "https://mine.example"})
+            assert reply.status_code == 200
+            assert reply.headers["access-control-allow-origin"] == "https://mine.example"
+        wishes = {"access-control-request-method": "DELETE", "access-control-request-headers": "authorization"}
+        asked = await http.options("/v1/agl/rollouts/r", headers={"origin": "https://mine.example", **wishes})
+        assert asked.status_code == 200
+        assert "DELETE" in asked.headers["access-control-allow-methods"]
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        for refused in (
+            await http.get("/v1/agl/rollouts", headers={"origin": "https://evil.example"}),
+            await http.options("/v1/agl/rollouts", headers={"origin": "https://evil.example", **wishes}),
+        ):
+            assert refused.status_code == 403
+            assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_without_configuration_no_page_of_another_site_may_read_anything(store) -> None:
+    async with Server(store, secret="s") as server, httpx.AsyncClient(base_url=server.url) as http:
+        reply = await http.get("/v1/agl/rollouts")
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("origin", ["mine.example", "ftp://mine.example", "https://mine.example/page", "*"])
+def test_an_origin_that_is_no_site_is_refused(store, origin: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(origin))):
+        Server(store, secret="s", allowed_origins=[origin])
+    if origin == "*":
+        Server(store, secret="s", allowed_origins=[origin], token="t")

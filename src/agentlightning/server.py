@@ -10,18 +10,20 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Self
 
 import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from agentlightning.door import Door
-from agentlightning.errors import ServerError
+from agentlightning.errors import ConfigError, ServerError
 from agentlightning.fastpath import MAX_UNFINISHED_BYTES, STALLED_SECONDS, ModelCalls, Shortcuts
 from agentlightning.gateway.app import Gateway
 from agentlightning.site import SiteGuard
@@ -43,7 +45,8 @@ class Server:
     `listener` that `listen` has made there. A request that does not come to its end for `stalled_seconds` is answered
     with 408, and its connection closed; bodies that have not come to their end have `max_unfinished_bytes` in all.
 
-    Pages of other sites are refused but for those of `allowed_origins`. Without a token, so is a request whose `Host`
+    Pages of other sites are refused but for those of `allowed_origins` (CORS), which are `https://name:port` each, or "*"
+    where there is a token; ConfigError for anything else. Without a token, so is a request whose `Host`
     is not an address, `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`.
     """
 
@@ -68,7 +71,7 @@ class Server:
         allowed_origins: Iterable[str] = (),
     ) -> None:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
-        calls = gateway.routes() if gateway else []
+        calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
         self.app = Starlette(
             routes=[
                 *store_routes(store, secret, token, max_body_bytes=max_body_bytes),
@@ -76,6 +79,7 @@ class Server:
                 *(metrics_routes(metrics, token) if metrics else []),
                 *calls,
             ],
+            middleware=_cross_origin(origins, token),
             exception_handlers={HTTPException: _refused, Exception: _failed},
         )
         self.app.router.redirect_slashes = False  # it would lead to whatever address the request says it was sent to
@@ -83,9 +87,9 @@ class Server:
             gateway.attribution.traces = self.traces
         self.host = host
         self.port = port
-        guard = SiteGuard((host, *allowed_hosts), allowed_origins, any_host=token is not None)
+        guard = SiteGuard((host, *allowed_hosts), origins, any_host=token is not None)
         self._door = Door(self.app, metrics, slow, guard)
-        self.shortcuts = Shortcuts(calls, self._door, stalled_seconds, max_unfinished_bytes)
+        self.shortcuts = Shortcuts([] if origins else calls, self._door, stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self._gateway = gateway
         self._listener = listener
@@ -209,6 +213,24 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error}; stop what uses it, or choose another port (0 takes a free one)"
         ) from error
     return listener
+
+
+def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:
+    """What tells browsers that the pages of these origins may read the answers. Model calls then take the common way."""
+    for origin in origins:
+        scheme, _, rest = origin.partition("://")
+        if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest):
+            raise ConfigError(
+                f"origin {origin!r} names no site; write https://name or https://name:port, without a path"
+            )
+    if "*" in origins and token is None:
+        raise ConfigError(
+            "origin '*' lets every page of the web use a server without a token; name the sites, or set one"
+        )
+    if not origins:
+        return []
+    allowed = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
+    return [Middleware(CORSMiddleware, **allowed, allow_credentials="*" not in origins)]
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -79,6 +79,15 @@ def test_it_needs_an_agent_and_a_server_that_is_there(invoke):
     assert (refused.exit_code, "VARIABLE=FIELD" in refused.stderr) == (2, True)
 
 
+def test_the_server_may_be_named_by_the_environment(invoke, monkeypatch):
+    assert "AGL_SERVER" in invoke("runner", "--agent", "x:y").stderr
+    monkeypatch.setenv("AGL_SERVER_PORT", "9")
+    refused = invoke("runner", "--agent", "x:y", "--patience", "0")
+    assert "http://127.0.0.1:9" in refused.stderr
+    monkeypatch.setenv("AGL_SERVER_HOST", "127.0.0.2")
+    assert "http://127.0.0.2:9" in invoke("runner", "--agent", "x:y", "--patience", "0").stderr
+
+
 @pytest.mark.slow
 async def test_a_second_signal_queues_again_what_runs(start, server, tmp_path):
     _, url, client = server

@@ -56,6 +56,21 @@ def test_a_port_in_use_is_named(invoke):
         assert f"127.0.0.1:{port}" in refused(invoke("serve", "--port", str(port), "--db", ":memory:"))
 
 
+def test_host_and_port_may_come_from_the_environment(invoke, monkeypatch):
+    monkeypatch.setenv("AGL_SERVER_HOST", "0.0.0.0")
+    assert "0.0.0.0" in refused(invoke("serve", "--db", ":memory:"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("AGL_SERVER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("AGL_SERVER_HOST", "127.0.0.1")
+        assert str(taken.getsockname()[1]) in refused(invoke("serve", "--db", ":memory:"))
+
+
+def test_an_origin_that_is_no_site_is_named(invoke):
+    assert "'mine'" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--allow-origin", "mine"))
+
+
 def test_a_model_that_is_no_directory_is_named(invoke):
     assert "/no/such/model" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--model", "/no/such/model"))
 

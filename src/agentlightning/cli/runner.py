@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -30,7 +31,14 @@ def register(app: typer.Typer) -> None:
 
 
 def runner(
-    server: Annotated[str, typer.Option(envvar="AGL_SERVER", help="Where `agl serve` listens: http://HOST:PORT")],
+    server: Annotated[
+        str | None,
+        typer.Option(
+            envvar="AGL_SERVER",
+            help="Where `agl serve` listens: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
+            show_default=False,
+        ),
+    ] = None,
     agent: Agent = None,
     reward: Reward = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Attempts under way at once.")] = 32,
@@ -72,7 +80,7 @@ def runner(
 
         logs.configure(log_format, secret=token)
         options = _Options(
-            server=server.rstrip("/"),
+            server=_address(server),
             agent=agent,
             reward=reward,
             token=token or None,
@@ -94,6 +102,18 @@ def runner(
         )
         record = _uvloop_run(options, output)
         output.finish(record, lambda console: _show(record, console))
+
+
+def _address(server: str | None) -> str:
+    """Where the server is. Raises ConfigError where nothing says it."""
+    if server:
+        return server.rstrip("/")
+    host, port = os.environ.get("AGL_SERVER_HOST"), os.environ.get("AGL_SERVER_PORT")
+    if not host and not port:
+        from agentlightning.errors import ConfigError
+
+        raise ConfigError("which server is meant? Give --server http://HOST:PORT, or set AGL_SERVER")
+    return f"http://{host or '127.0.0.1'}:{port or 4747}"
 
 
 @dataclass(frozen=True, slots=True)

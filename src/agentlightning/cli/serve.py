@@ -46,8 +46,11 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4747,
+    host: Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one."),
+    ] = 4747,
     db: Annotated[
         str | None,
         typer.Option(help="A SQLite file, or postgresql://... (default: .agentlightning/store.db)", show_default=False),
@@ -64,6 +67,14 @@ def serve(
         typer.Option(
             envvar="AGL_ALLOWED_HOSTS",
             help="Without a token: a further name this server is reached under; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="AGL_ALLOWED_ORIGINS",
+            help="A site whose pages may use this server (CORS), as https://NAME[:PORT]; may be given again.",
             show_default=False,
         ),
     ] = None,
@@ -101,6 +112,7 @@ def serve(
             token=token or None,
             no_token=no_token,
             allowed_hosts=tuple(allow_host or ()),
+            allowed_origins=tuple(allow_origin or ()),
             models=tuple(model or ()),
             routing=read_routing(routes),
             otlp_export=otlp_export,
@@ -122,6 +134,7 @@ class Options:
     token: str | None
     no_token: bool
     allowed_hosts: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
     models: tuple[str, ...]
     routing: GatewayConfig
     otlp_export: str | None
@@ -199,6 +212,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         host=options.host,
         port=options.port,
         allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
     )
     metrics.add_source(lambda: counters("otlp", "Traces taken in", asdict(server.traces.counts)))
     await stack.enter_async_context(server)
