@@ -45,9 +45,9 @@ class Server:
     `listener` that `listen` has made there. A request that does not come to its end for `stalled_seconds` is answered
     with 408, and its connection closed; bodies that have not come to their end have `max_unfinished_bytes` in all.
 
-    Pages of other sites are refused but for those of `allowed_origins` (CORS), which are `https://name:port` each, or "*"
-    where there is a token; ConfigError for anything else. Without a token, so is a request whose `Host`
-    is not an address, `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`.
+    Pages of other sites are refused but for those of `allowed_origins` (CORS): `https://name:port`, or "*" where there
+    is a token; ConfigError for anything else. Without a token, so is a request whose `Host` is not an address,
+    `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`.
     """
 
     def __init__(
@@ -216,21 +216,24 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:
-    """What tells browsers that the pages of these origins may read the answers. Model calls then take the common way."""
+    """What tells browsers that pages of these origins may read the answers. Model calls then take the common way."""
     for origin in origins:
         scheme, _, rest = origin.partition("://")
         if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest):
-            raise ConfigError(
-                f"origin {origin!r} names no site; write https://name or https://name:port, without a path"
-            )
+            raise ConfigError(f"origin {origin!r} is no site; write https://name or https://name:port, without a path")
     if "*" in origins and token is None:
-        raise ConfigError(
-            "origin '*' lets every page of the web use a server without a token; name the sites, or set one"
-        )
+        raise ConfigError("origin '*' would let every page of the web in; name the sites, or set an access token")
     if not origins:
         return []
-    allowed = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
-    return [Middleware(CORSMiddleware, **allowed, allow_credentials="*" not in origins)]
+    cross = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+        allow_credentials="*" not in origins,
+    )
+    return [cross]
 
 
 async def _refused(request: Request, error: Exception) -> Response:
