@@ -25,6 +25,8 @@ class TrainingResult:
     rejected_rollouts: Mapping[str, int]
     """Training rollouts that succeeded and could not be learned from, by reason."""
     skipped_groups: int
+    warnings: tuple[str, ...]
+    """What the run learned too little from, with the way out; what was shown while it ran, and what its end shows."""
     steps: int
     best_step: int | None
     """The step whose weights are in `checkpoint`; None: the last one."""
@@ -55,6 +57,7 @@ class TrainingResult:
             "failed_rollouts": self.failed_rollouts,
             "rejected_rollouts": dict(self.rejected_rollouts),
             "skipped_groups": self.skipped_groups,
+            "warnings": list(self.warnings),
             "steps": self.steps,
             "best_step": self.best_step,
             "seconds": round(self.seconds, 2),

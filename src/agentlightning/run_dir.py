@@ -44,6 +44,8 @@ class RunState:
     rejected: dict[str, int] = field(default_factory=dict[str, int])
     """Rollouts that succeeded and could not be used, by reason."""
     skipped_groups: int = 0
+    warnings: dict[str, str] = field(default_factory=dict[str, str])
+    """What was warned of, by kind."""
     checkpoint: str | None = None
     """Directory, relative to the run's, of the weights and training state after `step`."""
     best_step: int | None = None

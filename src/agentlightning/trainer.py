@@ -32,9 +32,11 @@ from agentlightning.event_loop import run_sync
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.gate import CANNOT_GO_ON
+from agentlightning.monitor import closing_warnings, starting_warnings
 from agentlightning.policy.base import Policy
 from agentlightning.policy.requirements import require_training
 from agentlightning.prepare import (
+    TINY,
     check_model,
     keep_tasks,
     load_tasks,
@@ -179,10 +181,13 @@ class Trainer:
     async def _fit(self, algorithm: Algorithm[Any], run: TrainingRun) -> TrainingResult:
         held_out = len(run.tasks.held_out[: self.config.evaluation.held_out_tasks])
         measurements = held_out * len(self.config.evaluation.modes)
+        random = self.config.policy.model == TINY and self.config.warm_start.dataset is None
+        run.warn(starting_warnings(random_weights=random and algorithm.objective == "reinforcement"))
         self.progress.phase("measuring the starting policy", measurements)
         before = await run.measure("before", strict=True)
         self.progress.phase("training", run.total_steps, done=run.step)
         run.run_dir.forget_metrics_after(run.state.step)
+        run.records[:] = run.run_dir.read_metrics()
         await algorithm.run(run)
         if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
             await run.load(run.run_dir.path / run.state.best_checkpoint)
@@ -341,6 +346,7 @@ async def _report(
         failed_rollouts=run.state.failed_rollouts,
         rejected_rollouts=dict(run.state.rejected),
         skipped_groups=run.state.skipped_groups,
+        warnings=(*run.state.warnings.values(), *closing_warnings(run.records, gains).values()),
         steps=run.state.step,
         best_step=run.state.best_step,
         seconds=run.state.seconds,

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentlightning.config import TrainConfig
 from agentlightning.evaluation import Evaluation, evaluate_tasks
-from agentlightning.monitor import staleness
+from agentlightning.monitor import staleness, warnings_of
 from agentlightning.policy.base import ChatFormat, Policy
 from agentlightning.progress import Progress
 from agentlightning.rejection import Check, count_reasons
@@ -64,6 +64,8 @@ class TrainingRun:
     """Reasons for leaving rollouts out that were shown."""
     collections: int = 0
     """Requests for rollouts within the step under way."""
+    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """The figures of each step so far."""
     since: float = field(default_factory=time.monotonic)
     """When this process took the run up, or last noted the time spent."""
 
@@ -166,12 +168,21 @@ class TrainingRun:
         }
         record |= await self._validate() if self._time_to_validate() else {}
         self.run_dir.append_metrics(record)
+        self.records.append(record)
+        self.warn(warnings_of(self.records))
         if state.step % self.config.run.checkpoint_every == 0 or state.step == self.total_steps:
             await self.checkpoint()
         shown = {name: figures[name] for name in ("reward", "loss") if name in figures}
         if "reward" in shown:
             shown = {"reward": shown["reward"], "tokens_per_second": record["tokens_per_second"]}
         self.progress.update(state.step, **shown)
+
+    def warn(self, found: Mapping[str, str]) -> None:
+        """Show each kind of warning once in the life of the run, and keep it for the result."""
+        for kind, text in found.items():
+            if kind not in self.state.warnings:
+                self.state.warnings[kind] = f"step {self.state.step}: {text}" if self.state.step else text
+                self.progress.note(f"warning: {self.state.warnings[kind]}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job):
         assert gain["gain"] == pytest.approx(gain["after"] - gain["before"])
         assert gain["interval"][0] <= gain["gain"] <= gain["interval"][1]
         assert gain["tasks"] == 2
+    assert "small model with random weights" in report["warnings"][0]
+    assert report["warnings"][0] in done.stderr, "said while it runs, and again in the result"
     assert (job.directory / report["curve"]).read_bytes().startswith(b"\x89PNG")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -94,6 +94,8 @@ def show(result: TrainingResult, console: Console) -> None:
         f"{result.steps} steps, {result.rollouts} rollouts{failed}, {result.seconds:.1f} s"
         + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")
     )
+    for warning in result.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
         console.print(f"{name:<11} {path}")
 
