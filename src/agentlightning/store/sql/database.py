@@ -122,6 +122,18 @@ class Connection(Protocol):
         transaction that writes."""
         ...
 
+    def commit_in_order(self, table: Table) -> None:
+        """Before rows of `table` that the database gives their keys: other transactions that do so wait until this one
+        has ended, so that a row is never seen before one with a lower key."""
+        ...
+
+    def settled(self, table: Table) -> int:
+        """The highest key of `table` below which no row can appear any more that is not there now, for tables whose
+        rows have their keys from `keys`: what is read page by page in the order of keys must not go beyond. On a shared
+        database this waits for transactions under way, and begins the transaction, which must be one that only reads,
+        anew."""
+        ...
+
     def lock(self, table: Table) -> None:
         """Nobody else writes to the table until the transaction ends."""
         ...

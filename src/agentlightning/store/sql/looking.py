@@ -13,6 +13,7 @@ from agentlightning.store.base import Queue
 from agentlightning.store.sql import codec, counts, statements
 from agentlightning.store.sql.database import Connection
 from agentlightning.store.sql.ordering import Order
+from agentlightning.store.sql.schema import rollouts as rollouts_table
 from agentlightning.store.sql.states import OPEN
 
 
@@ -52,13 +53,15 @@ class RolloutFilters:
 def rollouts(
     connection: Connection, filters: RolloutFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Rollout]:
+    paged = order.natural and (after is not None or limit < codec.NO_LIMIT)
+    last = connection.settled(rollouts_table) if paged else codec.NO_LIMIT
     values = filters.values
     if after is not None:
         values.append(rollout_key(connection, after))
     statement = statements.query_rollouts(
         filters.given, after is not None, order.field, order.descending, filters.any_of
     )
-    return [codec.to_rollout(row) for row in connection.all(statement, *values, limit, offset)]
+    return [codec.to_rollout(row) for row in connection.all(statement, *values, limit, offset) if row[0] <= last]
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentlightning.store.sql import statements
 from agentlightning.store.sql.counts import ATTEMPTS, SPANS, Counts
 from agentlightning.store.sql.database import Connection
+from agentlightning.store.sql.schema import workers as workers_table
 from agentlightning.store.sql.states import (
     AttemptState,
     RolloutState,
@@ -72,6 +73,8 @@ class Pending:
     def _write_workers(self) -> None:
         if self.heard:
             workers = sorted(self.heard, key=lambda worker: worker.worker_id)
+            if not all(worker.stored for worker in workers):
+                self._connection.commit_in_order(workers_table)
             self._connection.insert(statements.WRITE_WORKERS, [worker_row(worker) for worker in workers])
             self.heard.clear()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import enum
 import sys
 import threading
 import time
@@ -18,7 +20,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.postgres import PostgresDatabase
-from agentlightning.store.sql.postgres.dialect import TABLES
+from agentlightning.store.sql.postgres.dialect import TABLES, encode
 from agentlightning.store.sql.postgres.errors import explain
 from agentlightning.store.sql.postgres.migration import PostgresSchema
 from agentlightning.store.sql.schema import SCHEMA_VERSION
@@ -282,3 +284,60 @@ def test_servers_agree_on_the_time_of_deadlines_whatever_their_own_clocks_say(
     connection.keep_time(wrong)
     assert abs(wrong.steady() - right.steady()) < 1.0
     connection.close()
+
+
+@pytest.mark.parametrize("length", [48, 49, 63])
+async def test_a_schema_may_have_any_name_that_postgresql_takes(postgres_url: str, length: int) -> None:
+    url = f"{postgres_url}?schema={'s' * length}"
+    here, there = LightningStore(url), LightningStore(url)
+    waiting = asyncio.create_task(there.dequeue_rollout(timeout=30))
+    await asyncio.sleep(0.05)
+    made = await here.enqueue_rollout("task")
+    claimed = await waiting
+    assert claimed is not None
+    assert claimed.rollout_id == made.rollout_id
+    await here.close()
+    await there.close()
+
+
+def test_a_schema_whose_name_postgresql_would_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="longer than the 63 bytes"):
+        PostgresDatabase(f"postgresql://localhost/lightning?schema={'s' * 64}")
+
+
+class Mode(enum.StrEnum):
+    TRAIN = "train"
+
+
+class Priority(enum.IntEnum):
+    HIGH = 7
+
+
+class Name(str):
+    """Of a library, such as numpy.str_."""
+
+    def __repr__(self) -> str:
+        return f"Name({str(self)!r})"
+
+
+async def test_texts_and_numbers_may_be_of_a_subclass(postgres_store_url: str) -> None:
+    store = LightningStore(postgres_store_url)
+    mode = Mode.TRAIN
+    made = await store.enqueue_rollout("task", mode=mode, rollout_id=Name("ro-1"))  # type: ignore[arg-type]
+    assert (made.mode, made.queue) == ("train", "train")
+    (found,) = await store.query_rollouts(rollout_id_in=[Name("ro-1")], mode_in=[mode], status_in=[Name("queuing")])  # type: ignore[list-item]
+    assert (found.mode, found.queue) == ("train", "train")
+    claimed = await store.dequeue_rollout(Name("worker"), queues=[Name("train")], claim_id=Name("cl-1"))
+    assert claimed is not None
+    assert claimed.attempt.worker_id == "worker"
+    await store.close()
+
+
+def test_values_are_written_as_what_they_are_not_as_they_show_themselves() -> None:
+    class Float(float):
+        def __repr__(self) -> str:
+            return f"np.float64({float(self)})"
+
+    assert encode(Float(1.5)) == b"1.5"
+    assert encode(True) == b"1"
+    assert encode([Priority.HIGH, Name('a"b')]) == b'{7,"a\\"b"}'

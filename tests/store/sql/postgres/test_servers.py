@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import psycopg
@@ -191,6 +193,77 @@ async def test_the_lease_of_a_worker_is_that_of_its_last_heartbeat_at_either(ser
     lost = await there.get_worker("w")
     assert lost is not None
     assert lost.status == "lost"
+
+
+@contextlib.contextmanager
+def held_commits(store: Store) -> Iterator[None]:
+    """Transactions of a server that are written and not committed before this ends."""
+    go, connection = threading.Event(), store.writer._connection  # type: ignore[attr-defined]
+    commit = connection.commit
+
+    def held() -> None:
+        assert go.wait(30)
+        commit()
+
+    connection.commit = held
+    try:
+        yield
+    finally:
+        connection.commit = commit
+        go.set()
+
+
+async def test_pages_skip_no_rollout_that_another_server_commits_late(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    known = await here.enqueue_rollout("known")  # with its queue
+    with held_commits(here):
+        late = asyncio.create_task(here.enqueue_rollout("late"))
+        await asyncio.sleep(0.2)
+        on_time = await there.enqueue_rollout("on time")
+        assert [each.input for each in await there.query_rollouts()] == ["known", "on time"]
+        page = asyncio.create_task(there.query_rollouts(limit=10))
+        await asyncio.sleep(0.2)
+        assert not page.done()
+    first = await late
+    assert [each.rollout_id for each in await page] == [known.rollout_id, first.rollout_id, on_time.rollout_id]
+    assert [each.input for each in await there.query_rollouts(limit=10, after=first.rollout_id)] == ["on time"]
+    after, seen = None, list[Any]()
+    adding = [asyncio.create_task(store.enqueue_rollout(number)) for number in range(40) for store in servers]
+    while page_now := await here.query_rollouts(limit=7, after=after):
+        after = page_now[-1].rollout_id
+        seen += [each.rollout_id for each in page_now]
+    added = {each.rollout_id for each in await asyncio.gather(*adding)}
+    while page_now := await here.query_rollouts(limit=7, after=after):
+        after = page_now[-1].rollout_id
+        seen += [each.rollout_id for each in page_now]
+    assert len(seen) == 83
+    assert set(seen) == {known.rollout_id, first.rollout_id, on_time.rollout_id} | added
+
+
+async def test_pages_skip_no_worker_that_another_server_commits_late(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    await there.update_worker("known")
+    with held_commits(here):
+        first = asyncio.create_task(here.update_worker("first"))
+        await asyncio.sleep(0.2)
+        await there.update_worker("known")
+        second = asyncio.create_task(there.update_worker("second"))
+        await asyncio.sleep(0.1)
+        assert [each.worker_id for each in await there.query_workers(limit=10)] == ["known"]
+    await asyncio.gather(first, second)
+    assert [each.worker_id for each in await there.query_workers(after="known")] == ["first", "second"]
+
+
+async def test_pages_skip_no_resources_that_another_server_commits_late(servers: tuple[Store, Store]) -> None:
+    here, there = servers
+    with held_commits(here):
+        first = asyncio.create_task(here.add_resources({}, "rs-first"))
+        await asyncio.sleep(0.2)
+        second = asyncio.create_task(there.add_resources({}, "rs-second"))
+        await asyncio.sleep(0.2)
+        assert await there.query_resources(limit=10) == []
+    await asyncio.gather(first, second)
+    assert [each.resources_id for each in await there.query_resources(limit=10)] == ["rs-first", "rs-second"]
 
 
 async def test_the_limit_of_a_queue_holds_for_both_together(servers: tuple[Store, Store]) -> None:

@@ -12,6 +12,7 @@ from psycopg import ClientCursor, pq, sql
 from psycopg.adapt import Transformer
 from sqlalchemy import Table, text
 
+from agentlightning.errors import StoreError
 from agentlightning.store.clock import GAP_SECONDS, Clock
 from agentlightning.store.sql import statements
 from agentlightning.store.sql.database import Insert, Row, Statement, Update
@@ -27,6 +28,7 @@ from agentlightning.store.sql.postgres.dialect import (
 )
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import payloads
+from agentlightning.store.sql.schema import rollouts
 
 if TYPE_CHECKING:
     from agentlightning.store.sql.postgres.database import PostgresDatabase
@@ -41,6 +43,26 @@ FORGET_SECONDS: Final = 7 * 86_400
 _KEYS: Final = Statement(
     text("SELECT nextval(:sequence) FROM generate_series(1, CAST(:many AS BIGINT))"), ("sequence", "many")
 )
+_LOCK: Final = 0x61676C6B
+"""Of the advisory locks that order keys: one for each table, the lower half of whose number is that of the table."""
+_TABLE: Final = f"{_LOCK << 32} + CAST(CAST(to_regclass(:table) AS oid) AS BIGINT)"
+_TAKE_TURNS: Final = Statement(text(f"SELECT pg_advisory_xact_lock({_TABLE})"), ("table",))
+_SHOWN_KEYS: Final = Statement(
+    text(
+        f"WITH shown AS MATERIALIZED (SELECT pg_advisory_xact_lock_shared({_TABLE})) "
+        "SELECT nextval(:sequence) FROM shown, generate_series(1, CAST(:many AS BIGINT))"
+    ),
+    ("table", "sequence", "many"),
+)
+"""From before it takes its keys until its end, a transaction can be seen to have some."""
+_UNDER_WAY: Final = (
+    "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted "
+    f"AND classid = {_LOCK} AND objid = to_regclass(%s)::oid "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+SETTLE_SECONDS: Final = 35.0
+"""PostgreSQL ends a transaction in which its server is silent sooner (SUSPENDED_SECONDS)."""
+_POLL_SECONDS: Final = 0.005
 _NOW: Final = Statement(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
 _PASSED: Final = "(extract(epoch FROM clock_timestamp())::float8 - reading)"
 _KEEP_TIME: Final = Statement(
@@ -228,7 +250,33 @@ class PostgresConnection:
         return result.command_tuples or 0
 
     def keys(self, table: Table, count: int) -> Sequence[int]:
-        return [key for (key,) in self.all(_KEYS, f"{table.name}_key_seq", count)]
+        sequence = f"{table.name}_key_seq"
+        if table is rollouts:
+            return [key for (key,) in self.all(_SHOWN_KEYS, table.name, sequence, count)]
+        return [key for (key,) in self.all(_KEYS, sequence, count)]
+
+    def commit_in_order(self, table: Table) -> None:
+        self.all(_TAKE_TURNS, table.name)
+
+    def settled(self, table: Table) -> int:
+        """The last key that was given, once every transaction has ended that may have been given one before."""
+        self.rollback()
+        last = int(value(self._connection, f"SELECT last_value FROM {table.name}_key_seq"))
+        give_up = time.monotonic() + SETTLE_SECONDS
+        under_way = self._under_way(table)
+        while under_way and time.monotonic() < give_up:
+            time.sleep(_POLL_SECONDS)
+            under_way &= self._under_way(table)
+        if under_way:
+            raise StoreError(
+                f"{self._database.name}: another server has not ended a transaction for {SETTLE_SECONDS:g} s, and what "
+                "it adds would be missing in this page; call again"
+            )
+        self.begin(False)
+        return last
+
+    def _under_way(self, table: Table) -> set[str]:
+        return {name for (name,) in self._connection.execute(_UNDER_WAY.encode(), [table.name]).fetchall()}
 
     def lock(self, table: Table) -> None:
         self._tell(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())

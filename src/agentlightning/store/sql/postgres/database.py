@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ SUSPENDED_SECONDS: Final = 30
 """A server silent for so long within a transaction (suspended, say) loses it, so that others can go on."""
 OLDEST: Final = 130_000
 """PostgreSQL 13."""
+MAX_NAME_BYTES: Final = 63
+"""Of a schema, a channel or anything else."""
 _SETTINGS: Final = (
     ALLOW + "SET statement_timeout = 0; SET lock_timeout = '120s'; SET client_min_messages = warning; "
     f"SET idle_in_transaction_session_timeout = '{SUSPENDED_SECONDS}s'; "
@@ -128,7 +131,12 @@ class PostgresDatabase:
     @property
     def channel(self) -> str:
         """Where servers tell one another what they committed."""
-        return f"agentlightning_{self._schema}" if self._schema else "agentlightning"
+        if not self._schema:
+            return "agentlightning"
+        name = f"agentlightning_{self._schema}"
+        if len(name.encode()) <= MAX_NAME_BYTES:
+            return name
+        return f"agentlightning_{hashlib.blake2b(self._schema.encode(), digest_size=16).hexdigest()}"
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
@@ -153,6 +161,8 @@ def _read_url(url: str) -> tuple[dict[str, Any], str]:
     parts = urlsplit(f"postgresql://{rest}")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     schema = query.pop("schema", "")
+    if len(schema.encode()) > MAX_NAME_BYTES:
+        raise ConfigError(f"schema={schema!r} is longer than the {MAX_NAME_BYTES} bytes that PostgreSQL's names have")
     unknown = sorted(query.keys() - _parameter_names())
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is neither schema nor a parameter of libpq; leave it out of the address")

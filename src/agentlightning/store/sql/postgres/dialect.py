@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psycopg
 from sqlalchemy import LargeBinary, Table
@@ -102,25 +102,29 @@ def _quoted(name: str) -> str:
 
 def encode(value: Any) -> bytes | None:
     """A value of a row as PostgreSQL reads it: bytes as they are, everything else as text."""
-    kind = type(value)
-    if value is None or kind is bytes:
+    if value is None or type(value) is bytes:
         return value
-    if kind is str:
-        text = value.encode()
+    if isinstance(value, str):
+        text = str.encode(value)
         if b"\0" in text:  # libpq would leave out the rest
             raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
         return text
-    if kind is list:
-        return b"{" + b",".join([_element(each) for each in value]) + b"}"
-    return repr(value).encode() if kind is int or kind is float else bytes(value)
+    if isinstance(value, list):
+        return b"{" + b",".join([_element(each) for each in cast("list[Any]", value)]) + b"}"
+    return _number(value) if isinstance(value, (int, float)) else bytes(value)
 
 
 def _element(value: Any) -> bytes:
-    if type(value) is not str:
-        return repr(value).encode()
+    if not isinstance(value, str):
+        return _number(value)
     text = encode(value)
     assert text is not None
     return b'"' + text.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
+
+
+def _number(value: int | float) -> bytes:
+    """Of a subclass, as of the number it is: an enumeration writes itself in another way."""
+    return (int.__repr__(int(value)) if isinstance(value, int) else float.__repr__(value)).encode()
 
 
 def formats(columns: Sequence[str], table: Table) -> list[int]:

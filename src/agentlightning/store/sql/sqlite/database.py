@@ -222,6 +222,13 @@ class SqliteConnection:
         self._keys[table.name] = last + count
         return range(last + 1, last + count + 1)
 
+    def commit_in_order(self, table: Table) -> None:
+        """Transactions that write follow one another."""
+
+    def settled(self, table: Table) -> int:
+        """Transactions that write follow one another."""
+        return 2**63 - 1
+
     def lock(self, table: Table) -> None:
         """A transaction that writes has every table to itself."""
 
