@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -422,11 +422,17 @@ def _by_reading(
     if not places:
         return None
     place, end = min(places)
-    written = text[len(before) : place]
+    written = _plain(chat, text[len(before) : place])
     readings = {written, without_thought(markers, written)}
     return (
         (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
     )
+
+
+def _plain(chat: ChatFormat, text: str) -> str:
+    """A rendered text as people read it, where the chat format renders some of it under names."""
+    plain: Callable[[str], str] | None = getattr(chat, "plain", None)
+    return text if plain is None else plain(text)
 
 
 def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:

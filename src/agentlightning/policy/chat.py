@@ -25,6 +25,7 @@ import jinja2
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Message, ParsedMessage
 from agentlightning.policy.encoding import TextEncoder
+from agentlightning.policy.literals import Literals
 from agentlightning.policy.tool_calls import FORMATS, named
 from agentlightning.policy.tool_calls.base import CallFormat, MarkedFormat, Tools, read_whole
 from agentlightning.policy.tool_calls.declared import declared
@@ -57,6 +58,8 @@ class HFChatFormat:
         # Ours is not the trainer's, which may change what it pads and cuts. It is read from several threads.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = TextEncoder(self._tokenizer)
+        self._literals: Literals | None = None
+        """None while the template is still being looked at."""
         self._backend = self._encoder.backend
         self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
         """How the model writes tool calls; `tool_calls.name` says which format was found."""
@@ -64,6 +67,9 @@ class HFChatFormat:
         self.markers: dict[str, int] = _markers(self._tokenizer)
         """Text -> id of the tokens that are no part of a text."""
         self._find_tool_calls(tool_calls is not None)
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        turns = self._turn_markers()
+        self._literals = Literals(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
 
     def render(
         self,
@@ -76,18 +82,25 @@ class HFChatFormat:
             messages = [_with_ids(message, self.tool_calls) for message in messages]
         if any("tool_calls" in message for message in messages) and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
+        if self._literals is not None:
+            messages, tools = self._literals.guard(messages, tools)
         try:
             return self._apply(messages, tools, add_generation_prompt)
         except _TEMPLATE_ERRORS as error:
             raise ConfigError(f"the chat template of {self._name} cannot hold these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of rendered text: special tokens are recognised, none is added."""
-        return self._encoder.encode(text)
+        """Tokens of rendered text: special tokens are recognised, none is added. What looks like one in the messages
+        that were rendered is text (`policy.literals`)."""
+        return self._literals.encode(text) if self._literals is not None else self._encoder.encode(text)
+
+    def plain(self, text: str) -> str:
+        """A rendered text as people read it."""
+        return self._literals.plain(text) if self._literals is not None else text
 
     def least_tokens(self, text: str, most: int) -> int:
         """How many tokens a rendered text has at least, without encoding far more than `most`."""
-        return self._encoder.least(text, most)
+        return self._encoder.least(self.plain(text), most)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -99,7 +112,7 @@ class HFChatFormat:
 
     def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
         """Content and tool calls of an answer; `tools` say what type an argument has, where its text does not."""
-        return read_whole(self.tool_calls, text, tools)
+        return read_whole(self.tool_calls, self.plain(text), tools)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         return self._tokenizer.apply_chat_template(
@@ -155,6 +168,18 @@ class HFChatFormat:
         """What ends a turn, as text."""
         return [end for token in self.eos_token_ids if (end := self.decode([token]))]
 
+    def _turn_markers(self) -> frozenset[str]:
+        """What the template writes around turns, and what ends one."""
+        asked: Message = {"role": "user", "content": _PROBE}
+        said: Message = {"role": "assistant", "content": _PROBE}
+        try:
+            text = self._apply([asked, said, asked], None, True)
+        except _TEMPLATE_ERRORS:
+            text = ""
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        found = [marker for marker in added if marker.strip() and marker in text]
+        return frozenset([*_unpaired(self._tokenizer, found), *self._ends()])
+
     def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
         found = {*given, *self._generation_eos(), *self._template_eos()}
         if self._tokenizer.eos_token_id is not None:
@@ -179,6 +204,13 @@ class HFChatFormat:
         _, found, after = self.render(turn, add_generation_prompt=False).partition(_PROBE)
         tokens = self.encode(after.lstrip()) if found else []
         return [token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder]
+
+
+def _unpaired(tokenizer: Any, markers: Iterable[str]) -> list[str]:
+    """Without tags that come in pairs; `<s>` and `</s>` are none."""
+    known: set[str] = {*tokenizer.get_added_vocab()}
+    tags = {name for marker in known if len(name := marker.removeprefix("</")) > len("s>") and marker != name}
+    return [each for each in markers if each.removeprefix("</") not in tags and each[1:] not in tags]
 
 
 def _markers(tokenizer: Any) -> dict[str, int]:

@@ -1,0 +1,162 @@
+"""Keeping what people write from becoming what only a template may write.
+
+`<|im_end|>` in a user's message, a tool's result or a description is text. Encoded together with the rendering it would
+be the real token: whoever can write into a prompt could end the turn and begin another one. So `guard` puts a name for
+each such text into the messages before they are rendered, and `encode` encodes what the name stands for with a
+tokenizer that knows no special tokens. The names hold a random number of this process, which nobody outside can know;
+templates, slices and comparisons treat them as any other word.
+
+Guarded are special tokens and whatever the template writes around turns; of an assistant's content only the latter,
+since a model's own marks (of thoughts, of calls) may stand there. Tags that come in pairs, `<think>` and `</think>`,
+begin no turn and stay what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.policy.base import Message
+
+Encode = Callable[[str], list[int]]
+
+_NONCE: Final = f"agl{secrets.token_hex(12)}x"
+_NAME: Final = re.compile(_NONCE + r"(\d+)q")
+_PREFIX: Final = 2
+"""Characters by which it is seen quickly that a text holds no marker."""
+
+
+class Literals:
+    """For one tokenizer. `encode` encodes text in which special tokens are recognised; `special` are the guarded
+    tokens, `turns` those of them that are guarded in an assistant's content too."""
+
+    def __init__(self, tokenizer: Any, encode: Encode, special: Iterable[str], turns: Collection[str]) -> None:
+        self._encode = encode
+        self._texts = sorted({*special, *turns}, key=len, reverse=True)
+        self._numbers = {text: number for number, text in enumerate(self._texts)}
+        self._anywhere = _pattern(self._texts)
+        self._in_answers = _pattern([text for text in self._texts if text in turns])
+        self._prefixes = {text[:_PREFIX] for text in self._texts}
+        self._tokenizer = tokenizer
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._added = {token.content: token for token in added.values()}
+        self._ids = {number for number, token in added.items() if token.content in self._numbers}
+        self._splits = _pattern(sorted(self._added, key=len, reverse=True))
+        self._text_encoder: Encode | None = None
+
+    # -- before rendering ------------------------------------------------------------------------------------------
+
+    def guard(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[Sequence[Message], Sequence[dict[str, Any]] | None]:
+        """The same with names instead of what looks like a special token."""
+        if not self._texts or not self._may_hold([messages, tools]):
+            return messages, tools
+        return [self._guard_message(message) for message in messages], self._guard_value(tools, self._anywhere)
+
+    def _may_hold(self, value: Any) -> bool:
+        try:
+            data = orjson.dumps(value)
+        except TypeError:  # Half characters, say.
+            return True
+        return any(prefix.encode() in data for prefix in self._prefixes)
+
+    def _guard_message(self, message: Message) -> Message:
+        own = message.get("role") == "assistant"
+        return {
+            key: value
+            if key == "role"
+            else self._guard_value(value, self._in_answers if own and key == "content" else self._anywhere)
+            for key, value in message.items()
+        }
+
+    def _guard_value(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: f"{_NONCE}{self._numbers[found[0]]}q", value)
+        if isinstance(value, dict):
+            items = cast("dict[str, Any]", value).items()
+            return {self._guard_value(key, pattern): self._guard_value(each, pattern) for key, each in items}
+        if isinstance(value, list | tuple):
+            return [self._guard_value(each, pattern) for each in cast("Sequence[Any]", value)]
+        return value
+
+    # -- after it --------------------------------------------------------------------------------------------------
+
+    def plain(self, text: str) -> str:
+        """A rendered text as people read it."""
+        return _NAME.sub(lambda found: self._texts[int(found[1])], text) if _NONCE in text else text
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a rendered text."""
+        if _NONCE not in text:
+            return self._encode(text)
+        tokens: list[int] = []
+        held = ""
+        parts = [*self._splits.split(text), ""]  # By turns a text and the marker after it.
+        for place in range(0, len(parts) - 1, 2):
+            written, marker = parts[place : place + 2]
+            if _NONCE in written:
+                tokens += self._encode(held) if held else []
+                before = parts[place - 1] if place else None
+                tokens += self._encode_text(self._stripped(written, before, marker), first=before is None)
+                held = marker
+            else:
+                held += written + marker
+        return tokens + (self._encode(held) if held else [])
+
+    def _stripped(self, text: str, before: str | None, after: str) -> str:
+        """Without the whitespace that belongs to the markers beside it."""
+        if before is not None and before in self._added and self._added[before].rstrip:
+            text = text.lstrip()
+        return text.rstrip() if after in self._added and self._added[after].lstrip else text
+
+    def _encode_text(self, written: str, *, first: bool) -> list[int]:
+        """What the names in a text stand for is encoded as text. `first`: it begins the prompt."""
+        encoder = self._text_encoder = self._text_encoder or _text_encoder(self._tokenizer)
+        tokens = _encode_after(encoder, self.plain(written), first)
+        if self._ids.isdisjoint(tokens):
+            return tokens
+        # Some tokenizers know the text of a marker as a word: cut, it is none.
+        pieces: list[str] = []
+        for place, piece in enumerate(_NAME.split(written)):
+            marker = self._texts[int(piece)] if place % 2 else ""
+            pieces += [marker[:1], marker[1:]] if marker else [piece]
+        found: list[int] = []
+        for piece in filter(None, pieces):
+            found += _encode_after(encoder, piece, first and not found)
+        return found
+
+
+def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
+    """Any of the texts, longer ones first, as a group; nothing where there are none."""
+    return re.compile(f"({'|'.join(map(re.escape, texts))})" if texts else r"((?!))")
+
+
+def _encode_after(encoder: Encode, text: str, first: bool) -> list[int]:
+    """Some tokenizers begin a text otherwise than they go on with it: so it follows a token, which is then dropped."""
+    return encoder(text) if first else encoder(_NONCE + text)[1:]
+
+
+def _text_encoder(tokenizer: Any) -> Encode:
+    """The same tokenizer without any token that is no text, but for one that nobody writes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda text: _encode_slowly(tokenizer, text)
+    from tokenizers import AddedToken, Tokenizer
+
+    described: dict[str, Any] = json.loads(backend.to_str())
+    described["added_tokens"], described["post_processor"] = [], None
+    bare = Tokenizer.from_str(json.dumps(described))
+    bare.add_special_tokens([AddedToken(_NONCE, special=True, normalized=False)])
+    return lambda text: bare.encode(text, add_special_tokens=False).ids
+
+
+def _encode_slowly(tokenizer: Any, text: str) -> list[int]:
+    rest = text.removeprefix(_NONCE)
+    tokens: list[int] = tokenizer.encode(rest, add_special_tokens=False, split_special_tokens=True)
+    return tokens if rest == text else [0, *tokens]
