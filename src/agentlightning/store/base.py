@@ -469,7 +469,8 @@ class LightningStoreBase(ABC):
 
     @abstractmethod
     async def vacuum(self) -> None:
-        """Drop tokens nothing refers to any more, and give free space back to the system."""
+        """Drop tokens nothing refers to any more, and give free space back to the system, while others read and write.
+        PostgreSQL uses most of it again instead."""
 
     @abstractmethod
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
