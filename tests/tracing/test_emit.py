@@ -172,6 +172,53 @@ def test_an_annotation_is_flattened(recorded: Any) -> None:
         emit_annotation({})
 
 
+def test_further_attributes_are_recorded_and_change_nothing_of_what_is_said(recorded: Any) -> None:
+    more = {"step": {"number": 2}, names.MESSAGE_BODY: "other", names.SCORE_VALUE: 9.0}
+    emit_reward(0.5, attributes=more)
+    emit_message("text", more)
+    emit_object([1], attributes=more)
+    emit_exception(ValueError("no"), attributes=more)
+    assert [span.attributes["step.number"] for span in recorded] == [2] * 4
+    assert get_reward_value(recorded[0]) == 0.5
+    assert recorded[1].attributes[names.MESSAGE_BODY] == "text"
+
+
+def test_what_is_not_propagated_is_checked_and_not_recorded(recorded: Any) -> None:
+    emit_reward(1.0, propagate=False)
+    emit_message("text", propagate=False)
+    emit_object([1], propagate=False)
+    emit_exception(ValueError("no"), propagate=False)
+    emit_annotation({"a": 1}, propagate=False)
+    with operation("step", propagate=False) as step:
+        step.set_input(1)
+        step.set_output(2)
+    assert operation(lambda: 3, propagate=False)() == 3
+    assert recorded == []
+    with pytest.raises(RewardError):
+        emit_reward(math.nan, propagate=False)
+
+
+def test_one_of_several_rewards_may_be_the_one_that_counts(recorded: Any) -> None:
+    emit_reward({"speed": 0.2, "task": 1}, primary_key="task")
+    assert get_reward_value(recorded[0]) == 1.0
+    kept = {name: value for name, value in recorded[0].attributes.items() if name.startswith("agentlightning.reward.")}
+    assert kept == {
+        "agentlightning.reward.0.name": "task",
+        "agentlightning.reward.0.value": 1.0,
+        "agentlightning.reward.1.name": "speed",
+        "agentlightning.reward.1.value": 0.2,
+    }
+    for reward in ({"speed": 0.2}, 0.2):
+        with pytest.raises(RewardError, match="primary_key='task'"):
+            emit_reward(reward, primary_key="task")
+
+
+def test_what_is_no_exception_is_refused(recorded: Any) -> None:
+    with pytest.raises(ConfigError, match="takes an exception, not str; use emit_message"):
+        emit_exception("x")  # type: ignore[arg-type]
+    assert recorded == []
+
+
 # -- operations ------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +262,20 @@ async def test_a_block_is_recorded_with_what_it_was_given(recorded: Any) -> None
     assert json.loads(plan.attributes[names.OPERATION_INPUT]) == "question"
     assert json.loads(plan.attributes[names.OPERATION_OUTPUT]) == {"plan": 1}
     assert json.loads(act.attributes[names.OPERATION_INPUT]) == [1, 2, {"self": "me"}]
+
+
+def test_keywords_of_an_operation_are_its_attributes(recorded: Any) -> None:
+    @operation(category="compute", limits={"calls": 3})
+    def work() -> int:
+        return 1
+
+    assert work() == 1
+    with operation("plan", category="think"):
+        pass
+    assert recorded[0].attributes["category"] == "compute"
+    assert recorded[0].attributes["limits.calls"] == 3
+    assert recorded[1].attributes["category"] == "think"
+    assert recorded[1].attributes[names.OPERATION_LABEL] == "plan"
 
 
 def test_a_failing_operation_is_recorded_and_still_fails(recorded: Any) -> None:

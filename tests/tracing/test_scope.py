@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -87,5 +88,7 @@ def test_spans_carry_no_agent_where_none_is_named() -> None:
 
 
 def test_an_agent_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names nobody"), track_agent(""):
-        pass
+    wrong: list[Any] = ["", 3, None]
+    for name in wrong:
+        with pytest.raises(ConfigError, match=f"track_agent\\({name!r}\\) names nobody"), track_agent(name):
+            pass

@@ -2,6 +2,9 @@
 
 Each call makes one OpenTelemetry span, kept by the store with the attempt it was made in (see `scope`). Nothing here
 changes what the agent does: an emitted value that cannot be recorded raises at once, where it was emitted.
+
+`attributes` are further attributes of the span; nested ones are flattened with dots. With `propagate=False` a value is
+checked and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from dataclasses import asdict, is_dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
+from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.trace import Span as OtelSpan
 from pydantic import BaseModel
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, Failure, RewardError
 from agentlightning.span import Span
+from agentlightning.tracing.conventions import REWARD_FAMILY
 from agentlightning.tracing.tracer import record, tracer
 
 P = ParamSpec("P")
@@ -37,53 +42,114 @@ Attribute = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence
 # -- emitting --------------------------------------------------------------------------------------------------------
 
 
-def emit_reward(value: float | bool | Mapping[str, float], *, name: str = "reward") -> None:
+def emit_reward(
+    reward: float | bool | Mapping[str, float],
+    *,
+    name: str = "reward",
+    primary_key: str | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    propagate: bool = True,
+) -> None:
     """Record a reward: a finite number, or several by name, as in `{"correctness": 1.0, "format": 0.5}`.
 
-    The last one of an attempt is its final reward; an earlier one belongs to the model call it follows.
+    The last one of an attempt is its final reward; an earlier one belongs to the model call it follows. With a
+    `primary_key`, the reward is that one of several, and the others are recorded beside it.
     Raises RewardError for anything else; a rollout without a reward emits none.
+
+        @agl.rollout
+        def agent(task):
+            agl.emit_reward(1.0 if task["answer"] == 42 else 0.0)
     """
-    if isinstance(value, Mapping):
-        record(names.REWARD, {names.EVALUATION_NAME: name, names.REWARD_VALUES: _dimensions(value)})
-    else:
-        record(names.REWARD, {names.EVALUATION_NAME: name, names.SCORE_VALUE: _number(value)})
+    _record(names.REWARD, _reward(reward, name, primary_key), attributes, propagate)
 
 
-def emit_message(text: str) -> None:
-    """Record a line of text."""
-    if not isinstance(text, str):
-        raise ConfigError(f"emit_message takes text, not {type(text).__name__}; use emit_object for data")
-    record(names.MESSAGE, {names.MESSAGE_BODY: text})
+def _reward(
+    reward: float | bool | Mapping[str, float], name: str, primary_key: str | None
+) -> dict[str, Attribute | dict[str, float]]:
+    if not isinstance(reward, Mapping):
+        if primary_key is not None:
+            raise RewardError(f"primary_key={primary_key!r} chooses among several rewards; {reward!r} is one")
+        return {names.EVALUATION_NAME: name, names.SCORE_VALUE: _number(reward)}
+    values = _dimensions(reward)
+    if primary_key is None:
+        return {names.EVALUATION_NAME: name, names.REWARD_VALUES: values}
+    if primary_key not in values:
+        raise RewardError(f"primary_key={primary_key!r} is none of the rewards: {', '.join(values)}")
+    found: dict[str, Attribute | dict[str, float]] = {names.EVALUATION_NAME: name}
+    found[names.SCORE_VALUE] = values[primary_key]
+    for place, each in enumerate(sorted(values, key=lambda each: each != primary_key)):
+        found |= {f"{REWARD_FAMILY}{place}.name": each, f"{REWARD_FAMILY}{place}.value": values[each]}
+    return found
 
 
-def emit_object(obj: Any) -> None:
-    """Record any JSON value, pydantic model or dataclass. Raises ConfigError where there is no JSON for it."""
+def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+    """Record a line of text.
+
+    agl.emit_message("searching", {"step": 2})
+    """
+    if not isinstance(message, str):
+        raise ConfigError(f"emit_message takes text, not {type(message).__name__}; use emit_object for data")
+    _record(names.MESSAGE, {names.MESSAGE_BODY: message}, attributes, propagate)
+
+
+def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+    """Record any JSON value, pydantic model or dataclass. Raises ConfigError where there is no JSON for it.
+
+    agl.emit_object({"plan": ["search", "answer"]})
+    """
     try:
         text = json.dumps(obj, allow_nan=False, ensure_ascii=False, default=_jsonable)
     except (TypeError, ValueError) as error:
         shown = reprlib.repr(obj)
         raise ConfigError(f"emit_object({shown}) cannot be written as JSON: {error}; emit plain values") from error
     kind = type(obj)
-    record(names.OBJECT, {names.OBJECT_TYPE: f"{kind.__module__}.{kind.__qualname__}", names.OBJECT_JSON: text})
+    own = {names.OBJECT_TYPE: f"{kind.__module__}.{kind.__qualname__}", names.OBJECT_JSON: text}
+    _record(names.OBJECT, own, attributes, propagate)
 
 
-def emit_exception(error: BaseException) -> None:
-    """Record an exception the agent has handled, with its traceback."""
-    failure = Failure.of(error)
-    attributes: dict[str, Attribute] = {
+def emit_exception(
+    exception: BaseException, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+) -> None:
+    """Record an exception the agent has handled, with its traceback.
+
+    try:
+        int("seven")
+    except ValueError as error:
+        agl.emit_exception(error)
+    """
+    if not isinstance(exception, BaseException):
+        kind = type(exception).__name__
+        raise ConfigError(f"emit_exception takes an exception, not {kind}; use emit_message for text")
+    failure = Failure.of(exception)
+    own = {
         names.EXCEPTION_TYPE: failure.type,
         names.EXCEPTION_MESSAGE: failure.message,
         names.EXCEPTION_STACKTRACE: failure.traceback,
     }
-    record(names.EXCEPTION, attributes, error=f"{failure.type}: {failure.message}")
+    _record(names.EXCEPTION, own, attributes, propagate, error=f"{failure.type}: {failure.message}")
 
 
-def emit_annotation(annotation: Mapping[str, Any]) -> None:
-    """Record attributes of your own choice. Nested values are flattened with dots: `{"a": {"b": 1}}` is `a.b`."""
-    attributes = dict(_flat(annotation, ""))
-    if not attributes:
-        raise ConfigError("emit_annotation({}) says nothing; give it at least one key")
-    record(names.ANNOTATION, attributes)
+def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
+    """Record attributes of your own choice. Nested values are flattened with dots: `{"a": {"b": 1}}` is `a.b`.
+
+    agl.emit_annotation({"user": {"plan": "free"}})
+    """
+    if not isinstance(annotation, Mapping) or not annotation:
+        raise ConfigError(f"emit_annotation({annotation!r}) says nothing; give it a dict with at least one key")
+    _record(names.ANNOTATION, {}, annotation, propagate)
+
+
+def _record(
+    name: str,
+    own: Mapping[str, Any],
+    attributes: Mapping[str, Any] | None,
+    propagate: bool,
+    error: str | None = None,
+) -> None:
+    """What is emitted keeps its meaning: of attributes of one name, its own win."""
+    further = dict(_flat(attributes, "")) if attributes else {}
+    if propagate:
+        record(name, {**further, **own} if further else own, error=error)
 
 
 def _number(value: Any, dimension: str | None = None) -> float:
@@ -132,8 +198,12 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Attribu
 class Operation:
     """One recorded step. Made by `operation`."""
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(
+        self, name: str | None = None, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+    ) -> None:
         self._name = name
+        self._attributes = dict(_flat(attributes, "")) if attributes else {}
+        self._propagate = propagate
         self._entered = ExitStack()
         self._span: OtelSpan | None = None
 
@@ -154,7 +224,10 @@ class Operation:
     def __enter__(self) -> Operation:
         if self._span is not None:
             raise ConfigError(f"operation {self._name!r} is open already; make one for each with block")
-        attributes = {names.OPERATION_LABEL: self._name or "operation"}
+        if not self._propagate:
+            self._span = INVALID_SPAN
+            return self
+        attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
         opening = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
         self._span = self._entered.enter_context(opening)
         return self
@@ -178,13 +251,14 @@ class Operation:
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """As a decorator: each call is one step."""
         name = self._name or fn.__qualname__
+        attributes, propagate = self._attributes, self._propagate
         signature = inspect.signature(fn)
 
         if inspect.iscoroutinefunction(fn):
 
             @functools.wraps(fn)
             async def recorded_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with Operation(name) as step:
+                with Operation(name, attributes, propagate) as step:
                     step.set_input(_arguments(signature, args, kwargs))
                     output = await fn(*args, **kwargs)
                     step.set_output(output)
@@ -194,7 +268,7 @@ class Operation:
 
         @functools.wraps(fn)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Operation(name) as step:
+            with Operation(name, attributes, propagate) as step:
                 step.set_input(_arguments(signature, args, kwargs))
                 output = fn(*args, **kwargs)
                 step.set_output(output)
@@ -204,10 +278,10 @@ class Operation:
 
 
 @overload
-def operation(fn: Callable[P, R], /) -> Callable[P, R]: ...
+def operation(fn: Callable[P, R], /, *, propagate: bool = True, **attributes: Any) -> Callable[P, R]: ...
 @overload
-def operation(name: str | None = None) -> Operation: ...
-def operation(name: Any = None) -> Any:
+def operation(name: str | None = None, *, propagate: bool = True, **attributes: Any) -> Operation: ...
+def operation(name: Any = None, *, propagate: bool = True, **attributes: Any) -> Any:
     """Record a step of the agent: its name, what went in, what came out, how long it took, how it failed.
 
         @operation                              a function, sync or async
@@ -216,14 +290,17 @@ def operation(name: Any = None) -> Any:
         @operation(name="web search")
         async def search(query): ...
 
-        with operation("plan") as step:         a block
+        with operation("plan", kind="draft") as step:         a block
             step.set_input(question)
             step.set_output(plan)
 
-    What is recorded inside becomes its child. An exception is recorded and passed on. Values with no JSON form are
-    recorded by their `repr`, shortened; the function gets and returns them untouched.
+    Other keywords are attributes of the span. What is recorded inside becomes its child. An exception is recorded and
+    passed on. Values with no JSON form are recorded by their `repr`, shortened; the function gets and returns them
+    untouched.
     """
-    return Operation()(name) if callable(name) else Operation(name)
+    if callable(name):
+        return Operation(None, attributes, propagate)(name)
+    return Operation(name, attributes, propagate)
 
 
 _short = reprlib.Repr()
