@@ -196,6 +196,41 @@ async def test_a_span_that_the_store_refuses_does_not_hold_up_the_others(store, 
     assert stranger.span_id in caplog.text
 
 
+async def test_one_refused_span_of_many_costs_no_commit_for_each_of_the_others(store, bare, attempted):
+    spans = [span_of(attempted, f"call {number}") for number in range(500)]
+    spans[250] = replace(spans[250], rollout_id="no such rollout")
+    before = bare.counters()["commits"]
+    for span in spans:
+        store.keep([span])
+    await store.flush()
+    assert bare.counters()["commits"] - before <= 5
+    kept = await store.query_spans(attempted.rollout_id)
+    assert [span.name for span in kept] == [span.name for span in spans if span.rollout_id == attempted.rollout_id]
+
+
+async def test_a_journal_beside_another_database_is_set_aside(tmp_path, caplog):
+    """As where the database was replaced while its server was down."""
+    old, new = SqlStore(tmp_path / "old" / "store.db"), SqlStore(tmp_path / "new" / "store.db")
+    attempted = await old.start_rollout({})
+    for _ in range(2):
+        async with journaled(Failing(old), old.path) as store:
+            store.keep([span_of(attempted, f"call {number}") for number in range(3)])
+        (left,) = old.path.parent.glob("*-calls-*")
+        left.rename(new.path.with_name(left.name))
+        await take_over(new)
+    aside = sorted(new.path.parent.glob("unread-*"))
+    assert len(aside) == 2
+    assert f"3 of 3 spans are refused, as those of another database would be; the records are kept in {aside[1]}" in (
+        caplog.text
+    )
+    for path in aside:
+        path.rename(old.path.with_name(left.name))
+        await take_over(old)
+    assert len(await old.query_spans(attempted.rollout_id)) == 6
+    await old.close()
+    await new.close()
+
+
 async def test_a_full_disk_is_an_error_to_whoever_records(store, attempted, monkeypatch):
     real, tries = os.pwrite, []
 

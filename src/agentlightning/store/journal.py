@@ -37,6 +37,8 @@ MAX_TOGETHER: Final = 512
 """Records written in one transaction."""
 MAX_PENDING: Final = 16384
 """Records that are taken and not written; above it `keep` waits."""
+MAX_NAMED: Final = 3
+"""Spans that were refused, in one line of the log."""
 _LONGEST_PAUSE_SECONDS: Final = 5.0
 _SPANS: Final = b"["
 """A record that begins so is spans as JSON."""
@@ -229,7 +231,7 @@ class _Journaling(LightningStoreBase):
                 with suppress(*_REFUSALS):  # of one of them: those that can be are written below
                     return set(await self.store.add_packs(packed))
         spans = [span for taken in some for span in taken.spans or _spans_of(taken.record, self._read)]
-        kept = await _add(self.store, spans)
+        kept, _ = await _add(self.store, spans)
         return {(span.rollout_id, span.attempt_id) for span in kept if SUPERSEDED in span.attributes}
 
     def _tell(self) -> None:
@@ -256,27 +258,55 @@ def _spans_of(record: bytes, read: Read | None) -> list[Span]:
     ]
 
 
-async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> list[Span]:
-    try:
-        return await store.add_many_spans(spans)
-    except _REFUSALS as error:
-        if len(spans) == 1:
-            logger.error("the store does not take the span %s: %s", spans[0].span_id, error)
-            return []
-    return [kept for span in spans for kept in await _add(store, [span])]
+async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> tuple[list[Span], int]:
+    """Those that are in the store, and how many it has refused. Raises StoreError where it can take none now."""
+    with suppress(*_REFUSALS):  # of one of them perhaps
+        return await store.add_many_spans(spans), 0
+    # Each for itself, and all at once: the store answers them in one transaction.
+    answers = await asyncio.gather(*(store.add_span(span) for span in spans), return_exceptions=True)
+    kept: list[Span] = []
+    refused: list[str] = []
+    for span, answer in zip(spans, answers, strict=True):
+        if isinstance(answer, Span):
+            kept.append(answer)
+        elif isinstance(answer, _REFUSALS):
+            refused.append(f"{span.span_id} ({answer})")
+        else:
+            raise answer
+    if refused:
+        named = ", ".join(refused[:MAX_NAMED]) + (", ..." if len(refused) > MAX_NAMED else "")
+        logger.error("the store does not take %d of %d spans: %s", len(refused), len(spans), named)
+    return kept, len(refused)
 
 
 async def _take_over(store: LightningStoreBase, segments: Segments, read: Read | None) -> None:
+    """Whatever is not in the store afterwards is set aside: nobody is kept from opening the store by it."""
     for path, records in segments.left_behind():
         try:
             spans = [span for record in records for span in _spans_of(record, read)]
-        except ValueError as error:  # nobody is kept from opening the store by it
-            aside = path.rename(path.with_name(f"unread-{path.name}"))
-            logger.error("%d records cannot be read, and are kept in %s: %s", len(records), aside, error)
+        except ValueError as error:
+            logger.error("%d records cannot be read, and are kept in %s: %s", len(records), _set_aside(path), error)
             continue
+        refused = 0
         for start in range(0, len(spans), MAX_TOGETHER):
-            await _add(store, spans[start : start + MAX_TOGETHER])
-        logger.info("took over %d spans from %s", len(spans), path)
+            refused += (await _add(store, spans[start : start + MAX_TOGETHER]))[1]
+        logger.info("took over %d spans from %s", len(spans) - refused, path)
+        if refused:
+            logger.error(
+                "%d of %d spans are refused, as those of another database would be; the records are kept in %s: once "
+                "their database is back, name the file %s again",
+                *(refused, len(spans), _set_aside(path), path.name),
+            )
+
+
+def _set_aside(path: Path) -> Path:
+    """Under a name that no journal reads."""
+    aside = path.with_name(f"unread-{path.name}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"unread-{number}-{path.name}")
+    return path.rename(aside)
 
 
 def _after_flush(name: str) -> Callable[..., Any]:
