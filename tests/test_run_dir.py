@@ -1,6 +1,7 @@
 """A run directory continues from any crash."""
 
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,32 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
 def test_a_directory_without_a_run_cannot_be_resumed(tmp_path):
     with pytest.raises(ResumeError, match="holds no run"):
         RunDir.open(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"is no directory, or lies in a file; give another --run-dir"):
+            RunDir.create(path)
+    with pytest.raises(ConfigError, match=r"/proc/run cannot be written to .*; give another --run-dir"):
+        RunDir.create(Path("/proc/run"))
+
+
+def test_a_run_that_did_not_begin_is_removed_and_nothing_else(tmp_path):
+    run_dir = RunDir.create(tmp_path / "runs" / "first")
+    run_dir.write_state(RunState(run_id="r1"))
+    run_dir.data("train").parent.mkdir()
+    run_dir.discard()
+    run_dir.close()
+    assert list(tmp_path.iterdir()) == []
+    mine = tmp_path / "mine" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("kept")
+    run_dir = RunDir.create(mine.parent)
+    run_dir.write_state(RunState(run_id="r1"))
+    run_dir.discard()
+    run_dir.close()
+    assert list(mine.parent.iterdir()) == [mine]
 
 
 def test_a_state_file_that_is_broken_is_named(tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agentlightning.config import TrainConfig
-from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.errors import ConfigError, DatasetError, PolicyError, ResumeError
 from agentlightning.policy.base import Engine, Policy
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
@@ -112,7 +112,11 @@ def keep_tasks(run_dir: RunDir, tasks: Tasks) -> None:
 
 
 def read_tasks(run_dir: RunDir) -> Tasks:
-    parts = {part: [orjson.loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
+    """Those a run was started with. Raises ResumeError where they cannot be read."""
+    try:
+        parts = {part: [orjson.loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"the tasks of {run_dir.path} cannot be read: {error}; start a new run") from error
     return Tasks(**parts)
 
 
@@ -211,10 +215,18 @@ waits long to have it back from a busy event loop: sampling beside one then take
 
 
 async def open_policy(config: LocalPolicyConfig) -> Policy:
+    """Raises PolicyError for a model that cannot be loaded."""
+    from safetensors import SafetensorError
+
     from agentlightning.policy.local import LocalPolicy
 
     sys.setswitchinterval(SWITCH_SECONDS)
-    return await asyncio.to_thread(LocalPolicy.open, config)
+    try:
+        return await asyncio.to_thread(LocalPolicy.open, config)
+    except SafetensorError as error:
+        raise PolicyError(
+            f"the weights in {config.model} cannot be read: {error}; a file is cut short or damaged: fetch it again"
+        ) from error
 
 
 async def with_servers(policy: Policy, config: TrainConfig, run_dir: RunDir, progress: Progress) -> Policy:

@@ -7,6 +7,7 @@
     checkpoints/       step-000012/ ...: weights and training state; the last ones and the best are kept
     state.json         where the run is; written last, atomically: a crash leaves the old one
     metrics.jsonl      one line for each step
+    changes.jsonl      one line for each resume that changed settings
     curve.png, report.json, checkpoint/    what comes out at the end
 
 A checkpoint exists for the run only once `state.json` names it.
@@ -14,10 +15,12 @@ A checkpoint exists for the run only once `state.json` names it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +39,8 @@ class RunState:
     run_id: str
     algorithm: str | None = None
     """`module:Class` of the algorithm object the run was given; None: made from its settings."""
+    objects: list[str] = field(default_factory=list[str])
+    """Of agent and reward, those that were live objects: no setting names them."""
     step: int = 0
     """Optimiser steps of the algorithm done."""
     rollouts: int = 0
@@ -55,6 +60,8 @@ class RunState:
     """Rewards of each evaluation that is finished, by name."""
     reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """Why tasks of these evaluations have no reward, with how many each."""
+    measured_step: int | None = None
+    """The step whose weights the evaluations `after-<mode>` measured."""
     seconds: float = 0.0
     """Time spent in this run so far, interruptions not counted."""
     version: int = STATE_VERSION
@@ -63,27 +70,46 @@ class RunState:
 class RunDir:
     """One run's directory; locked against a second process while open."""
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    def __init__(self, path: Path, lock: IO[str], others: Collection[Path] = (), made: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock = lock
+        self._others = others
+        """What was in the directory before there was a run."""
+        self._made = made
+        """Directories that were made for it, the deepest first."""
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
-        """A new run. Raises ConfigError where one is already."""
+        """A new run. Raises ConfigError where one is already, or nothing can be written."""
         if (path / "state.json").exists():
             raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or use another --run-dir")
-        path.mkdir(parents=True, exist_ok=True)
-        return cls(path, _lock(path))
+        made = [each for each in (path, *path.parents) if not each.exists()]
+        with _writable(path):
+            path.mkdir(parents=True, exist_ok=True)
+            others = frozenset(path.iterdir())
+            return cls(path, _lock(path), others, made)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """An existing run. Raises ResumeError where there is none."""
         if not (path / "state.json").exists():
             raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
-        return cls(path, _lock(path))
+        with _writable(path):
+            return cls(path, _lock(path))
 
     def close(self) -> None:
         self._lock.close()
+
+    def discard(self) -> None:
+        """Remove a run that was just created and did not begin; what was there before stays."""
+        for entry in set(self.path.iterdir()) - set(self._others):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        for directory in self._made:
+            if not any(directory.iterdir()):
+                directory.rmdir()
 
     @property
     def store_path(self) -> Path:
@@ -105,8 +131,8 @@ class RunDir:
         try:
             record = orjson.loads((self.path / "state.json").read_bytes())
             state = RunState(**record)
-        except (orjson.JSONDecodeError, TypeError) as error:
-            raise ResumeError(f"{self.path / 'state.json'} cannot be read: {error}") from error
+        except (OSError, orjson.JSONDecodeError, TypeError) as error:
+            raise ResumeError(f"{self.path / 'state.json'} cannot be read: {error}; start a new run") from error
         if state.version != STATE_VERSION:
             raise ResumeError(f"{self.path} was written by another version (state {state.version}); use that version")
         return state
@@ -136,10 +162,28 @@ class RunDir:
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
+    def append_changes(self, line: bytes) -> None:
+        """Keep what a resume changed."""
+        with (self.path / "changes.jsonl").open("ab") as file:
+            file.write(line)
+
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps that will be done again."""
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(record) + b"\n" for record in kept))
+
+
+@contextmanager
+def _writable(path: Path) -> Generator[None]:
+    """A refusal of the file system to write to a run directory, as an error that names it; a full disk stays one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            raise ConfigError(f"{path} is no directory, or lies in a file; give another --run-dir") from error
+        raise ConfigError(f"{path} cannot be written to ({error.strerror}); give another --run-dir") from error
 
 
 def _lock(path: Path) -> IO[str]:

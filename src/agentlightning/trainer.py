@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.call_checks import TokenLimits
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.curve import draw_curve
-from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.errors import ConfigError, PolicyError, ResumeError
 from agentlightning.evaluation import Evaluation, gain_of
 from agentlightning.event_loop import run_sync
 from agentlightning.gateway import verbatim
@@ -52,6 +52,13 @@ from agentlightning.prepare import (
 from agentlightning.progress import Progress
 from agentlightning.resources import NamedResources
 from agentlightning.result import TrainingResult
+from agentlightning.run_changes import (
+    changed_settings,
+    check_changes,
+    describe_changes,
+    overrides,
+    record_of,
+)
 from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.runner import Runner
 from agentlightning.server import Server, is_loopback
@@ -61,6 +68,8 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal import take_over
 from agentlightning.training import Tasks, TrainingRun, newest_version
+
+NO_AGENT = "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
 
 
 class Trainer:
@@ -92,17 +101,27 @@ class Trainer:
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
         self.initial_resources = dict(initial_resources or {})
         self.progress = progress or Progress()
-        self._resuming = False
+        self._resumed_from: TrainConfig | None = None
+        """The settings of the run that is resumed, before any change."""
 
     @classmethod
-    def resume(cls, run_dir: str | Path, **options: Any) -> Trainer:
+    def resume(cls, run_dir: str | Path, *, changes: Mapping[str, Any] | Sequence[str] = (), **options: Any) -> Trainer:
         """A trainer that continues the run in `run_dir`; then call `fit` (with the agent, where it was a live object).
 
-        Raises ResumeError where there is no run.
+        `changes` of settings, as `{"algorithm.steps": 200}` or as the command line has them, are recorded in the run;
+        a run that is finished goes on with more steps. `options` are those of `Trainer`.
+
+        Raises ResumeError where there is no run, and ConfigError for a change that cannot be made.
         """
-        trainer = cls(settings_of_run(Path(run_dir)), run_dir=run_dir, **options)
-        trainer._resuming = True
+        before = settings_of_run(Path(run_dir))
+        settings = settings_of_run(Path(run_dir), overrides(changes))
+        trainer = cls(settings, run_dir=run_dir, **options)
+        trainer._changes_from(before)
         return trainer
+
+    def _changes_from(self, before: TrainConfig) -> None:
+        self._resumed_from = before
+        check_changes(changed_settings(before, self.config))
 
     def fit(
         self,
@@ -128,18 +147,59 @@ class Trainer:
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
         """`fit`, for callers with an event loop of their own."""
-        agent = agent if agent is not None else self.config.agent
-        if agent is None:
-            raise ConfigError("no agent: pass one to fit(), or set agent = 'module:name' in the configuration")
         require_training()
+        self._name_objects(agent)
         with self.progress:
-            run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset)
+            run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset, agent)
             try:
                 algorithm = self._algorithm_of(state)
-                async with self._wired(agent, algorithm, run_dir, state, tasks) as (runner, run):
+                async with AsyncExitStack() as stack:
+                    with self._set_up(run_dir, state):
+                        agent = self._agent_of(agent, state)
+                        wired = self._wired(agent, algorithm, run_dir, state, tasks)
+                        runner, run = await stack.enter_async_context(wired)
                     return await unless_it_ends(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
+
+    def _name_objects(self, agent: Any) -> None:
+        """An agent or a reward that is a name is a setting, wherever it was given."""
+        named = {"agent": agent, "reward": self.reward}
+        self.config = self.config.model_copy(update={key: name for key, name in named.items() if isinstance(name, str)})
+
+    def _agent_of(self, agent: Any, state: RunState) -> Any:
+        """The agent to run. Raises ConfigError where there is none, ResumeError where a part of the run that was a live
+        object was not given again."""
+        if "reward" in state.objects and self.reward is None:
+            raise ResumeError(
+                f"{self.run_dir} was started with a reward function that is an object; give it again:"
+                f" Trainer.resume({str(self.run_dir)!r}, reward=...), or --reward module:name"
+            )
+        agent = agent if agent is not None else self.config.agent
+        if agent is None:
+            raise ConfigError(
+                "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
+            )
+        return agent
+
+    @contextmanager
+    def _set_up(self, run_dir: RunDir, state: RunState) -> Generator[None]:
+        """An error within leaves no new run behind, unless its warm start is done; after it, changes are recorded."""
+        try:
+            yield
+        except Exception:
+            warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
+            if self._resumed_from is None and not warmed_up:
+                run_dir.discard()
+            raise
+        if self._resumed_from is not None and (changes := changed_settings(self._resumed_from, self.config)):
+            self._write_config(run_dir)
+            run_dir.append_changes(record_of(changes, state.step))
+            self.progress.note(f"changed: {describe_changes(changes)}")
+
+    def _write_config(self, run_dir: RunDir) -> None:
+        # The headers a provider is sent may hold its key.
+        write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode(), private=True)
 
     def _algorithm_of(self, state: RunState) -> Algorithm[Any]:
         """The object that was given, or the one the settings name. Raises ResumeError where a resumed run had another,
@@ -159,22 +219,35 @@ class Trainer:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def _open(
-        self, train: Sequence[Any] | None, validation: Sequence[Any] | None, held_out: Sequence[Any] | None
+        self,
+        train: Sequence[Any] | None,
+        validation: Sequence[Any] | None,
+        held_out: Sequence[Any] | None,
+        agent: Any | None,
     ) -> tuple[RunDir, RunState, Tasks]:
-        if self._resuming:
+        if self._resumed_from is not None:
             if any(part is not None for part in (train, validation, held_out)):
                 raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
             run_dir = RunDir.open(self.run_dir)
-            return run_dir, run_dir.read_state(), read_tasks(run_dir)
+            try:
+                return run_dir, run_dir.read_state(), read_tasks(run_dir)
+            except BaseException:
+                run_dir.close()
+                raise
+        if agent is None and self.config.agent is None:
+            raise ConfigError(
+                "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
+            )
         self.config = with_absolute_paths(self.config)
         tasks = load_tasks(self.config, train, validation, held_out)
         run_dir = RunDir.create(self.run_dir)
         keep_tasks(run_dir, tasks)
-        # The headers a provider is sent may hold its key.
-        write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode(), private=True)
+        self._write_config(run_dir)
         stock = self.algorithm is None or type(self.algorithm) is type(make_algorithm(self.config.algorithm))
         name = None if self.algorithm is None or stock else class_name(self.algorithm)
-        state = RunState(run_id=f"r{secrets.token_hex(4)}", algorithm=name)
+        parts = {"agent": agent, "reward": self.reward}
+        objects = [name for name, part in parts.items() if part is not None and not isinstance(part, str)]
+        state = RunState(run_id=f"r{secrets.token_hex(4)}", algorithm=name, objects=objects)
         run_dir.write_state(state)
         return run_dir, state, tasks
 
@@ -192,7 +265,7 @@ class Trainer:
         if run.state.best_checkpoint is not None and run.state.best_step != run.state.step:
             await run.load(run.run_dir.path / run.state.best_checkpoint)
         self.progress.phase("measuring the trained policy", measurements)
-        after = await run.measure("after")
+        after = await run.measure_trained()
         return await _report(run, before, after)
 
     # -- wiring --------------------------------------------------------------------------------------------------------
@@ -259,12 +332,13 @@ async def _gateway(
     )
 
 
-def settings_of_run(run_dir: Path) -> TrainConfig:
-    """The configuration a run was started with. Raises ResumeError where there is no run."""
+def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:
+    """The configuration of a run, with `changes` as the command line has them. Raises ResumeError where there is no
+    run."""
     path = run_dir / "config.toml"
     if not path.exists():
         raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
-    return load_settings(TrainConfig, toml=path)
+    return load_settings(TrainConfig, toml=path, overrides=changes)
 
 
 def _with_shortcuts(
@@ -319,7 +393,12 @@ async def _open_policy(
         await policy.close()
         raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
     if state.checkpoint is not None:
-        await policy.load(run_dir.path / state.checkpoint, above=await newest_version(store, state))
+        directory = run_dir.path / state.checkpoint
+        try:
+            await policy.load(directory, above=await newest_version(store, state))
+        except PolicyError as error:
+            await policy.close()
+            raise ResumeError(f"{run_dir.path} cannot go on from {directory}: {error}") from error
     return policy
 
 

@@ -238,11 +238,22 @@ class TrainingRun:
             self.state.best_score = score
         return better
 
-    async def measure(self, label: str, *, strict: bool = False) -> dict[str, Evaluation]:
+    async def measure_trained(self) -> dict[str, Evaluation]:
+        """Held-out reward of the present weights, which are the best or the last ones; anew where a run that was
+        finished has gone on to others."""
+        step = self.state.step if self.state.best_step is None else self.state.best_step
+        if self.state.measured_step != step:
+            self.state.measured_step = step
+            for mode in self.config.evaluation.modes:
+                self.state.evaluations.pop(f"after-{mode}", None)
+                self.state.reasons.pop(f"after-{mode}", None)
+        return await self.measure("after", purpose=f"after-{step:06d}")
+
+    async def measure(self, label: str, *, purpose: str | None = None, strict: bool = False) -> dict[str, Evaluation]:
         """Held-out reward of the present weights, by mode; measured once for each label in the life of a run.
 
-        Failures are part of the result. `strict` raises TrainingStopped where more rollouts fail than the run allows,
-        and RewardError where there is no reward at all.
+        `purpose` makes the ids of its rollouts; None: the label. Failures are part of the result. `strict` raises
+        TrainingStopped where more rollouts fail than the run allows, and RewardError where there is no reward at all.
         """
         tasks = self.tasks.held_out[: self.config.evaluation.held_out_tasks]
         results: dict[str, Evaluation] = {}
@@ -251,7 +262,7 @@ class TrainingRun:
             if name not in self.state.evaluations:
                 offset = index * len(tasks)
                 result = await self._evaluate(
-                    label, mode, tasks, lambda done, o=offset: self.progress.update(o + done), strict
+                    purpose or label, mode, tasks, lambda done, o=offset: self.progress.update(o + done), strict
                 )
                 self.state.evaluations[name] = list(result.rewards)
                 self.state.reasons[name] = dict(result.reasons)

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentlightning.cli.app import build
+from agentlightning.policy.tiny import make_tiny
 
 
 @pytest.fixture
@@ -29,6 +30,8 @@ BAD_INPUT = {
     "a group of one": (["algorithm.group_size=1"], "group_size=1 leaves no baseline"),
     "an unknown setting": (["algorithm.grup_size=4"], "algorithm.group_size"),
     "a setting of the wrong type": (["algorithm.steps=many"], "algorithm.steps"),
+    "weights that are cut short": (["--model", "cut"], "weights in .*cut cannot be read"),
+    "a run directory that is a file": (["--run-dir", "tasks.jsonl"], "tasks.jsonl is no directory"),
     "a run to resume that is none": (["--resume", "nothing"], "nothing"),
 }
 
@@ -38,11 +41,16 @@ def test_bad_input_gives_one_clear_message(job, name, agl):
     arguments, expected = BAD_INPUT[name]
     (job.directory / "broken.jsonl").write_text('{"word": "red"}\n{"word": \n')
     (job.directory / "bare").mkdir()
+    if "cut" in arguments:
+        weights = make_tiny(job.directory / "cut", [{"word": "red"}]) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
     given = arguments if "--resume" in arguments else [*job.arguments, "--run-dir", "run", *arguments]
     done = agl("train", *given)
     assert done.exit_code in (1, 2)
     assert done.stderr.startswith("error: ")
     assert re.search(expected, done.stderr, re.DOTALL), done.stderr
+    assert not (job.directory / "run").exists(), "a run that never began is left"
+    assert "agl train --resume run" not in done.stderr
 
 
 def test_a_dry_run_prints_settings_that_can_be_read_back(job, agl):
@@ -77,7 +85,7 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(job, agl):
     )
     done = agl("train", *job.arguments, *ONE_STEP, "policy.max_context=512")
     assert done.exit_code == 1
-    assert re.search(r"the prompt has \d+ tokens and the context holds 512", done.stderr), done.stderr
+    assert re.search(r"the prompt has (more than )?\d+ tokens and the context holds 512", done.stderr), done.stderr
 
 
 def test_a_crashing_agent_ends_the_run_with_its_traceback_and_can_be_mended(job, agl):

@@ -104,3 +104,59 @@ def test_an_agent_that_sets_a_seed_and_top_p_is_learned_from_all_the_same(job):
     steps = [each for each in figures if "calls_overridden" in each]
     assert [each["calls_overridden"] for each in steps] == [16, 16]
     assert all(each["groups_trained"] > 0 for each in steps)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended_with_other_settings_and_says_so(job):
+    short = ["algorithm.steps=1", "evaluation.modes=['greedy']"]
+    done = job.run(job.command("--run-dir", "run", "--json", *short))
+    assert done.returncode == 0, done.stderr
+    first = last_line(done.stdout)
+    other = (
+        (job.directory / "reward.py")
+        .read_text()
+        .replace("def letters", "def vowels")
+        .replace(".isalpha()", " in 'aeiou'")
+    )
+    (job.directory / "reward.py").write_text((job.directory / "reward.py").read_text() + other)
+    resume = [job.command()[0], "train", "--resume", "run", "--json"]
+    refused = job.run([*resume, "run.seed=7"])
+    assert refused.returncode == 2
+    assert "run.seed: a resumed run keeps this" in refused.stderr
+    assert "Nothing is lost" not in refused.stderr
+    extended = job.run(
+        [*resume, "algorithm.steps=3", "algorithm.optimizer.lr=2e-3", "runner.hosts=2", "--reward", "reward.py:vowels"]
+    )
+    assert extended.returncode == 0, extended.stderr
+    report = last_line(extended.stdout)
+    assert (first["steps"], report["steps"], report["rollouts"]) == (1, 3, 3 * 16)
+    assert report["held_out"]["greedy"]["before"] == first["held_out"]["greedy"]["before"]
+    [record] = [json.loads(line) for line in (job.directory / "run" / "changes.jsonl").read_text().splitlines()]
+    assert record["step"] == 1
+    assert set(record["changes"]) == {"algorithm.steps", "algorithm.optimizer.lr", "runner.hosts", "reward"}
+    assert "changed: reward" in extended.stderr
+    metrics = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [round(line["lr"], 6) for line in metrics] == [1e-3, 2e-3, 2e-3]
+    measured = job.run([job.command()[0], "eval", "--run", "run", "--json"])
+    assert last_line(measured.stdout)["reward"] == pytest.approx(report["held_out"]["greedy"]["after"])
+    again = job.run(resume)
+    assert last_line(again.stdout)["held_out"] == report["held_out"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_agent_is_gone_goes_on_with_another_and_a_broken_one_promises_nothing(job):
+    done = job.run(job.command("--run-dir", "run", "algorithm.steps=1", "evaluation.modes=['greedy']"))
+    assert done.returncode == 0, done.stderr
+    (job.directory / "agent.py").rename(job.directory / "other.py")
+    resume = [job.command()[0], "train", "--resume", "run", "algorithm.steps=2"]
+    refused = job.run(resume)
+    assert refused.returncode == 1
+    assert "agl train --resume run (with --agent or --reward for another one)" in refused.stderr
+    assert not (job.directory / "run" / "changes.jsonl").exists()
+    mended = job.run([*resume, "--agent", "other.py:say"])
+    assert mended.returncode == 0, mended.stderr
+    (job.directory / "run" / "state.json").write_text("{")
+    broken = job.run(resume)
+    assert broken.returncode == 2
+    assert "state.json cannot be read" in broken.stderr
+    assert "Nothing is lost" not in broken.stderr

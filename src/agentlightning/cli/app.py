@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from agentlightning.errors import (
+    AgentError,
     AgentLightningError,
     ConfigError,
     DatasetError,
@@ -94,7 +95,8 @@ def reported(output: Output, run_dir: Callable[[], Path | None] = lambda: None) 
         yield
     except AgentLightningError as error:
         status = 2 if isinstance(error, WRONG_INPUT) else 1
-        raise output.fail(type(error).__name__, str(error) + _way_on(run_dir()), status) from error
+        way_on = "" if status == 2 else _way_on(run_dir(), isinstance(error, AgentError))
+        raise output.fail(type(error).__name__, str(error) + way_on, status) from error
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
@@ -109,7 +111,13 @@ def reported(output: Output, run_dir: Callable[[], Path | None] = lambda: None) 
         raise output.fail("KeyboardInterrupt", "interrupted" + _way_on(run_dir()), 130) from None
 
 
-def _way_on(run_dir: Path | None) -> str:
-    if run_dir is None or not (run_dir / "state.json").exists():
+def _way_on(run_dir: Path | None, mends_agent: bool = False) -> str:
+    """How to resume, where there is a run that can be."""
+    if run_dir is None:
         return ""
-    return f"\nNothing is lost: continue with  agl train --resume {run_dir}"
+    try:
+        orjson.loads((run_dir / "state.json").read_bytes())
+    except (OSError, ValueError):
+        return ""
+    other = " (with --agent or --reward for another one)" if mends_agent else ""
+    return f"\nNothing is lost: continue with  agl train --resume {run_dir}{other}"

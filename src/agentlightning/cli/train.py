@@ -34,7 +34,9 @@ def train(
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where to keep the run (default: runs/<time>).")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the run in this directory; settings given with it change it.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -46,6 +48,7 @@ def train(
     directory = resume or run_dir
     with reported(output, lambda: directory):
         from agentlightning.config import TrainConfig
+        from agentlightning.errors import ConfigError
         from agentlightning.progress import Progress
         from agentlightning.settings import dump_toml, load_settings
         from agentlightning.trainer import Trainer
@@ -54,8 +57,12 @@ def train(
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         progress = Progress(console=output.console)
         if resume is not None:
-            _refuse_changes([*given, *(settings or [])], config)
-            trainer = Trainer.resume(resume, progress=progress)
+            if config is not None:
+                raise ConfigError("--resume takes a run's own settings; give those to change as section.key=value")
+            trainer = Trainer.resume(resume, changes=[*given, *(settings or [])], progress=progress)
+            if dry_run:
+                typer.echo(dump_toml(trainer.config), nl=False)
+                return
         else:
             resolved = load_settings(TrainConfig, toml=config, overrides=[*given, *(settings or [])])
             if dry_run:
@@ -65,15 +72,6 @@ def train(
         directory = trainer.run_dir
         result = trainer.fit()
         output.finish(result.as_json(), lambda console: show(result, console))
-
-
-def _refuse_changes(changed: list[str], config: Path | None) -> None:
-    from agentlightning.errors import ConfigError
-
-    if changed or config is not None:
-        raise ConfigError(
-            f"--resume continues a run with the settings it was started with; leave out {' '.join(changed) or config}"
-        )
 
 
 def show(result: TrainingResult, console: Console) -> None:
