@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
-from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller
+from agentlightning.gateway.attempt_watch import AttemptWatch
+from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller, Ids
 from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.budget import Budgets
 from agentlightning.gateway.config import GatewayConfig
@@ -164,6 +165,8 @@ class Gateway:
         self._direct = Direct(
             self._slots, self.attribution, self._forwarder, self.counters, self._resume, max_body_bytes
         )
+        self._watch = AttemptWatch(self._contexts, self.forget)
+        self._watch.direct = self._direct.calls
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
@@ -188,6 +191,9 @@ class Gateway:
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
         self._contexts.forget(rollout_id, attempt_id)
+        self.budgets.forget(rollout_id)
+        for backends in self.providers.values():
+            backends.forget(f"{rollout_id}/{attempt_id}")
 
     def figures(self) -> dict[str, int | float]:
         """What the gateway has done, by name."""
@@ -202,6 +208,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End the calls under way, and hang up on providers. A call that comes later calls them anew."""
+        await self._watch.close()
         await self._direct.close()
         for backends in self.providers.values():
             await backends.close()
@@ -259,12 +266,13 @@ class Gateway:
         admit, direct = partial(self._admit, dialect), partial(self._direct.take, _PATHS[dialect])
         return _Endpoint(partial(self.serve, dialect), admit, direct)
 
-    def _resume(self, path: ProviderPath, work: Work) -> ASGIApp:
+    def _resume(self, path: ProviderPath, attempt: Ids | None, work: Work) -> ASGIApp:
         """The rest of a call that cannot go the direct way to its end."""
 
         async def resumed(scope: Scope, receive: Receive, outlet: Outlet) -> None:
             async with self._slots.one():
-                await work(scope, receive, outlet)
+                with self._watch.under_way(attempt):
+                    await work(scope, receive, outlet)
 
         return partial(self._serve, DIALECTS[f"/v1/{path}"], resumed)
 
@@ -311,7 +319,8 @@ class Gateway:
             except Exception as error:
                 await keep_refusal(self._store, _PATHS[dialect], caller, body, error, started)
                 raise
-            await run(scope, receive, outlet)
+            with self._watch.under_way(caller.attempt):
+                await run(scope, receive, outlet)
 
     async def _plan(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
         """What is to be done for a call. What it raises nobody has recorded; what is raised afterwards is."""

@@ -96,6 +96,18 @@ class Contexts:
         if context := self._known.get((rollout_id, attempt_id)):
             context.checked = float("-inf")
 
+    def attempts(self) -> list[tuple[str, str]]:
+        """(rollout_id, attempt_id) of those that are known."""
+        return list(self._known)
+
+    async def ended(self, rollout_id: str, attempt_id: str) -> Problem | None:
+        """Why an attempt takes no more calls; None where it goes on."""
+        try:
+            await self._check(rollout_id, attempt_id)
+        except Problem as problem:
+            return problem
+        return None
+
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         self._known.pop((rollout_id, attempt_id), None)
 

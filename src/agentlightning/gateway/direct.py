@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import StoreError
 from agentlightning.gateway import verbatim
-from agentlightning.gateway.attribution import Attribution, Caller
+from agentlightning.gateway.attribution import Attribution, Caller, Ids
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, to_the_end
 from agentlightning.gateway.forwarder import Forwarder
+from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path
 from agentlightning.gateway.repeats import Repeat
 from agentlightning.gateway.sending import Call
@@ -72,8 +73,9 @@ class Line(Protocol):
         ...
 
 
-Resume = Callable[[Path, Callable[..., Awaitable[None]]], ASGIApp]
-"""Makes an application of the rest of the work on a call: of what takes a scope, `receive` and an outlet."""
+Resume = Callable[[Path, Ids | None, Callable[..., Awaitable[None]]], ASGIApp]
+"""Makes an application of the rest of the work on a call of an attempt: of what takes a scope, `receive` and an
+outlet."""
 
 
 class Direct:
@@ -113,6 +115,10 @@ class Direct:
             self.under_way.add(passing)
             line.when_gone(passing.hung_up)
         return started
+
+    def calls(self) -> list[tuple[Ids, float, Callable[[Problem], None]]]:
+        """Those under way, for `AttemptWatch`."""
+        return [passing.watched for passing in self.under_way]
 
     async def close(self) -> None:
         """End what is under way, as if its callers had hung up."""
@@ -218,6 +224,21 @@ class _Passing:
             self._direct.unfinished.add(work)
             work.add_done_callback(self._direct.unfinished.discard)
 
+    @property
+    def watched(self) -> tuple[Ids, float, Callable[[Problem], None]]:
+        """Its attempt, when it began, and what ends it."""
+        attempt = self._forward.caller.attempt
+        assert attempt is not None
+        return attempt, self._forward.started, self.end
+
+    def end(self, problem: Problem) -> None:
+        """Its attempt has ended before the provider has answered."""
+        self._line.when_gone(None)
+        self._direct.under_way.discard(self)
+        self._direct.slots.give_back()
+        self.call.leave()
+        self._hand_over(partial(self._fail, problem))
+
     def drop(self) -> None:
         """The server ends."""
         self._line.when_gone(None)
@@ -232,7 +253,7 @@ class _Passing:
     # -- where it has to be waited ---------------------------------------------------------------------------------
 
     def _hand_over(self, work: Callable[..., Awaitable[None]]) -> None:
-        app = self._direct.resume(self._forward.path, work)
+        app = self._direct.resume(self._forward.path, self._forward.caller.attempt, work)
 
         async def rest(scope: Scope, receive: Receive, send: Send) -> None:
             try:

@@ -293,6 +293,8 @@ class Forward:
     def _failed(self, call: Call, error: BaseException) -> list[Span]:
         """What was heard before it failed. It holds no tokens: there is nothing to learn from them."""
         cancelled = isinstance(error, asyncio.CancelledError)
+        if cancelled and error.args and isinstance(error.args[0], Problem):  # its attempt has ended
+            error, cancelled = error.args[0], False
         kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
         message = "the caller hung up before the answer was whole" if cancelled else str(error)
         choice = self.heard.choices.get(0) or Choice()
