@@ -18,6 +18,7 @@ from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.api import OPERATIONS
 from agentlightning.store.http.rest import PAGE
+from agentlightning.store.observe import observed
 from agentlightning.testing.hub import Hub
 
 Store = LightningStoreBase
@@ -199,6 +200,55 @@ async def test_a_long_list_is_answered_in_pieces(http: httpx.AsyncClient, store:
     assert [each["input"] for each in answer["items"]] == list(range(number))
     assert (answer["total"], answer["limit"]) == (number, -1)
     assert pieces > 1
+
+
+class Watched:
+    """An observer: how many spans each query answered, and how many queries there were at once."""
+
+    def __init__(self) -> None:
+        self.answered: list[int] = []
+        self.under_way = self.most = 0
+
+    def began(self, method: str) -> None:
+        self.under_way += method == "query_spans"
+        self.most = max(self.most, self.under_way)
+
+    def ended(self, call: Any) -> None:
+        if call.method == "query_spans":
+            self.under_way -= 1
+            self.answered.append(len(call.result))
+
+
+@pytest.fixture
+async def large(store: Store, claimed: AttemptedRollout) -> AttemptedRollout:
+    """A rollout of twelve spans of a megabyte."""
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    for number in range(12):
+        await store.add_span(Span(*ids, f"span {number}", 1.0, attributes={"text": "x" * 1_000_000}))
+    return claimed
+
+
+async def test_large_items_are_read_a_few_at_a_time(store: Store, large: AttemptedRollout) -> None:
+    watched = Watched()
+    server = Server(observed(store, [watched]), secret="s")
+    async with server, httpx.AsyncClient(base_url=server.url) as client:
+        items = (await client.get("/v1/agl/spans", params={"rollout_id": large.rollout_id})).json()["items"]
+    assert [item["name"] for item in items] == [f"span {number}" for number in range(12)]
+    assert (watched.answered[0], max(watched.answered[1:])) == (8, 4)
+
+
+async def test_many_large_lists_of_one_request_are_read_a_few_at_a_time(store: Store, large: AttemptedRollout) -> None:
+    watched = Watched()
+    call = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id}}
+    small = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id, "name": "span 3"}}
+    body = {"calls": [{"method": "query_queues", "arguments": {}}, small, *[call] * 6, {"method": "no"}, small]}
+    server = Server(observed(store, [watched]), secret="s")
+    async with server, httpx.AsyncClient(base_url=server.url) as client:
+        results = (await client.post("/v1/agl/calls", json=body)).json()["results"]
+    assert results[0]["value"][0]["name"] == "default"
+    assert [len(results[index]["value"]) for index in (1, *range(2, 8), 9)] == [1, *[12] * 6, 1]
+    assert "error" in results[8]
+    assert watched.most == 4
 
 
 async def test_lists_are_sorted_and_filtered_as_0_x_does_it(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from msgspec import UNSET, Raw, Struct
@@ -26,6 +27,7 @@ from agentlightning.store.http.refusals import RequestError, refusal_of
 from agentlightning.store.http.requests import (
     MAX_WAIT_SECONDS,
     ClientGone,
+    Pieces,
     admit,
     answer,
     body_of,
@@ -38,6 +40,11 @@ from agentlightning.store.idempotency import IdempotentCall
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE: Final = 4
+"""Lists of one request that are read together, to begin with."""
+MOST_LISTS: Final = 256
+LISTS_BYTES: Final = 4 * 1024 * 1024
+"""Of lists that are read together; fewer are where they were larger."""
 MAX_CALLS: Final = 4096
 PROTOCOL_HEADER: Final = (b"agl-protocol", str(PROTOCOL).encode())
 
@@ -48,6 +55,9 @@ class _Batch(Struct):
 
 _read_batch = decoder(_Batch)
 _read_call = call_reader()
+_READING: Final = frozenset(
+    {CALLS[name] for name in ("query_spans", "query_rollouts", "query_attempts", "query_resources", "read_records")}
+)
 _ADDING: Final = frozenset({CALLS["add_span"], CALLS["add_many_spans"]})
 
 
@@ -66,12 +76,36 @@ class Batches:
             headers = headers_of(scope)
             admit(headers, self._token)
             calls = self._read(await body_of(headers, receive, self._max_body_bytes))
+            lists = [index for index, call in enumerate(calls) if type(call) in _READING]
+            if len(lists) > AT_ONCE:
+                if any(_waits(call) for call in calls):
+                    raise RequestError("a call that waits is beside many lists; send it in a request of its own")
+                return await self._answer_lists(calls, lists, send)
             results = await self._answers(calls, receive)
         except AgentLightningError as error:
             return await refuse(send, error, [PROTOCOL_HEADER])
         except ClientGone:
             return None
         await answer(send, 200, b'{"results":[' + b",".join(results) + b"]}", [PROTOCOL_HEADER])
+
+    async def _answer_lists(self, calls: list[Any], lists: Sequence[int], send: Send) -> None:
+        """Answer calls that read many lists, which together may be more than the memory holds: those are read a few at
+        a time, as few as they are large, and leave at once. The other calls are made before."""
+        reading, others = set(lists), [index for index in range(len(calls)) if index not in set(lists)]
+        done = dict(zip(others, await self._all([calls[index] for index in others]), strict=True)) if others else {}
+        written, together, next_one = Pieces(send, 200, [PROTOCOL_HEADER]), AT_ONCE, 0
+        await written.write(b'{"results":[')
+        for index in range(len(calls)):
+            if index in reading and index not in done:
+                some = lists[next_one : next_one + together]
+                found = await asyncio.gather(*(self._one(calls[each]) for each in some))
+                done |= zip(some, found, strict=True)
+                next_one += len(some)
+                fits = sum(map(len, found)) <= LISTS_BYTES
+                together = min(2 * together, MOST_LISTS) if fits else max(1, together // 4)
+            await written.write((b"," if index else b"") + done.pop(index))
+        await written.write(b"]}")
+        await written.close()
 
     def _read(self, body: bytes) -> list[Any]:
         """The calls; an error stands for one that cannot be read."""

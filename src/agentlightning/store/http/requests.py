@@ -19,6 +19,8 @@ from agentlightning.store.http.wire import encode
 
 DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body that is too large is read and thrown away: a client reads no answer while it is still sending."""
+PIECE_BYTES: Final = 64 * 1024
+"""Of an answer that is made bit by bit: so many leave together."""
 MAX_WAIT_SECONDS: Final = 3600.0
 """No request waits longer; a client that wants to asks again."""
 Headers = Iterable[tuple[bytes, bytes]]
@@ -105,6 +107,39 @@ async def answer(send: Send, status: int, body: bytes, headers: Headers = ()) ->
     start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": body})
+
+
+class Pieces:
+    """One JSON answer that is written as it is made: in one piece where it is short, else as it comes."""
+
+    def __init__(self, send: Send, status: int, headers: Headers = ()) -> None:
+        self._send = send
+        self._status = status
+        self._headers = headers
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._started = False
+
+    async def write(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size >= PIECE_BYTES:
+            await self._pass_on(more=True)
+
+    async def close(self) -> None:
+        if self._started:
+            return await self._pass_on(more=False)
+        await answer(self._send, self._status, b"".join(self._parts), self._headers)
+
+    async def _pass_on(self, more: bool) -> None:
+        if not self._started:
+            self._started = True
+            headers = [(b"content-type", b"application/json"), *self._headers]
+            await self._send({"type": "http.response.start", "status": self._status, "headers": headers})
+        body = b"".join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def only_get(scope: Scope, send: Send) -> bool:

@@ -24,6 +24,7 @@ from agentlightning.store.http.requests import (
     MAX_WAIT_SECONDS,
     ClientGone,
     Headers,
+    Pieces,
     admit,
     answer,
     body_of,
@@ -43,6 +44,9 @@ PAGE_OF_SPANS: Final = 100
 """These may be large."""
 PAGE_OF_SORTED_SPANS: Final = 2000
 """The store reads all spans of the rollout for each page of these."""
+FIRST_ITEMS: Final = 8
+PIECE_BYTES: Final = 4 * 1024 * 1024
+"""Of the items that are read at once, as far as one can tell from those before."""
 _PLACE: Final = frozenset({"limit", "offset", "after", "newest_first", "sort_by", "sort_order"})
 _MAX_FIELDS: Final = 10_000
 
@@ -174,25 +178,17 @@ class Endpoint:
 
     async def _answer_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
         """Read and answer in pieces, so that a list of any length takes little memory."""
-        limit, offset = arguments["limit"], arguments["offset"]
-        pieces = self._pieces(operation, arguments)
-        first = await anext(pieces)
-        count, piece, start = len(first), first, b'{"items":['
-        streaming = False
-        async for piece in pieces:
-            if not streaming:
-                streaming = True
-                await _start(send, operation.status)
-            await _part(send, start + _items(first))
-            start, first, count = b"," if first else start, piece, count + len(piece)
+        written, pace = Pieces(send, operation.status), Pace(_most(operation, arguments))
+        await written.write(b'{"items":[')
+        count = 0
+        async for items in self._pieces(operation, arguments, pace):
+            data = _items(items)
+            await written.write(b"," + data if count and items else data)
+            count += len(items)
+            pace.took(len(items), len(data))
         total = await self._total(operation, arguments, count)
-        end = b'],"limit":%d,"offset":%d,"total":%d}' % (limit, offset, total)
-        items = _items(first)
-        text = (start if items or start != b"," else b"") + items + end
-        if streaming:
-            await _part(send, text, last=True)
-        else:
-            await answer(send, operation.status, text)
+        await written.write(b'],"limit":%d,"offset":%d,"total":%d}' % (arguments["limit"], arguments["offset"], total))
+        await written.close()
 
     async def _with_attempts(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Each with its latest attempt, where it has one."""
@@ -205,15 +201,14 @@ class Endpoint:
             for rollout in rollouts
         ]
 
-    async def _pieces(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[list[Any]]:
+    async def _pieces(self, operation: Operation, arguments: dict[str, Any], pace: Pace) -> AsyncIterator[list[Any]]:
         """At least one."""
         work = getattr(self._store, operation.method)
         filters = {name: value for name, value in arguments.items() if name in operation.parameters}
         left, offset = arguments["limit"], arguments["offset"]
-        by_offset = _is_sorted(arguments) or "after" not in operation.parameters
-        size = PAGE if operation.method != "query_spans" else PAGE_OF_SORTED_SPANS if by_offset else PAGE_OF_SPANS
+        by_offset = _by_offset(operation, arguments)
         while True:
-            wanted = size if left < 0 else min(size, left)
+            wanted = pace.items if left < 0 else min(pace.items, left)
             filters |= {"limit": wanted, "offset": offset}
             items = await work(**filters)
             yield await self._with_attempts(items) if operation.attempts and items else items
@@ -233,9 +228,33 @@ class Endpoint:
         if operation.method == "query_rollouts":
             return await self._store.count_rollouts(**filters)
         total = 0
-        async for piece in self._pieces(operation, filters | {"limit": -1, "offset": 0}):
+        unbounded = filters | {"limit": -1, "offset": 0}
+        async for piece in self._pieces(operation, unbounded, Pace(_most(operation, unbounded))):
             total += len(piece)
         return total
+
+
+class Pace:
+    """How many items of a list are read at once: few at first, then as many, up to `most`, as make PIECE_BYTES."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.items = min(FIRST_ITEMS, most)
+
+    def took(self, items: int, size: int) -> None:
+        """So many items were so many bytes."""
+        fitting = PIECE_BYTES * items // max(size, 1)
+        self.items = max(1, min(fitting, 4 * self.items, self._most))
+
+
+def _by_offset(operation: Operation, arguments: dict[str, Any]) -> bool:
+    return _is_sorted(arguments) or "after" not in operation.parameters
+
+
+def _most(operation: Operation, arguments: dict[str, Any]) -> int:
+    if operation.method != "query_spans":
+        return PAGE
+    return PAGE_OF_SORTED_SPANS if _by_offset(operation, arguments) else PAGE_OF_SPANS
 
 
 def _is_sorted(arguments: dict[str, Any]) -> bool:
@@ -294,11 +313,3 @@ def _body(operation: Operation, value: Any, scope: Scope) -> bytes:
 
 def _items(items: list[Any]) -> bytes:
     return encode(rendered(items))[1:-1]
-
-
-async def _start(send: Send, status: int) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-
-
-async def _part(send: Send, data: bytes, last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": not last})
