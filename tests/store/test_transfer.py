@@ -26,7 +26,7 @@ from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, 
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 from agentlightning.store.base import RolloutRecord
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.store.transfer import Exported, Imported, copying, export_store, import_store
+from agentlightning.store.transfer import Exported, Imported, base, copying, export_store, import_store
 
 FORMATS = ["all.jsonl", "all.jsonl.gz", "all.parquet"]
 TOKENS = {PROMPT_TOKEN_IDS: list(range(1000)), RESPONSE_TOKEN_IDS: [7, 8], LOGPROBS: [-0.5, -1.25]}
@@ -390,6 +390,20 @@ async def test_an_export_of_a_later_version_is_refused_with_advice(store: Lightn
     path.write_text('{"type": "header", "format": "agentlightning.export", "version": 2, "more": 1}\n')
     with pytest.raises(DatasetError, match=r"an export of version 2.*with the release that wrote it, or a later one"):
         await import_store(store, path)
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.parquet"])
+async def test_a_small_file_that_becomes_a_large_record_is_refused(
+    store: LightningStoreBase, other: LightningStoreBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spans = tuple(Span("ro-0001", "at-0001-2", "x", 1.0, attributes={"a": "x" * 50_000}) for _ in range(100))
+    await store.add_records([replace(record(1), spans=spans)])
+    await export_store(store, tmp_path / name)
+    monkeypatch.setattr(base, "_USUAL_BYTES", 100_000)
+    with pytest.raises(DatasetError, match=r"(line 2|row 1|rows) .*more than .* bytes"):
+        await import_store(other, tmp_path / name)
+    monkeypatch.undo()
+    assert (await import_store(other, tmp_path / name)).rollouts == 1
 
 
 async def test_rows_that_were_moved_are_refused(store: LightningStoreBase, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol, cast
 
 import msgspec
@@ -275,3 +276,20 @@ def explain(error: Exception) -> str:
 
 
 Kind = Literal["resources", "rollout", "attempt", "span"]
+
+
+# -- how large a record may be -----------------------------------------------------------------------------------------
+
+_USUAL_BYTES: Final = 64 * 1024 * 1024
+_MOST_COMPRESSED: Final = 100
+"""Text of agents becomes a tenth, where much of it repeats a hundredth; what is made to fill memory, a thousandth."""
+
+
+def largest_item(path: Path) -> int:
+    """Bytes that one record of this file may have, inflated."""
+    return max(_USUAL_BYTES, _MOST_COMPRESSED * path.stat().st_size)
+
+
+def too_large(path: Path, what: str, limit: int) -> str:
+    """Why a record is refused."""
+    return f"{path}: {what} has more than {limit:,} bytes, too many for a file of {path.stat().st_size:,} bytes"

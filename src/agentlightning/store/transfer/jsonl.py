@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Generator, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -33,11 +34,13 @@ from agentlightning.store.transfer.base import (
     RolloutLine,
     attempt_shape,
     explain,
+    largest_item,
     resources_shape,
     rollout_shape,
     span_shape,
     to_record,
     to_resources,
+    too_large,
 )
 
 HEADER_BYTES: Final = 4096
@@ -111,7 +114,18 @@ class JsonlReader:
             first = lines.readline(HEADER_BYTES)
             self._check_header(first)
             yield first
-            yield from lines
+            yield from self._bounded(lines)
+
+    def _bounded(self, lines: BinaryIO) -> Iterator[bytes]:
+        """A few kilobytes of gzip may be one line of gigabytes."""
+        limit = largest_item(self._path)
+        for number in count(2):
+            line = lines.readline(limit)
+            if not line:
+                return
+            if len(line) == limit and not line.endswith(b"\n"):
+                raise DatasetError(too_large(self._path, f"line {number}", limit))
+            yield line
 
     def _check_header(self, line: bytes) -> None:
         try:

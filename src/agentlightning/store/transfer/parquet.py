@@ -32,11 +32,13 @@ from agentlightning.store.transfer.base import (
     SpanShape,
     attempt_shape,
     explain,
+    largest_item,
     resources_shape,
     rollout_shape,
     span_shape,
     to_record,
     to_resources,
+    too_large,
 )
 
 try:
@@ -178,13 +180,15 @@ class ParquetReader:
 
     def items(self) -> Generator[tuple[Item, int]]:
         rollout: dict[str, Any] | None = None
-        size = number = 0
+        size, number, limit = 0, 0, largest_item(self._path)
         try:
             for number, row in enumerate(self._read(), start=1):
                 kind, bytes_of_row = row["type"], _size(row)
                 if kind in ("attempt", "span"):
                     self._add(rollout, kind, _shape(row), number)
                     size += bytes_of_row
+                    if size > limit:
+                        raise DatasetError(too_large(self._path, f"the rollout of row {number}", limit))
                     continue
                 if rollout is not None:
                     yield self._record(rollout, number - 1), size
@@ -206,6 +210,9 @@ class ParquetReader:
                 self._check(file.schema_arrow)
                 for group in range(file.num_row_groups):  # one by one: a batch must not span several
                     for batch in file.iter_batches(BATCH_ROWS, row_groups=[group]):
+                        if batch.nbytes > largest_item(self._path):  # a dictionary may hold one value for all rows
+                            what = f"what stands in {batch.num_rows} rows"
+                            raise DatasetError(too_large(self._path, what, largest_item(self._path)))
                         yield from cast("list[dict[str, Any]]", batch.to_pylist())
         except (pyarrow.ArrowException, OSError) as error:
             raise DatasetError(f"{self._path} is no Parquet file, or cut off: {error}") from error
