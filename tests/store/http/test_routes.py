@@ -141,6 +141,8 @@ async def test_resources_are_published_replaced_and_listed(http: httpx.AsyncClie
 async def test_workers_and_queues_are_seen_and_set(http: httpx.AsyncClient, store: Store) -> None:
     worker = (await http.post("/workers/w1", json={"heartbeat_stats": {"cpu": 0.5}, "lease_seconds": 30})).json()
     assert (worker["status"], worker["heartbeat_stats"], worker["lease_seconds"]) == ("idle", {"cpu": 0.5}, 30)
+    refusal(await http.post("/workers/w1", json={"heartbeat_stats": None}), 400, "RequestError", "heartbeat_stats")
+    assert (await http.post("/workers/w1")).json()["heartbeat_stats"] == {"cpu": 0.5}
     assert (await http.get("/workers/nobody")).json() is None
     assert (await http.post("/workers/search", json={"filter_logic": "and"})).json()["total"] == 1
     assert (await http.post("/queues/train", json={"limit": 2})).json()["limit"] == 2
@@ -167,6 +169,8 @@ async def test_statistics_have_our_names_and_those_of_0_x(http: httpx.AsyncClien
     counts = (await http.get("/statistics")).json()
     assert (counts["rollouts.preparing"], counts["attempts"]) == (1, 1)
     assert (counts["total_rollouts"], counts["total_attempts"], counts["total_spans"]) == (1, 1, 0)
+    assert counts["name"] == "LightningStore"
+    assert 0 < counts["uptime"] < (await http.get("/statistics")).json()["uptime"]
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class Operation:
     """Parameters given in the query string where there is a body too."""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     """Other names of parameters in the request."""
+    present: tuple[str, ...] = ()
+    """Parameters whose value is not null where they are given."""
     pages: str | None = None
     """The answer is a page of a list: {items, limit, offset, total}. The field of an item that `after` takes."""
     attempts: bool = False
@@ -96,6 +98,8 @@ class Operation:
     def answer(self) -> Any:
         """The type of the answer's body."""
         result = _shape(hints_of(self.method)["return"], rest=True)
+        if self.method == "statistics":
+            result = dict[str, int | float | str]
         if self.attempts:
             result = list[RolloutBody] if self.pages else RolloutBody
         if self.pages:
@@ -146,7 +150,7 @@ def hints_of(method: str) -> dict[str, Any]:
 def _request(operation: Operation, names: list[str]) -> type[Struct]:
     paged = operation.pages is not None
     names = [name for name in names if not (paged and name in ("limit", "offset"))]
-    fields = _fields(operation.method, names, rest=True)
+    fields = [_without_null(item, operation.present) for item in _fields(operation.method, names, rest=True)]
     if paged:
         fields += _PAGE
     return msgspec.defstruct(
@@ -156,6 +160,14 @@ def _request(operation: Operation, names: list[str]) -> type[Struct]:
         kw_only=True,
         forbid_unknown_fields=True,
     )
+
+
+def _without_null(item: tuple[Any, ...], names: Sequence[str]) -> tuple[Any, ...]:
+    """A field whose value, where it is given, is not null."""
+    name, kind, *default = item
+    if name not in names:
+        return item
+    return (name, _union([each for each in get_args(kind) if each is not type(None)]), *default)
 
 
 _PAGE: Final[tuple[tuple[str, Any, int], ...]] = (
@@ -247,7 +259,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     # workers and queues
     *_search("query_workers", "/workers", "worker_id"),
     Operation("get_worker", "GET", "/workers/{worker_id}", absent=True),
-    Operation("update_worker", "POST", "/workers/{worker_id}", names={"stats": "heartbeat_stats"}),
+    Operation("update_worker", "POST", "/workers/{worker_id}", names={"stats": "heartbeat_stats"}, present=("stats",)),
     Operation("query_queues", "GET", "/queues"),
     Operation("update_queue", "POST", "/queues/{name}"),
     # keeping the store small

@@ -248,12 +248,16 @@ _back: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def statistics_body(counts: Mapping[str, int]) -> dict[str, int]:
-    """With the totals that 0.x clients look for."""
+_STARTED: Final = time.monotonic()
+
+
+def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
+    """With what 0.x clients look for: a name, the totals, and for how many seconds the server's process has run."""
     names = ("attempts", "spans", "resources", "workers")
     totals = {f"total_{name}": counts[name] for name in names if name in counts}
     rollouts = sum(number for name, number in counts.items() if name.startswith("rollouts."))
-    return {**counts, "total_rollouts": rollouts, **totals}
+    uptime = time.monotonic() - _STARTED
+    return {**counts, "total_rollouts": rollouts, **totals, "name": "LightningStore", "uptime": uptime}
 
 
 def rendered(value: Any) -> Any:
