@@ -6,15 +6,17 @@ import json
 import random
 
 import httpx
+import openai
 import pytest
 
 from agentlightning import span as names
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.rollouts import attempt_key
 from agentlightning.store.journal import journaled
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, response_answer
 from agentlightning.transport import connection
 
 KEY = "sk-theirs-0123456789"
@@ -139,6 +141,30 @@ async def test_who_calls_is_found_out_for_each_of_several_callers_of_one_connect
     ]
     refused = await http.post(url, json=BODY, headers={"authorization": "Bearer agl-wrong"})
     assert refused.status_code == 401
+
+
+async def test_a_response_that_its_provider_keeps_is_retrieved_there_by_its_own_attempt(ask, secret):
+    whole = response_answer([{"type": "message", "id": "m", "content": [{"type": "output_text", "text": "Hello."}]}])
+    service, provider, _ = await ask(lambda seen: Reply(answers.pop(0)), paths=["chat/completions", "responses"])
+    answers = [whole, {"id": "resp_1", "object": "response", "deleted": True}]
+    provider.responses = lambda seen: Reply(whole if seen.path == "/v1/responses/resp_1" else {}, status=200)
+    client = await service.client()
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve("resp_1")  # it is nobody's answer yet
+    reply = await client.responses.create(model="theirs", input="hi")
+    assert (await client.responses.retrieve(reply.id)).output_text == "Hello."
+    other = await service.store.start_rollout({})
+    stranger = await service.client(api_key=attempt_key(secret, other.rollout_id, other.attempt.attempt_id))
+    stranger = stranger.with_options(base_url=f"{service.server.url}/v1")
+    with pytest.raises(openai.NotFoundError):
+        await stranger.responses.retrieve(reply.id)
+    await client.responses.delete(reply.id)
+    assert provider.seen[-1].method == "DELETE"
+    unkept = await service.client()
+    answers.append(whole | {"id": "resp_2"})
+    await unkept.responses.create(model="theirs", input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve("resp_2")
 
 
 async def test_a_failure_is_repeated_and_then_told(ask):

@@ -51,6 +51,7 @@ from agentlightning.gateway.problems import Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.refusals import keep_refusal
 from agentlightning.gateway.repeats import Repeat
+from agentlightning.gateway.retrieval import ask_provider
 from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.slots import Slots
 from agentlightning.gateway.translate import Translator
@@ -146,7 +147,15 @@ class Gateway:
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
         on_policy = OnPolicy(self.counters)
         self._forwarder = Forwarder(
-            self.table, store, self._contexts, self._context, self._agents, self.counters, translator, on_policy
+            self.table,
+            store,
+            self._contexts,
+            self._context,
+            self._agents,
+            self.counters,
+            translator,
+            on_policy,
+            self.kept,
         )
         self._local = LocalCalls(
             store=store,
@@ -249,6 +258,9 @@ class Gateway:
         try:
             caller = await self.attribution.caller(read_headers(request.scope), request.path_params)
             attempt, name = _attempt(caller) or ("", ""), request.path_params["response_id"]
+            if (provider := self.kept.provider_of(attempt, name)) is not None:
+                body = await ask_provider(self.providers[provider], request.method, attempt, name)
+                return Response(body, media_type="application/json")
             if request.method != "DELETE":
                 return Response(self.kept.body(attempt, name), media_type="application/json")
             self.kept.delete(attempt, name)

@@ -24,6 +24,7 @@ from agentlightning.gateway.attribution import Attribution, Caller, Ids
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, to_the_end
 from agentlightning.gateway.forwarder import Forwarder
+from agentlightning.gateway.heard import id_of
 from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.provider import Path
 from agentlightning.gateway.repeats import Repeat
@@ -204,6 +205,8 @@ class _Passing:
             return forward.take(call), forward.keep(forwarder.keep, call)
         call.settle(usage)
         forward.heard.usage = usage
+        if forward.stored:
+            forward.heard.id = id_of(call.body)
         record = verbatim.write(forward, call, self._line.body, time.time())
         forward.recorded = True
         return call.body, forwarder.keep_record(record)

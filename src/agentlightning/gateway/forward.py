@@ -83,6 +83,11 @@ class Forward:
     def stream(self) -> bool:
         return self.data.get("stream") is True
 
+    @property
+    def stored(self) -> bool:
+        """Whether its answer is one that its provider keeps, and its caller may retrieve."""
+        return self.path == "responses" and self.data.get("store") is not False
+
     def call(self) -> Call:
         """The call to the provider, not sent yet."""
         assert self.route.backends is not None

@@ -23,6 +23,7 @@ from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.count import Counting, estimated_instead
 from agentlightning.gateway.counters import Counters
 from agentlightning.gateway.forward import Forward, can_forward
+from agentlightning.gateway.kept import Kept
 from agentlightning.gateway.on_policy import OnPolicy, is_training
 from agentlightning.gateway.parsing import PIECE, read_object
 from agentlightning.gateway.problems import Problem
@@ -62,7 +63,9 @@ class Forwarder:
         counters: Counters,
         translator: Translator,
         on_policy: OnPolicy,
+        kept: Kept,
     ) -> None:
+        self._kept = kept
         self._translator = translator
         self._on_policy = on_policy
         self._table = table
@@ -123,9 +126,13 @@ class Forwarder:
         self.count_usage(forward)
 
     def count_usage(self, forward: Forward) -> None:
+        """An answer is whole: count what it used, and note who keeps it."""
         if (usage := forward.heard.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
+        attempt, provider = forward.caller.attempt, forward.route.provider
+        if forward.stored and attempt is not None and provider is not None and forward.heard.id:
+            self._kept.note_provider(attempt, forward.heard.id, provider.name)
 
     async def count(
         self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, outlet: Outlet

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+import msgspec
 import orjson
-from msgspec import structs
+from msgspec import Struct, structs
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.provider import Usage
@@ -331,6 +332,21 @@ _OVERLAP: Final = max(map(len, _ENDS)) - 1
 
 class EventTooLongError(AgentLightningError):
     """An event of a stream that does not end."""
+
+
+class _Named(Struct):
+    """Of an answer, what it is called; the rest is passed over."""
+
+    id: Any = None
+
+
+_named: Final = msgspec.json.Decoder(_Named)
+
+
+def id_of(answer: bytes) -> str:
+    """What a whole answer is called; "" where it does not say. Raises MsgspecError for what is no JSON object."""
+    name = _named.decode(answer).id
+    return name if isinstance(name, str) else ""
 
 
 class Events:

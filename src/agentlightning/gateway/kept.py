@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -20,6 +20,8 @@ from agentlightning.policy.base import Message
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
+_OF_AN_ENTRY: Final = 100
+"""Bytes, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class _Memory:
     """Digest of a conversation -> (digest without its last message, that message)."""
     items: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     blocks: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
+    providers: dict[str, str] = field(default_factory=dict[str, str])
+    """Id of a reply that its provider keeps -> the provider's name."""
     size: int = 0
 
 
@@ -129,6 +133,21 @@ class Kept:
         memory.size += grown
         self.size += grown
         self._make_room()
+
+    def note_provider(self, attempt: Attempt, response_id: str, provider: str) -> None:
+        """A reply that was passed on is kept by its provider."""
+        memory = self._attempts.setdefault(attempt, _Memory())
+        self._attempts.move_to_end(attempt)
+        if response_id not in memory.providers:
+            memory.size += len(response_id) + _OF_AN_ENTRY
+            self.size += len(response_id) + _OF_AN_ENTRY
+        memory.providers[response_id] = provider
+        self._make_room()
+
+    def provider_of(self, attempt: Attempt, response_id: str) -> str | None:
+        """The name of the provider that keeps a reply to this attempt; None: none that is known."""
+        memory = self._attempts.get(attempt)
+        return memory.providers.get(response_id) if memory else None
 
     def body(self, attempt: Attempt, response_id: str) -> bytes:
         """A reply as it was sent. Raises Problem 404 for one that is not stored."""

@@ -62,6 +62,8 @@ class ScriptedProvider:
         self.healthy = healthy
         self.models: Callable[[Seen], Reply] | None = None
         """Answers what asks for models; None: `{}`."""
+        self.responses: Callable[[Seen], Reply] | None = None
+        """Answers what asks for a response that was kept; None: `{}`."""
         self._script = script if callable(script) else iter(list(script))
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -113,6 +115,8 @@ class ScriptedProvider:
             reply = Reply(status=200 if self.healthy else 503)
             if self.models is not None and "/models" in seen.path:
                 reply = self.models(seen)
+            if self.responses is not None and "/responses/" in seen.path:
+                reply = self.responses(seen)
         else:
             self.seen.append(seen)
             reply = self._script(seen) if callable(self._script) else next(self._script, Reply(status=500))
