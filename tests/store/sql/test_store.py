@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -272,3 +273,16 @@ async def test_a_store_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pyt
     await store.enqueue_rollout("task")
     await store.close()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+async def test_ids_of_the_caller_cost_no_more_the_more_there_are(tmp_path: Path) -> None:
+    store, seconds = LightningStore(tmp_path / "store.db"), list[float]()
+    for number in (2_000, 16_000):
+        requests = [EnqueueRolloutRequest("task", rollout_id=f"{number}-{each}") for each in range(number)]
+        start = time.perf_counter()
+        for _ in range(2):  # the second time they are there
+            await store.enqueue_many_rollouts(requests)
+        seconds.append(time.perf_counter() - start)
+    assert seconds[1] < 30 * seconds[0]  # 64 times where each is looked for among all
+    await store.close()

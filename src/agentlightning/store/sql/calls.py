@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,10 @@ class Enqueue(Call):
 
     __slots__ = ("_made", "_named", "_resources")
 
-    def __init__(self, name: str, made: Sequence[tuple[Rollout, Row]], named: Sequence[str]) -> None:
+    def __init__(self, name: str, made: Sequence[tuple[Rollout, Row]], named: Iterable[str]) -> None:
         super().__init__(name)
         self._made = made
-        self._named = named
+        self._named = frozenset(named)
         """The ids that were made by the caller."""
         self._resources = {rollout.resources_id for rollout, _ in made}
 
