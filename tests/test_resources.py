@@ -107,8 +107,9 @@ async def test_a_damaged_resource_names_itself_stops_nothing_else_and_can_be_rep
             assert (refused.status_code, "'rs-1'" in refused.text) == (500, True)
         await store.update_resources("rs-1", {"llm": LLM(endpoint="http://y", model="m")})
         latest = await store.get_latest_resources()
-    assert latest is not None
-    assert latest.resources["llm"] == LLM(endpoint="http://y", model="m")
+        assert latest.resources["llm"] == LLM(endpoint="http://y", model="m")
+        assert [await store.delete_resources("rs-1") for _ in range(2)] == [1, 0]
+        assert await store.get_latest_resources() is None
 
 
 async def test_a_new_database_is_for_its_owner_alone(tmp_path: Path) -> None:

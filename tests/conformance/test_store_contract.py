@@ -600,6 +600,11 @@ async def test_resources_have_versions_and_the_last_one_published_is_the_latest(
     assert await store.get_latest_resources() == changed
     assert [each.resources_id for each in await store.query_resources()] == [first.resources_id, "mine"]
     assert [each.resources_id for each in await store.query_resources(limit=1, offset=1)] == ["mine"]
+    assert [await store.delete_resources(first.resources_id) for _ in range(2)] == [1, 0]
+    assert await store.get_latest_resources() == second
+    assert await store.get_resources_by_id(first.resources_id) is None
+    with pytest.raises(NotFoundError, match=first.resources_id):
+        await store.enqueue_rollout("x", resources_id=first.resources_id)
 
 
 async def test_resources_are_published_under_a_new_id_and_keep_the_time_of_their_creation(store: Store) -> None:

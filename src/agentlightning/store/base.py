@@ -393,6 +393,10 @@ class LightningStoreBase(ABC):
         its creation stays."""
 
     @abstractmethod
+    async def delete_resources(self, resources_id: str) -> int:
+        """Remove one version, readable or not; returns how many there were. Rollouts that name it find none."""
+
+    @abstractmethod
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         """None for an unknown id."""
 

@@ -256,6 +256,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("get_latest_resources", "GET", "/resources/latest", absent=True),
     Operation("get_resources_by_id", "GET", "/resources/{resources_id}"),
     Operation("update_resources", "POST", "/resources/{resources_id}", whole="resources"),
+    Operation("delete_resources", "DELETE", "/resources/{resources_id}", scalar="count"),
     # workers and queues
     *_search("query_workers", "/workers", "worker_id"),
     Operation("get_worker", "GET", "/workers/{worker_id}", absent=True),

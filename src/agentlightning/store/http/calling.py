@@ -110,6 +110,9 @@ class CallingStore(LightningStoreBase):
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         return await self._call("update_resources", resources_id=resources_id, resources=resources)
 
+    async def delete_resources(self, resources_id: str) -> int:
+        return await self._call("delete_resources", resources_id=resources_id)
+
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         return await self._call("get_resources_by_id", resources_id=resources_id)
 

@@ -301,7 +301,7 @@ def to_resources(row: Row) -> ResourcesUpdate:
     except ValidationError as error:
         raise StoreError(
             f"resources {resources_id!r} (version {version}) cannot be read: {error.errors()[0]['msg']}; "
-            "update_resources replaces them"
+            "update_resources replaces them, delete_resources removes them"
         ) from error
     return ResourcesUpdate(
         resources_id=resources_id,

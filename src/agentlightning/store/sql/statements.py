@@ -350,6 +350,7 @@ RESOURCES = tuple(column for column in resources.columns if column.name != "key"
 
 INSERT_RESOURCES = Insert(resources, _columns(resources, "key"))
 FIND_RESOURCES = Statement(select(*RESOURCES).where(resources.c.resources_id == given("id")), ("the_id",))
+DELETE_RESOURCES = Statement(delete(resources).where(resources.c.resources_id == given("id")), ("the_id",))
 RESOURCES_KEY = Statement(select(resources.c.key).where(resources.c.resources_id == given("id")), ("the_id",))
 LATEST_RESOURCES = Statement(
     select(*RESOURCES).order_by(resources.c.version.desc()).limit(literal_column("1")).offset(_zero)

@@ -62,6 +62,15 @@ class Upkeep(EmbeddedStore):
 
         return await self.write(Do("update_resources", change), codec.to_resources)
 
+    async def delete_resources(self, resources_id: str) -> int:
+        codec.check_text(resources_id, "resources_id")
+
+        def delete(unit: Unit) -> int:
+            unit.resources.discard(resources_id)
+            return unit.connection.run(statements.DELETE_RESOURCES, resources_id)
+
+        return await self.do("delete_resources", delete)
+
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         codec.check_text(resources_id, "resources_id")
         return await self.read("get_resources_by_id", lambda connection: looking.resources(connection, resources_id))
