@@ -1,5 +1,12 @@
 # Everything below needs only Python 3.11 to 3.13; the first target that needs it makes .venv.
+#   make demo PYTHON=python3.12        another interpreter than python3
+#   make demo TORCH_INDEX=URL          torch from another package index than pip's own
+# On Linux the torch of PyPI brings CUDA libraries (about 5 GB installed). PyTorch's index of CPU builds is
+# https://download.pytorch.org/whl/cpu (about 1 GB).
 PYTHON ?= python3
+TORCH_INDEX ?=
+CHECK_PYTHON = import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python " \
+	"%d.%d, and Python 3.11 to 3.13 is needed; run: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -12,13 +19,15 @@ help:  ## Say what each target does
 
 # torch goes first, by its pin: anything that depends on it would otherwise bring gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c '$(CHECK_PYTHON)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)  ## Train a real agent on this machine and measure the gain
 	$(BIN)/agl demo
+	@echo 'agl is $(BIN)/agl here: source $(BIN)/activate, and then agl train --help'
 
 test: $(STAMP)  ## Run the default tests
 	$(BIN)/pytest -n 3 --dist worksteal

@@ -1,0 +1,32 @@
+"""What the first command of the README does before it downloads anything."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    shutil.copy(ROOT / "Makefile", directory)
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    return subprocess.run(["make", *arguments], cwd=directory, capture_output=True, text=True)
+
+
+def test_an_interpreter_that_is_too_old_is_named_before_anything_is_installed(tmp_path):
+    old = tmp_path / "python3.10"
+    pretend = "import sys; sys.version_info = (3, 10, 4); exec(sys.argv[1])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{pretend}" "$2"\n')
+    old.chmod(0o755)
+    done = make(tmp_path, "demo", f"PYTHON={old}")
+    assert done.returncode == 2
+    assert f"{old} is Python 3.10, and Python 3.11 to 3.13 is needed; run: make PYTHON=python3.12 demo" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_torch_comes_from_the_index_that_was_chosen(tmp_path):
+    [line] = [line for line in make(tmp_path, "-n", "demo").stdout.splitlines() if "torch==" in line]
+    assert "--index-url" not in line
+    chosen = make(tmp_path, "-n", "demo", "TORCH_INDEX=https://index.example/cpu").stdout
+    assert "--index-url https://index.example/cpu torch==" in chosen
