@@ -67,6 +67,26 @@ def test_a_slow_phase_speaks_every_five_seconds_and_a_fast_one_does_not_flood() 
     assert [line for line in lines if line.startswith("fast")] == ["fast: 1000 to do", "fast: 1000/1000  0 s elapsed"]
 
 
+def test_a_phase_without_progress_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, clock, out = plain()
+    with progress:
+        progress.phase("training", 40)
+        clock.now += 14
+        progress.tick()
+        clock.now += 2
+        progress.tick()
+        progress.tick()
+    assert out.getvalue().splitlines() == ["training: 40 to do", "training: 0/40  16 s elapsed"]
+    monkeypatch.setattr("agentlightning.progress.QUIET_SECONDS", 0.03)
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=False, width=40)) as progress:
+        progress.phase("loading")
+        wait_for = time.monotonic() + 10
+        while "loading: 0" not in out.getvalue() and time.monotonic() < wait_for:
+            time.sleep(0.01)
+    assert "loading: 0" in out.getvalue(), "said by itself"
+
+
 def test_the_time_left_of_a_resumed_run_counts_what_it_did_itself() -> None:
     progress, clock, out = plain()
     with progress:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentlightning.algorithms.lightning_rl import LightningRL
+from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.settings import dump_toml, load_settings
 
@@ -290,3 +292,25 @@ def test_infinity_survives(tmp_path: Path) -> None:
 def test_a_none_deep_inside_is_refused_rather_than_read_back_as_text() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.credit holds a None inside"):
         dump_toml(Config(algorithm=Algorithm(credit={"weight": None})))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning_rate=1e-4", "algorithm.optimizer.lr"),
+        ("algorithm.learning_rate=1e-4", "algorithm.optimizer.lr"),
+        ("warm_start.learning_rate=1e-4", "warm_start.optimizer.lr"),
+        ("epochs=3", "algorithm.steps"),
+        ("batch_size=8", "algorithm.tasks_per_step"),
+        ("algorithm.num_generations=8", "algorithm.group_size"),
+        ("policy.model_name=x", "policy.model"),
+    ],
+)
+def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"the nearest known one is {meant}$"):
+        load_settings(TrainConfig, overrides=[typed])
+
+
+def test_the_words_of_other_trainers_are_known_to_the_algorithm_too() -> None:
+    with pytest.raises(ConfigError, match=r"the nearest known one is optimizer\.lr$"):
+        LightningRL(learning_rate=1e-4)

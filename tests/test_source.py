@@ -197,3 +197,22 @@ async def test_a_rollout_of_tokens_the_policy_does_not_have_is_run_again(store):
     async with agents(store, lambda task: 1.0):
         collected = await collect(source, PLANS[:2], max_failed_share=1.0)
     assert [trajectory.rollout_id for trajectory in collected.trajectories] == ["run-0-again1", "run-1"]
+
+
+async def test_a_step_of_any_size_is_queued_and_awaited_in_parts(store, monkeypatch):
+    monkeypatch.setattr("agentlightning.source.AT_ONCE", 3)
+    sizes, seen = list[int](), list[int]()
+    enqueue = store.enqueue_many_rollouts
+
+    async def counted(requests):
+        sizes.append(len(requests))
+        return await enqueue(requests)
+
+    store.enqueue_many_rollouts = counted
+    plans = [RolloutPlan(f"run-{index}", {"n": index}, group="g") for index in range(8)]
+    async with agents(store, lambda task: float(task["n"])):
+        collected = await collect(RolloutSource(store), plans=plans, on_progress=seen.append)
+    assert sizes == [3, 3, 2]
+    assert [t.reward for t in collected.trajectories] == [float(n) for n in range(8)]
+    assert seen == sorted(seen)
+    assert seen[-1] == 8

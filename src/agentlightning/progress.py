@@ -33,6 +33,8 @@ LINE_SHARE = 0.1
 """... or when this share of the phase has passed since the last one, but not before"""
 LINE_PAUSE = 1.0
 """this many seconds have."""
+QUIET_SECONDS = 15.0
+"""Without a terminal: nothing is said for at most so long, though there be no progress."""
 REDRAW_SECONDS = 0.1
 WIDE = 110
 """Columns of a terminal that has room for a bar."""
@@ -89,6 +91,7 @@ class Progress:
         self._phase: _Phase | None = None
         self._bars: Bars | None = None
         self._bar: TaskID | None = None
+        self._ended = threading.Event()
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -96,6 +99,9 @@ class Progress:
             if self._depth == 1 and self._enabled and self._console.is_interactive:
                 self._bars = _bars(self._console)
                 self._bars.start()
+            elif self._depth == 1 and self._enabled:
+                self._ended = threading.Event()
+                threading.Thread(target=self._keep_saying, args=(self._ended,), name="progress", daemon=True).start()
         return self
 
     def __exit__(
@@ -104,6 +110,7 @@ class Progress:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
+                self._ended.set()
                 self._finish_phase()
                 if self._bars is not None:
                     self._bars.stop()
@@ -137,6 +144,17 @@ class Progress:
         if self._enabled:
             with self._lock:
                 self._print(text)
+
+    def _keep_saying(self, ended: threading.Event) -> None:
+        while not ended.wait(QUIET_SECONDS / 3):
+            self.tick()
+
+    def tick(self) -> None:
+        """Without a terminal: say where the phase is, if nothing has been said for long."""
+        with self._lock:
+            phase, now = self._phase, self._clock()
+            if phase is not None and now - phase.shown_at >= QUIET_SECONDS:
+                self._show(phase, now)
 
     def _due(self, phase: _Phase, now: float) -> bool:
         since = now - phase.shown_at

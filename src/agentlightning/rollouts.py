@@ -307,7 +307,8 @@ def _past_proxies(server_url: str, inherited: Mapping[str, str]) -> dict[str, st
 
 
 _PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy")
-_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+OTLP_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""The environment variables that say where traces go, the first that is set."""
 
 
 def _tracing_environment(
@@ -320,7 +321,7 @@ def _tracing_environment(
     trace_id, parent_id = trace_id_of(attempt_id), root_span_id_of(attempt_id)
     if trace_id is not None and parent_id is not None:
         variables["TRACEPARENT"] = f"00-{trace_id}-{parent_id}-01"
-    if not server_url or any(inherited.get(name) for name in _OTLP_ENDPOINTS):
+    if not server_url or any(inherited.get(name) for name in OTLP_ENDPOINTS):
         return variables
     return variables | {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{server_url.rstrip('/')}/v1/traces",

@@ -257,10 +257,49 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
     line = f"unknown setting {name} ({_origin(path, sources)})"
     if not known:
         return line
-    found = nearest(shape, known)
+    found = _synonym(shape, known) or nearest(shape, known)
     for number in numbers:
         found = found.replace(_ITEM, number, 1)
     return f"{line}; the nearest known one is {found}"
+
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("optimizer.lr",),
+    "weight_decay": ("optimizer.weight_decay",),
+    "warmup": ("optimizer.warmup_steps",),
+    "max_grad_norm": ("optimizer.clip_norm",),
+    "epochs": ("steps",),
+    "num_epochs": ("steps",),
+    "num_train_epochs": ("steps",),
+    "max_steps": ("steps",),
+    "iterations": ("steps",),
+    "batch_size": ("tasks_per_step", "batch_size"),
+    "train_batch_size": ("tasks_per_step", "batch_size"),
+    "num_generations": ("group_size",),
+    "n_samples": ("group_size",),
+    "epsilon": ("loss.clip_low",),
+    "clip_range": ("loss.clip_low",),
+    "model_name": ("policy.model",),
+    "model_path": ("policy.model",),
+    "timeout": ("runner.timeout_seconds",),
+    "n_workers": ("runner.hosts",),
+    "num_workers": ("runner.hosts",),
+    "max_concurrency": ("runner.concurrency",),
+}
+"""What other trainers call a setting -> how its name ends here. Tried before the likeness of letters, which finds
+`aggregate` for `learning_rate`."""
+
+
+def _synonym(name: str, known: Sequence[str]) -> str | None:
+    """The known name that another trainer's word means; one of the algorithm's comes first."""
+    section, _, last = name.rpartition(".")
+    for ending in SYNONYMS.get(last.lower(), ()):
+        found = [other for other in known if other == ending or other.endswith(f".{ending}")]
+        if found:
+            return min(
+                found, key=lambda other: (not other.startswith(section), not other.startswith("algorithm"), other)
+            )
+    return None
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

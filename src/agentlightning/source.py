@@ -10,9 +10,9 @@ again runs its task anew, under an id of its own. It never runs an agent and nev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from agentlightning.assemble import trajectory
 from agentlightning.call_checks import NO_LIMITS, TokenLimits
@@ -32,8 +32,12 @@ from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, Rol
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.trajectory import Trajectory
 
+T = TypeVar("T")
+
 MIN_FAILURES = 4
 """Fewer failures than this never stop a run: one bad rollout of two is not a pattern."""
+AT_ONCE = 2000
+"""Rollouts in one request to the store: a step of a million holds up neither the event loop nor a signal."""
 WAIT_SECONDS = 1.0
 """How often a waiting source looks up to report progress and failures."""
 RESUME_ADVICE = (
@@ -128,8 +132,10 @@ class RolloutSource:
         places = list(range(len(asked)))
         again = 0
         while places:
-            requests = [self._request(asked[place], resources_id, mode) for place in places]
-            queued = await self.store.enqueue_many_rollouts(requests)
+            queued: list[Rollout] = []
+            for part in _parts(places):
+                requests = [self._request(asked[place], resources_id, mode) for place in part]
+                queued += await self.store.enqueue_many_rollouts(requests)
             for rollout in queued:
                 if rollout.status in ("failed", "cancelled"):
                     await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
@@ -155,17 +161,19 @@ class RolloutSource:
     async def _wait(
         self, rollout_ids: Sequence[str], share: float, on_progress: Callable[[int], None] | None
     ) -> list[Rollout]:
-        minimum = 1
-        while True:
-            finished = await self.store.wait_for_rollouts(
-                rollout_ids=rollout_ids, timeout=WAIT_SECONDS, minimum=min(minimum, len(rollout_ids))
-            )
-            if on_progress is not None:
-                on_progress(len(finished))
-            await self._check_failures(finished, len(rollout_ids), share)
-            if len(finished) == len(rollout_ids):
-                return finished
-            minimum = len(finished) + max(1, len(rollout_ids) // 8)
+        ended: list[Rollout] = []
+        for part in _parts(rollout_ids):
+            minimum, finished = 1, list[Rollout]()
+            while len(finished) < len(part):
+                finished = await self.store.wait_for_rollouts(
+                    rollout_ids=part, timeout=WAIT_SECONDS, minimum=min(minimum, len(part))
+                )
+                if on_progress is not None:
+                    on_progress(len(ended) + len(finished))
+                await self._check_failures([*ended, *finished], len(rollout_ids), share)
+                minimum = len(finished) + max(1, len(part) // 8)
+            ended += finished
+        return ended
 
     async def _check_failures(self, finished: Sequence[Rollout], total: int, share: float) -> None:
         failed = [rollout for rollout in finished if rollout.status != "succeeded"]
@@ -243,3 +251,8 @@ def describe_failure(attempt: Attempt | None) -> str:
     error: dict[str, Any] = attempt.metadata.get("error") or {}
     text = error.get("traceback") or error.get("message")
     return str(text).rstrip() if text else f"(attempt {attempt.attempt_id} ended as {attempt.status})"
+
+
+def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), AT_ONCE):
+        yield items[start : start + AT_ONCE]

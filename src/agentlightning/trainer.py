@@ -10,6 +10,8 @@ Every phase finds out from the run directory what is done already, so that resum
 
 from __future__ import annotations
 
+import asyncio
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -52,6 +54,7 @@ from agentlightning.prepare import (
 from agentlightning.progress import Progress
 from agentlightning.resources import NamedResources
 from agentlightning.result import TrainingResult
+from agentlightning.rollouts import OTLP_ENDPOINTS
 from agentlightning.run_changes import (
     changed_settings,
     check_changes,
@@ -67,6 +70,8 @@ from agentlightning.source import RolloutSource
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal import take_over
+from agentlightning.store.observe import observed
+from agentlightning.tracing.export import OtlpExporter
 from agentlightning.training import Tasks, TrainingRun, newest_version
 
 NO_AGENT = "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
@@ -281,7 +286,9 @@ class Trainer:
             if store is None:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
+            store = _exported(store, stack)
             await take_over(store, verbatim.read)
+            self.progress.phase("loading the agent and the model")
             runner = make_runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=True)
             await make_start(config, run_dir, tasks, self.progress)
@@ -314,6 +321,16 @@ class Trainer:
                 since=since,
             )
             yield runner, run
+
+
+def _exported(store: LightningStoreBase, stack: AsyncExitStack) -> LightningStoreBase:
+    """The store; its spans also go where OpenTelemetry's environment variables say."""
+    endpoint = next(filter(None, map(os.environ.get, OTLP_ENDPOINTS)), None)
+    if endpoint is None:
+        return store
+    exporter = OtlpExporter(endpoint)
+    stack.push_async_callback(asyncio.to_thread, exporter.close)
+    return observed(store, [exporter])
 
 
 async def _gateway(

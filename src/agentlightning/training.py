@@ -96,7 +96,12 @@ class TrainingRun:
             for member in range(group_size)
         ]
         resources_id = await self._publish(prefix, temperature)
-        collected = await self.source.collect(plans, resources_id=resources_id, check=check)
+        collected = await self.source.collect(
+            plans,
+            resources_id=resources_id,
+            check=check,
+            on_progress=lambda done: self.progress.update(step, rollouts=f"{done}/{len(plans)}"),
+        )
         self.state.rollouts += len(plans)
         await self._account(collected)
         return collected

@@ -3,7 +3,9 @@
 import json
 import signal
 import subprocess
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -31,12 +33,45 @@ def pry() -> None:
 """
 
 
-def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job):
+class Collector(ThreadingHTTPServer):
+    """An OpenTelemetry endpoint that counts what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), CollectorHandler)
+        self.paths: list[str] = []
+
+
+class CollectorHandler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.server.paths.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def collector():
+    server = Collector()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
     agent = (job.directory / "agent.py").read_text()
     (job.directory / "agent.py").write_text(PRYING + agent.replace("    answer =", "    pry()\n    answer ="))
     done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=2"))
     assert done.returncode == 0, done.stderr
     report = last_line(done.stdout)
+    assert set(collector.paths) == {"/v1/traces"}, "its spans go where the environment says, too"
     assert report["steps"] == 2
     assert report["rollouts"] == 2 * 4 * 4
     assert report["failed_rollouts"] == 0
@@ -160,3 +195,14 @@ def test_a_run_whose_agent_is_gone_goes_on_with_another_and_a_broken_one_promise
     assert broken.returncode == 2
     assert "state.json cannot be read" in broken.stderr
     assert "Nothing is lost" not in broken.stderr
+
+
+@pytest.mark.slow
+def test_with_one_rollout_at_a_time_two_runs_of_a_seed_are_equal(job):
+    learned = []
+    for name in ("one", "two"):
+        done = job.run(job.command("--run-dir", name, "algorithm.steps=3", "runner.concurrency=1", "run.seed=7"))
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (job.directory / name / "metrics.jsonl").read_text().splitlines()]
+        learned.append([(line["reward"], line["loss"], line["grad_norm"]) for line in lines])
+    assert learned[0] == learned[1]
