@@ -317,6 +317,7 @@ class Trainer:
                 progress=self.progress,
                 total_steps=algorithm.total_steps,
                 reward_weights=algorithm.reward_weights,
+                target_agent=_trained_agents(agent),
                 resources=self.initial_resources,
                 since=since,
             )
@@ -347,6 +348,12 @@ async def _gateway(
         accept_any_model=True,
         require_key=not is_loopback(config.run.host),
     )
+
+
+def _trained_agents(agent: Any) -> str | None:
+    """Which agents are to be trained, where the agent is an object that says so."""
+    target = getattr(agent, "trained_agents", None)
+    return settings_from(LightningRLConfig, {"target_agent": target}, source="trained_agents of the agent").target_agent
 
 
 def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:

@@ -58,6 +58,8 @@ class TrainingRun:
     progress: Progress
     total_steps: int
     reward_weights: Mapping[str, float] | None = None
+    target_agent: str | None = None
+    """Which agents are to be trained, as the agent itself says."""
     resources: NamedResources = field(default_factory=dict[str, Any])
     """What agents are given beside the policy."""
     named: set[str] = field(default_factory=set[str])

@@ -1,5 +1,7 @@
 """LightningRL asks for groups, turns them into samples, and says why it stops."""
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
@@ -20,6 +22,7 @@ class FakeTraining:
     def __init__(self, *trajectories):
         self.collected = Collected(trajectories)
         self.step = 0
+        self.target_agent = None
         self.asked, self.updates, self.figures = [], [], []
 
     async def collect(self, check, **wish):
@@ -134,3 +137,33 @@ def test_calls_without_tokens_are_rejected_with_what_to_do():
     assert "none of the 6 model calls" in found[0].message
     assert "4 were answered by other models" in found[0].message
     assert "routes" in found[0].message
+
+
+def by(agent, trajectory):
+    calls = tuple(replace(call, agent=agent, span_id=f"{call.span_id}-{agent}") for call in trajectory.transitions)
+    return replace(trajectory, transitions=calls)
+
+
+@pytest.mark.parametrize(("setting", "said_by_the_agent"), [("writer", None), (None, "writ.*"), ("writer", "critic")])
+async def test_only_the_agents_that_are_to_be_trained_learn(setting, said_by_the_agent):
+    pairs = [(rollout(name, "g", reward), rollout(name, "g", reward)) for name, reward in (("r1", 1.0), ("r2", 0.0))]
+    both = [
+        replace(first, transitions=by("writer", first).transitions + by("critic", second).transitions)
+        for first, second in pairs
+    ]
+    training = FakeTraining(*both)
+    training.target_agent = said_by_the_agent
+    await LightningRL(steps=1, group_size=2, target_agent=setting).run(training)
+    (samples, _), = training.updates  # fmt: skip
+    trained = {
+        node.agent for node, weights in zip(samples[0].tree.nodes, samples[0].weights, strict=True) if any(weights)
+    }
+    assert trained == {"writer"}
+
+
+def test_an_agent_to_train_that_never_speaks_is_named_with_those_that_do():
+    found = LightningRL(group_size=2).rejections([by("writer", each) for each in GOOD_AND_BAD], "writr")
+    assert [each.reason for each in found] == ["no_target_calls"] * 2
+    assert "an agent called 'writr'; there are 'writer'" in found[0].message
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        LightningRL(target_agent="(")

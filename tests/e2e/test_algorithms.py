@@ -6,7 +6,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
-from agentlightning.errors import ResumeError
+from agentlightning.errors import ResumeError, TrainingStopped
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +72,22 @@ def test_a_subclass_of_lightning_rl_runs_with_its_settings(tmp_path):
     algorithm = Half(steps=1, tasks_per_step=2, group_size=2)
     result = agl.Trainer(SETTINGS, algorithm=algorithm, run_dir=tmp_path / "run").fit(agl.rollout(say), TASKS)
     assert (algorithm.finished, result.steps, result.rollouts) == (1, 1, 4)
+
+
+class Writer(agl.LitAgent):
+    """An agent that calls itself a writer, and wants another one trained."""
+
+    def rollout(self, task, resources, rollout):
+        with agl.track_agent("writer"):
+            return say(task, resources["llm"])
+
+
+def test_an_agent_says_which_of_its_agents_are_trained(tmp_path):
+    algorithm = agl.LightningRL(steps=1, tasks_per_step=2, group_size=2)
+    trainer = agl.Trainer(SETTINGS, algorithm=algorithm, run_dir=tmp_path / "run")
+    with pytest.raises(TrainingStopped, match=r"no call .* of an agent called 'editor'; there are 'writer'"):
+        trainer.fit(Writer(trained_agents="editor"), TASKS)
+    assert agl.Trainer.resume(tmp_path / "run").fit(Writer(trained_agents="wri.*")).steps == 1
 
 
 def test_supervised_learning_is_an_algorithm_of_a_trainer(tmp_path):

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.errors import PolicyError
+from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.tiny import make_tiny
+
 
 @pytest.fixture
 def small_disk(tmp_path):
@@ -38,3 +42,13 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(job, small
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["steps"] == 8
     assert Path(report["checkpoint"]).exists()
+
+
+@pytest.mark.chaos
+async def test_a_checkpoint_that_the_disk_refuses_is_named_with_the_way_out(small_disk, tmp_path):
+    policy = LocalPolicy.open(LocalPolicyConfig(model=str(make_tiny(tmp_path / "tiny", [{"word": "red"}]))))
+    (small_disk / "filler").write_bytes(b"x" * (24 * 1024 * 1024 - 200 * 1024))
+    with pytest.raises(PolicyError, match=r"cannot save a checkpoint to .*No space left on device.*free space"):
+        await policy.save(small_disk / "checkpoint", training_state=True)
+    assert [entry.name for entry in small_disk.iterdir()] == ["filler"]
+    await policy.close()

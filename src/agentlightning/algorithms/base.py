@@ -32,6 +32,12 @@ class Training(Protocol):
         ...
 
     @property
+    def target_agent(self) -> str | None:
+        """Which agents are to be trained, as the agent itself says (`LitAgent.trained_agents`): a regular expression
+        for the whole name; None: every one."""
+        ...
+
+    @property
     def chat(self) -> ChatFormat:
         """How the policy writes conversations: for algorithms that learn from text."""
         ...

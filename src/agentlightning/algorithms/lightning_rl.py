@@ -15,17 +15,19 @@ does (`aggregate="token"`). Groups whose rewards are all equal teach nothing; th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
-from agentlightning.credit import credit_rule, group_trajectories, rejections, training_samples
+from agentlightning.credit import credit_rule, group_trajectories, is_target, rejections, training_samples
 from agentlightning.policy.losses import Loss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.rejection import NO_POLICY_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.settings import settings_from
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory
@@ -56,6 +58,9 @@ class LightningRLConfig(BaseModel):
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""
+    target_agent: str | None = None
+    """Only calls of agents whose whole name matches this regular expression are trained; None: what the agent itself
+    says (`LitAgent.trained_agents`), else every agent's."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated."""
 
@@ -63,6 +68,15 @@ class LightningRLConfig(BaseModel):
     def _the_warmup_ends(self) -> Self:
         self.optimizer.check_warmup(self.steps * self.minibatches)
         return self
+
+    @field_validator("target_agent")
+    @classmethod
+    def _is_a_pattern(cls, target: str | None) -> str | None:
+        try:
+            re.compile(target or "")
+        except re.error as error:
+            raise ValueError(f"{target!r} is no regular expression: {error}") from error
+        return target
 
     @model_validator(mode="after")
     def _a_group_has_a_baseline(self) -> Self:
@@ -94,16 +108,18 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     async def _step(self, training: Training) -> None:
         config = self.config
+        target = self._target(training)
         collected = await training.collect(
             tasks=config.tasks_per_step,
             group_size=config.group_size,
             temperature=config.temperature,
-            check=self.rejections,
+            check=lambda trajectories: self.rejections(trajectories, target),
         )
         samples, report = training_samples(
             group_trajectories(collected.trajectories),
             config.credit,
             aggregate=config.aggregate,
+            target_agent=target,
             reward_weights=config.reward_weights,
         )
         figures = {**reward_figures(collected, config.reward_weights), **report.metrics()}
@@ -111,13 +127,22 @@ class LightningRL(Algorithm[LightningRLConfig]):
             figures |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
         await training.finish_step(collected, figures)
 
-    def rejections(self, trajectories: Sequence[Trajectory]) -> list[Rejection]:
-        """The rollouts it cannot learn from; all of them where not one call of the policy is among them."""
+    def _target(self, training: Training) -> str | None:
+        return self.config.target_agent if self.config.target_agent is not None else training.target_agent
+
+    def rejections(self, trajectories: Sequence[Trajectory], target_agent: str | None = None) -> list[Rejection]:
+        """The rollouts it cannot learn from; all of them where not one call of the policy, or of the agents to train,
+        is among them."""
         config = self.config
-        found = rejections(trajectories, config.credit, reward_weights=config.reward_weights)
+        found = rejections(trajectories, config.credit, target_agent=target_agent, reward_weights=config.reward_weights)
         known = {each.rollout_id for each in found}
         left = [trajectory for trajectory in trajectories if trajectory.rollout_id not in known]
-        return found if any(trajectory.transitions for trajectory in left) else [*found, *_without_calls(left)]
+        agents = {call.agent for trajectory in left for call in trajectory.transitions}
+        if not agents:
+            return [*found, *_without_calls(left)]
+        if any(is_target(agent, target_agent) for agent in agents):
+            return found
+        return [*found, *_without_target(left, str(target_agent), agents)]
 
 
 def reward_figures(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
@@ -155,3 +180,14 @@ def _without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
         )
     )
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
+
+
+def _without_target(
+    trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]
+) -> list[Rejection]:
+    seen = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
+    message = (
+        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {seen}. Change"
+        " target_agent (or trained_agents), or name the agent with agl.track_agent"
+    )
+    return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]

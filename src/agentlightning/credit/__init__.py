@@ -2,7 +2,14 @@
 
 from agentlightning.credit.base import CreditRule, credit_rule, register
 from agentlightning.credit.reinforce import ReinforceCredit
-from agentlightning.credit.samples import Aggregate, CreditReport, group_trajectories, rejections, training_samples
+from agentlightning.credit.samples import (
+    Aggregate,
+    CreditReport,
+    group_trajectories,
+    is_target,
+    rejections,
+    training_samples,
+)
 from agentlightning.credit.uniform import UniformCredit
 
 __all__ = [
@@ -13,6 +20,7 @@ __all__ = [
     "UniformCredit",
     "credit_rule",
     "group_trajectories",
+    "is_target",
     "register",
     "rejections",
     "training_samples",

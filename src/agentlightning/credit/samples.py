@@ -6,6 +6,7 @@ leaves out what teaches nothing, and counts it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -79,7 +80,7 @@ def rejections(
             scored = _scalar(trajectory, reward_weights)
             rule.check(scored)
             for call in scored.transitions:
-                if target_agent is None or call.agent == target_agent:
+                if is_target(call.agent, target_agent):
                     _refuse_unfaithful(call)
         except (RewardError, UnfaithfulSampleError) as error:
             found.append(rejection(trajectory.rollout_id, error))
@@ -87,6 +88,11 @@ def rejections(
             if scored.reward is None:
                 found.append(Rejection(trajectory.rollout_id, MISSING_REWARD, _without_reward(trajectory)))
     return found
+
+
+def is_target(agent: str | None, target: str | None) -> bool:
+    """Whether an agent of this name learns: `target` is a regular expression for the whole name; None: every agent."""
+    return target is None or re.fullmatch(target, agent or "") is not None
 
 
 def _without_reward(trajectory: Trajectory) -> str:
@@ -109,7 +115,8 @@ def training_samples(
     """One training sample for each group that teaches something, and the account of all of them.
 
     The weights of all samples sum to 1. Rollouts with a missing reward are left out of their group; groups too small
-    for the rule or without spread are skipped. With `target_agent`, tokens of other agents have weight 0.
+    for the rule or without spread are skipped. With `target_agent`, a regular expression for the whole name of an
+    agent, tokens of other agents have weight 0.
 
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p,
     top_k, temperature 0 or anything else that reshapes the distribution and that no loss corrects for.
@@ -152,7 +159,7 @@ def _credit(
     tokens: dict[str, int] = {}
     for trajectory, values in zip(known, advantages, strict=True):
         for call, value in zip(trajectory.transitions, values, strict=True):
-            if target_agent is None or call.agent == target_agent:
+            if is_target(call.agent, target_agent):
                 _refuse_unfaithful(call)
                 calls[call.rollout_id, call.span_id] = value
                 tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)

@@ -57,7 +57,7 @@ def save(
                 directory.rename(Path(beside) / "old")
             new.rename(directory)
             _flush_one(directory.parent)
-    except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError.
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save reports a failed write as RuntimeError.
         raise PolicyError(f"cannot save a checkpoint to {directory}: {error}; free space or choose another") from error
 
 

@@ -23,6 +23,10 @@ Function = Callable[..., Any]
 class LitAgent(Generic[Task]):
     """An agent with a method for each way it is run.
 
+    `trained_agents` names the agents that learn, of those that take part in a rollout (`agl.track_agent`): a regular
+    expression for the whole name; None: all. An agent given by name (`module:name`) says it in the settings,
+    `algorithm.target_agent`.
+
     Override `rollout` or `rollout_async`; override the `training_` or `validation_` variants where training and
     validation differ. Each returns what any agent returns: a number (the final reward), None (rewards were emitted),
     or an output for the reward function.
