@@ -1,8 +1,8 @@
 """A tool-using agent as a class that knows only its environment.
 
-For each attempt the runner makes an `Agent()` and awaits `run()`. The task's fields are environment variables
-(`QUESTION`, `ANSWER`), `AGL_OPENAI_BASE_URL` and `AGL_KEY` lead to the model in training, and the reward is an event
-posted to `AGL_EVENT_URL`. Nothing of Agent Lightning is imported.
+For each attempt the runner makes an `Agent()` and awaits `run()`. The task is in the environment variable `AGL_TASK`,
+as JSON; `AGL_OPENAI_BASE_URL` and `AGL_KEY` lead to the model in training, and the reward is an event posted to
+`AGL_EVENT_URL`. Nothing of Agent Lightning is imported.
 """
 
 import asyncio
@@ -47,8 +47,9 @@ class Agent:
         self.key = os.environ["AGL_KEY"]
         self.event_url = os.environ["AGL_EVENT_URL"]
         self.model = os.environ.get("AGL_MODEL", "gpt-4o-mini")
-        self.question = os.environ["QUESTION"]
-        self.answer = float(os.environ["ANSWER"])
+        task = json.loads(os.environ["AGL_TASK"])
+        self.question = str(task["question"])
+        self.answer = float(task["answer"])
 
     async def run(self) -> None:
         base_url = os.environ["AGL_OPENAI_BASE_URL"]

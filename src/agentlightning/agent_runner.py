@@ -47,6 +47,7 @@ def make_runner(
         hosts=config.hosts,
         fresh_process=config.fresh_process,
         env=config.env or None,
+        hide=config.hide,
         cwd=config.cwd,
         log=log,
     )

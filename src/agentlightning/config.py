@@ -109,6 +109,8 @@ class RunnerConfig(Section):
     """Where agents run; None: where training was started."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Environment variable -> key of the task, for agents that read their task from the environment."""
+    hide: tuple[str, ...] = ()
+    """Keys of the task that only the reward function is given, such as the right answer."""
 
 
 class EvaluationConfig(Section):

@@ -295,6 +295,37 @@ def attempt_environment(
     return own | {"AGL_OPENAI_BASE_URL": f"{root}/v1"} | _sdk_environment(f"{root}/v1", key)
 
 
+def agent_process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that runs agents for many attempts: without the access token of the server, which is
+    no business of theirs, and without the addresses of an attempt that we may run in ourselves."""
+    kept = {name: value for name, value in inherited.items() if name not in _NOT_FOR_AGENTS}
+    return kept | quiet_environment(kept)
+
+
+_NOT_FOR_AGENTS = frozenset(
+    {"AGL_TOKEN", "AGL_EVENT_URL", "AGL_KEY", "AGL_ROLLOUT_ID", "AGL_ATTEMPT_ID", "AGL_OPENAI_BASE_URL", "TRACEPARENT"}
+)
+
+
+def quiet_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep agent frameworks from telemetry and from downloads at start-up; what is set already
+    stays."""
+    return {name: value for name, value in _QUIET.items() if name not in inherited}
+
+
+_QUIET: Final = {
+    "DO_NOT_TRACK": "1",
+    "ANONYMIZED_TELEMETRY": "False",  # browser-use, Chroma, mem0
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_DISABLE_TRACKING": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+}
+
+
 def _past_proxies(server_url: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """Where calls go through a proxy: the server, which is on this machine or in the cluster, is reached without."""
     host = urlsplit(server_url).hostname

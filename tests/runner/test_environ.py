@@ -6,18 +6,55 @@ from typing import Any
 
 import pytest
 
-from agentlightning.errors import AgentError
-from agentlightning.runner.environ import task_variables
+from agentlightning.errors import AgentError, ConfigError
+from agentlightning.runner.environ import check_variables, task_variables
 
 TASK = {"question": "1 + 1?", "answer": 2, "path": "x", "with space": 1, "nul": "a\0b"}
 
 
-def test_fields_of_a_task_are_variables_in_upper_case_but_never_those_of_the_process() -> None:
-    assert task_variables(TASK, None) == {"QUESTION": "1 + 1?", "ANSWER": "2"}
+def test_fields_of_a_task_are_variables_only_where_they_are_named() -> None:
+    assert task_variables(TASK, {}) == {}
+    assert task_variables(TASK, {"Q": "question", "A": "answer"}) == {"Q": "1 + 1?", "A": "2"}
 
 
-def test_variables_can_be_named() -> None:
-    assert task_variables(TASK, {"Q": "question", "PATH": "path"}) == {"Q": "1 + 1?", "PATH": "x"}
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PATH",
+        "LD_PRELOAD",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+        "http_proxy",
+        "HTTPS_PROXY",
+        "no_proxy",
+        "NODE_OPTIONS",
+        "BASH_ENV",
+        "AGL_TOKEN",
+        "OPENAI_BASE_URL",
+        "SSL_CERT_FILE",
+        "HOME",
+        "CLASSPATH",
+    ],
+)
+def test_a_name_that_decides_what_is_run_or_where_calls_go_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"variable {name} decides what is run"):
+        check_variables({name: "field"}, ())
+
+
+def test_names_of_ones_own_are_taken_and_hidden_fields_are_not() -> None:
+    fields = {"QUESTION": "question", "MY_PATH": "path", "NODES": "nodes"}
+    assert check_variables(fields, ("answer",)) == fields
+    with pytest.raises(ConfigError, match="would show the field 'answer'"):
+        check_variables({"A": "answer"}, ("answer",))
+    with pytest.raises(ConfigError, match="'A-B' is no name"):
+        check_variables({"A-B": "answer"}, ())
+
+
+@pytest.mark.parametrize("value", ["a\0b", "x" * 200_000])
+def test_a_value_no_variable_can_hold_is_an_error_that_names_it(value: str) -> None:
+    with pytest.raises(AgentError, match="field 'nul' cannot be held by the variable V"):
+        task_variables({"nul": value}, {"V": "nul"})
 
 
 def test_a_field_that_is_not_there_is_named_with_those_that_are() -> None:
@@ -27,7 +64,7 @@ def test_a_field_that_is_not_there_is_named_with_those_that_are() -> None:
 
 @pytest.mark.parametrize("task", ["text", 3, None, ["a"]])
 def test_a_task_without_fields_gives_no_variables(task: Any) -> None:
-    assert task_variables(task, None) == {}
+    assert task_variables(task, {}) == {}
 
 
 SCRIPT = """

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from agentlightning.cli.app import Output, reported
 from agentlightning.cli.child import Child
+from agentlightning.cli.token import hide_token
 
 if TYPE_CHECKING:
     from agentlightning.errors import AgentError
@@ -85,6 +86,7 @@ def run(
     with reported(output):
         import uvloop
 
+        hide_token()
         options = Options(
             command=tuple(command),
             models=tuple(model or ()),
@@ -373,9 +375,10 @@ async def _judge(
 
 
 def _environment(options: Options, place: Place, rollout_id: str, attempt_id: str, worker_id: str) -> dict[str, str]:
-    from agentlightning.rollouts import attempt_environment, worker_environment
+    from agentlightning.rollouts import attempt_environment, quiet_environment, worker_environment
 
     own = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
+    own |= quiet_environment(own)
     own |= attempt_environment(place.url, place.secret, rollout_id, attempt_id, redirect=place.redirect)
     if place.redirect:
         own |= worker_environment(place.url, place.secret, worker_id)

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.app import Output, reported
+from agentlightning.cli.token import hide_token
 from agentlightning.cli.train import Agent, Json, Reward
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def runner(
     env: Annotated[
         list[str] | None, typer.Option(help="VARIABLE=FIELD: a variable that holds a field of a dict task.")
     ] = None,
+    hide: Annotated[
+        list[str] | None,
+        typer.Option(help="A field of a dict task that only the reward function is given; may be given again."),
+    ] = None,
     cwd: Annotated[Path | None, typer.Option(help="Where the agent runs.")] = None,
     log: Annotated[Path | None, typer.Option(help="Where what the agent prints goes (default: stderr).")] = None,
     redirect: Annotated[
@@ -79,6 +84,7 @@ def runner(
         from agentlightning.store import logs
 
         logs.configure(log_format, secret=token)
+        hide_token()
         options = _Options(
             server=_address(server),
             agent=agent,
@@ -96,6 +102,7 @@ def runner(
                 "lease_seconds": lease,
                 "max_rollouts": max_rollouts,
                 "env": _fields(env),
+                "hide": tuple(hide or ()),
                 "cwd": cwd,
                 "log": log,
             },

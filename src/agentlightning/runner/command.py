@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import orjson
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.inject import Call
+from agentlightning.runner.orphans import guard
 
 OUTPUT_BYTES = 1_000_000
 ERROR_BYTES = 64_000
@@ -66,14 +67,18 @@ class Command:
     def start(self, call: Call) -> str:
         """Run the program to its end; its output. Raises CommandError."""
         task = orjson.dumps(call.task)
-        environment = {**os.environ, **call.environment}
-        if len(task) <= TASK_VARIABLE_BYTES:
-            environment["AGL_TASK"] = task.decode()
+        environment = {**os.environ, **call.environment, **task_variable(call.task)}
         process = Running(self.words, environment, self.grace)
         call.program = process
         if call.cancelled:  # it was, before there was a program to stop
             process.terminate()
         return process.communicate(task)
+
+
+def task_variable(task: Any) -> dict[str, str]:
+    """`AGL_TASK`, which holds a task as JSON; nothing for one that is too long for a variable."""
+    text = orjson.dumps(task)
+    return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
 
 
 class Running:
@@ -89,6 +94,7 @@ class Running:
             )
         except OSError as error:
             raise AgentError(f"agent {self.name!r} cannot be started: {error}") from error
+        guard().add(self.process.pid)
         self._lock = threading.Lock()
         self._killing: threading.Timer | None = None
 
@@ -163,6 +169,7 @@ class Running:
         while not self._ended():
             time.sleep(POLL_SECONDS)
         self._signal(signal.SIGKILL)
+        guard().remove(self.process.pid)  # before anybody else can get the id
         with self._lock:
             self.process.wait()
         if self._killing is not None:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.errors import AgentError
+from agentlightning.errors import AgentError, ConfigError
 
 _current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
 """The overlay of the current attempt; None marks a variable that was deleted in it."""
@@ -57,18 +58,43 @@ def borrowed(variables: Mapping[str, str]) -> Generator[None]:
                 os.environ[name] = value
 
 
-def task_variables(task: Any, fields: Mapping[str, str] | None) -> dict[str, str]:
-    """A dict task as environment variables; text as it is, other values as JSON.
+def check_variables(fields: Mapping[str, str], hidden: Sequence[str]) -> dict[str, str]:
+    """The map from variables to fields, as it was given. Raises ConfigError for a name that decides what is run, or
+    where calls go, and for a field that is hidden from the agent: a task is data, and may come from anywhere."""
+    for name, key in fields.items():
+        if not name.isidentifier() or not name.isascii():
+            raise ConfigError(f"env: {name!r} is no name of an environment variable")
+        if _RESERVED.fullmatch(name.upper()):
+            raise ConfigError(
+                f"env: the variable {name} decides what is run or where calls go, so no task may set it; "
+                "choose another name"
+            )
+        if key in hidden:
+            raise ConfigError(f"env: the variable {name} would show the field {key!r}, which hide keeps from the agent")
+    return dict(fields)
 
-    `fields` maps each variable to the field it holds. Without it, every field is there under its name in upper case,
-    unless the process has a variable of that name already (a field `path` is no `PATH`), or its name or value is
-    nothing a program could be given. Raises AgentError for a field the task does not have.
-    """
+
+_RESERVED: Final = re.compile(
+    r"(LD|DYLD|GCONV|PYTHON|PERL5|PERL|RUBY|GEM|NODE|NPM|JAVA|JDK|DOTNET|GIT|SSH|SSL|BASH|AGL|OTEL|OPENAI|ANTHROPIC)(_.*)?"
+    r"|(PYTHON|PERL5|RUBY|CLASS).+|(.*_)?PROXY|PATH|HOME|SHELL|IFS|ENV|PS4|PAGER|EDITOR|VISUAL|PWD|TMPDIR|TRACEPARENT"
+    r"|_JAVA_OPTIONS|.*_CA_BUNDLE"
+)
+
+
+def task_variables(task: Any, fields: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a dict task as environment variables; text as it is, other values as JSON. `fields` maps each variable
+    to the field it holds. Raises AgentError for a field the task does not have, or that no variable can hold."""
     values = cast(Mapping[str, Any], task) if isinstance(task, Mapping) else {}
-    if fields is not None:
-        return {name: _text(_field(values, name, key)) for name, key in fields.items()}
-    named = {str(key).upper(): _text(value) for key, value in values.items()}
-    return {k: v for k, v in named.items() if k.isidentifier() and k.isascii() and k not in os.environ and _fits(v)}
+    return {name: _fitting(name, key, _text(_field(values, name, key))) for name, key in fields.items()}
+
+
+def _fitting(name: str, key: str, value: str) -> str:
+    if "\0" in value or len(value.encode(errors="replace")) > LONGEST:
+        raise AgentError(
+            f"the task's field {key!r} cannot be held by the variable {name}: it has a NUL, or more than {LONGEST} "
+            "bytes; read it from AGL_TASK or standard input"
+        )
+    return value
 
 
 def _field(values: Mapping[str, Any], name: str, key: str) -> Any:
@@ -80,10 +106,6 @@ def _field(values: Mapping[str, Any], name: str, key: str) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
-
-
-def _fits(value: str) -> bool:
-    return len(value) <= LONGEST and "\0" not in value
 
 
 LONGEST = 100_000

@@ -16,24 +16,38 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from opentelemetry.sdk.trace import ReadableSpan
 
 from agentlightning.errors import Failure
+from agentlightning.resources import named_resources
 from agentlightning.rollouts import in_process_environment
 from agentlightning.runner import environ
-from agentlightning.runner.agent import Agent, users_traceback
-from agentlightning.runner.command import CommandError
+from agentlightning.runner.agent import Agent, Contract, users_traceback
+from agentlightning.runner.command import CommandError, task_variable
 from agentlightning.runner.inject import Call, bind_resources
 from agentlightning.runner.reward import Reward, RewardFunction, check_reward, looks_like_reward
-from agentlightning.runner.wire import Cancel, Done, Frames, Job, Ready, Spans, Started, Stopping, encode
+from agentlightning.runner.wire import (
+    Done,
+    Frames,
+    FromHost,
+    Job,
+    Ready,
+    Spans,
+    Started,
+    Stopping,
+    ToHost,
+    WireError,
+    encode,
+)
 from agentlightning.span import JUDGE, Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otel import to_span
 from agentlightning.tracing.process import PostingSink
 from agentlightning.tracing.scope import current_scope, enter_main, scope
+from agentlightning.tracing.storable import storable
 from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
@@ -47,7 +61,10 @@ class Setup:
     agent: Agent
     reward: RewardFunction | None
     slots: int
-    environment: Mapping[str, str] | None
+    fields: Mapping[str, str]
+    """Environment variable -> the field of a dict task it holds."""
+    hidden: Sequence[str]
+    """Fields of a dict task that the agent is not given."""
 
 
 def serve(sock: socket.socket, setup: Setup) -> None:
@@ -88,7 +105,7 @@ class Host:
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._sock = sock
         self._setup = setup
-        self._frames = Frames()
+        self._frames: Frames[ToHost] = Frames(ToHost)
         self._running: dict[int, tuple[asyncio.Task[None], Call]] = {}
         self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
         self._sending = threading.Lock()
@@ -113,11 +130,12 @@ class Host:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Ready | Started | Spans | Stopping | Done) -> None:
+    def _send(self, message: FromHost) -> None:
         # From whatever thread, at once: a reward is on its way before the agent can make its next call.
+        data = _encoded(message)
         try:
             with self._sending:
-                self._sock.sendall(encode(message))
+                self._sock.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             return  # the runner is gone; the loop sees it too and ends
 
@@ -133,10 +151,11 @@ class Host:
         for message in self._frames.feed(data):
             self._handle(message)
 
-    def _handle(self, message: Job | Cancel) -> None:
+    def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
             self._send(Started(message.job_id))
-            call = Call(message.rollout, message.resources, message.environment, message.rollout.input)
+            task = visible(message.rollout.input, self._setup.hidden)
+            call = Call(replace(message.rollout, input=task), {}, message.environment, task)
             self._running[message.job_id] = (asyncio.create_task(self._attempt(message, call)), call)
         elif message.job_id in self._running:
             task, call = self._running[message.job_id]
@@ -157,12 +176,15 @@ class Host:
         sink = _Sink(job.job_id, self._send, PostingSink(address, key), os.getpid())
         with scope(*ids, sink, address=address, key=key):
             try:
-                call.resources = bind_resources(job.resources, job.server_url, job.environment)
-                variables = environ.task_variables(call.task, self._setup.environment)
+                resources = named_resources.validate_python(job.resources)
+                call.resources = bind_resources(resources, job.server_url, job.environment)
+                variables = environ.task_variables(call.task, self._setup.fields)
+                if isinstance(self._setup.agent, Contract):
+                    variables |= task_variable(call.task)
                 with environ.overlay({**variables, **_shared_environment(job)}):
                     output = await self._run(call)
                 if self._setup.reward is not None:
-                    given = replace(call, resources=job.resources)
+                    given = replace(call, rollout=job.rollout, task=job.rollout.input, resources=resources)
                     with scope(*ids, _JudgeSink(sink), "judge", address=job.server_url, role="judge"):
                         reward = await self._judge(self._setup.reward, given, output)
                     emit_reward(reward)
@@ -203,6 +225,25 @@ class Host:
         if error is not None:
             raise error
         return await _settled(value)
+
+
+def _encoded(message: FromHost) -> bytes:
+    """The message as bytes, its spans made storable where they cannot be sent as they are."""
+    try:
+        return encode(message)
+    except WireError as error:
+        if isinstance(message, Spans):
+            return encode(Spans(message.job_id, tuple(map(storable, message.spans))))
+        if isinstance(message, Done):
+            return encode(Done(message.job_id, Failure.of(error)))
+        raise
+
+
+def visible(task: Any, hidden: Sequence[str]) -> Any:
+    """The task without the fields that the agent is not to see."""
+    if not hidden or not isinstance(task, Mapping):
+        return task
+    return {key: value for key, value in cast(Mapping[Any, Any], task).items() if key not in hidden}
 
 
 def _shared_environment(job: Job) -> Mapping[str, str]:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from msgspec.structs import replace
+
 from agentlightning.errors import AgentError
-from agentlightning.runner.wire import Exited, Fork, Frames, Kill, Load, Loaded, LoadFailed, encode
+from agentlightning.rollouts import agent_process_environment
+from agentlightning.runner.log import AgentLog
+from agentlightning.runner.wire import (
+    Exited,
+    Fork,
+    Frames,
+    FromZygote,
+    Kill,
+    Load,
+    Loaded,
+    LoadFailed,
+    WireError,
+    encode,
+)
 
 OnMessage = Callable[[Loaded | LoadFailed | Exited], None]
 
@@ -30,8 +43,8 @@ class ZygoteProcess:
     def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
         self._load = load
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
-        self._log = log
-        self._frames = Frames()
+        self.log = None if log is None else AgentLog(log)
+        self._frames: Frames[FromZygote] = Frames(FromZygote)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._on_message: OnMessage | None = None
@@ -48,7 +61,7 @@ class ZygoteProcess:
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
-        with theirs, _output(self._log) as output:
+        with theirs, _output(self.log) as output:
             # A session of its own: Ctrl-C is for the runner, which then decides what becomes of the attempts.
             self._process = subprocess.Popen(
                 command,
@@ -56,17 +69,18 @@ class ZygoteProcess:
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
+                env=agent_process_environment(os.environ),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        load = replace(self._load, sys_path=_python_path(self._cwd), variables=variables or {})
+        load = replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {}))
         self._tell(load, self._process.stdin)
 
     def _tell(self, load: Load, stdin: IO[bytes] | None) -> None:
         try:
             if stdin is not None:
                 with stdin:
-                    stdin.write(pickle.dumps(load))
+                    stdin.write(encode(load))
         except BrokenPipeError:
             return  # it has ended already; `attach` sees that
 
@@ -88,9 +102,12 @@ class ZygoteProcess:
             return
         except ConnectionResetError:
             data = b""
-        for message in self._frames.feed(data):
-            if self._on_message is not None:
-                self._on_message(message)
+        try:
+            for message in self._frames.feed(data):
+                if self._on_message is not None:
+                    self._on_message(message)
+        except WireError:
+            data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._socket)
             if self._on_lost is not None:
@@ -118,7 +135,7 @@ class ZygoteProcess:
     @property
     def output(self) -> str:
         """Where what it prints can be read."""
-        return "on stderr" if self._log is None else f"in {self._log}"
+        return "on stderr" if self.log is None else f"in {self.log.path}"
 
     def returncode(self) -> int | None:
         """How it ended, once it has said goodbye."""
@@ -148,9 +165,9 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _output(log: str | Path | None) -> IO[Any]:
+def _output(log: AgentLog | None) -> IO[Any]:
     """Where agents print: the log, or our stderr. Never our stdout, which belongs to whoever reads our results."""
-    return open(os.dup(2), "wb") if log is None else open(log, "ab")
+    return open(os.dup(2), "wb") if log is None else open(log.path, "ab")
 
 
 def _python_path(cwd: Path) -> tuple[str, ...]:

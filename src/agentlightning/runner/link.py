@@ -7,9 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from msgspec.structs import replace
+
 from agentlightning.errors import AgentError
 from agentlightning.runner.command import describe_exit
-from agentlightning.runner.wire import Cancel, Done, Exited, Frames, Job, Ready, Spans, Started, Stopping, encode
+from agentlightning.runner.wire import (
+    Cancel,
+    Done,
+    Exited,
+    Frames,
+    FromHost,
+    Job,
+    Ready,
+    Spans,
+    Started,
+    Stopping,
+    WireError,
+    encode,
+)
 from agentlightning.span import Span
 from agentlightning.tracing.agent_spans import agent_span
 
@@ -34,9 +49,24 @@ class NotStartedError(AgentError):
 class Open:
     """An attempt that runs on a host."""
 
+    job: Job
     done: asyncio.Future[Done]
     on_spans: OnSpans
     started: bool = False
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """Spans of the attempt, whatever they say of whose they are: a host speaks for what it runs."""
+        ids = self.job.rollout.rollout_id, self.job.rollout.attempt.attempt_id
+        self.on_spans(
+            [
+                agent_span(
+                    span
+                    if (span.rollout_id, span.attempt_id) == ids
+                    else replace(span, rollout_id=ids[0], attempt_id=ids[1])
+                )
+                for span in spans
+            ]
+        )
 
 
 class HostLink(asyncio.Protocol):
@@ -55,10 +85,12 @@ class HostLink(asyncio.Protocol):
         self.used = False
         """It has been given an attempt."""
         self.retired = False
+        self.broken = False
+        """It has sent what is no message, and is to be killed."""
         self.exited: Exited | None = None
         self._on_change = on_change
         self._transport: asyncio.Transport | None = None
-        self._frames = Frames()
+        self._frames: Frames[FromHost] = Frames(FromHost)
         self._outbox: list[bytes] = []
 
     @property
@@ -67,28 +99,29 @@ class HostLink(asyncio.Protocol):
 
     @property
     def takes_work(self) -> bool:
-        return self.ready and not self.retired and not self.unheard and self.exited is None
+        return self.ready and not self.retired and not self.broken and not self.unheard and self.exited is None
 
     # -- saying ------------------------------------------------------------------------------------------------------
 
     def start(self, job: Job, on_spans: OnSpans) -> asyncio.Future[Done]:
-        """Run a job; the future is its end."""
+        """Run a job; the future is its end. Raises AgentError for a task that cannot be sent."""
+        data = encode(job)
         done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self.running[job.job_id] = Open(done, on_spans)
+        self.running[job.job_id] = Open(job, done, on_spans)
         self.used = True
-        self._send(job)
+        self._send(data)
         return done
 
     def stop(self, job_id: int) -> None:
         """Stop a job; it keeps its place until it has ended."""
         self.stopping.add(job_id)
         self.unheard.add(job_id)
-        self._send(Cancel(job_id))
+        self._send(encode(Cancel(job_id)))
 
-    def _send(self, message: Job | Cancel) -> None:
+    def _send(self, data: bytes) -> None:
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._write)
-        self._outbox.append(encode(message))
+        self._outbox.append(data)
 
     def _write(self) -> None:
         data = b"".join(self._outbox)
@@ -107,10 +140,16 @@ class HostLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            self._hear(message)
+        if self.broken:
+            return
+        try:
+            for message in self._frames.feed(data):
+                self._hear(message)
+        except WireError as error:
+            self.broken, self.killed = True, f"was killed: {error}"
+            self._on_change()
 
-    def _hear(self, message: Ready | Started | Spans | Stopping | Done) -> None:
+    def _hear(self, message: FromHost) -> None:
         if isinstance(message, Ready):
             self.ready = True
             self._on_change()
@@ -126,7 +165,7 @@ class HostLink(asyncio.Protocol):
             return
         if isinstance(message, Spans):
             if job is not None:
-                job.on_spans([agent_span(span) for span in message.spans])
+                job.take(message.spans)
             return
         if job is not None and not job.done.done():
             job.done.set_result(message)

@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentlightning.errors import AgentError, ConfigError
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.command import describe_exit
+from agentlightning.runner.environ import check_variables
 from agentlightning.runner.launch import ZygoteProcess
 from agentlightning.runner.link import HostLink, NotStartedError, OnSpans
+from agentlightning.runner.log import LOOK_SECONDS, AgentLog
 from agentlightning.runner.spec import AgentLike, agent_spec, function_spec
 from agentlightning.runner.wire import Done, Exited, Job, Load, Loaded, LoadFailed
 
@@ -30,14 +32,21 @@ STILLBORN = 3
 """After so many hosts in a row that died before they were ready, a new one does not mend what is wrong."""
 
 
+async def _keep_short(log: AgentLog) -> None:
+    while True:
+        await asyncio.to_thread(log.trim)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
 class HostPool:
     """Processes that run one agent.
 
-    `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each in a process of its own that
-    ends with it. `env` maps environment variables to the fields of a dict task they hold (default: each field under its
-    name in upper case). `cwd` is where the agent runs, `log` the file its stdout and stderr are appended to (default:
-    this process's stderr). `grace` is the seconds a stopped attempt has to end by itself. `on_change` is told whenever
-    there may be more room, `on_broken` when there will never be any again.
+    `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each in a process of its own
+    that ends with it. `env` maps environment variables to the fields of a dict task they hold; the fields in `hide`
+    are kept from the agent, and only the reward function is given them. `cwd` is where the agent runs, `log` the
+    file its stdout and stderr are appended to (default: this process's stderr). `grace` is the seconds a stopped
+    attempt has to end by itself. `on_change` is told whenever there may be more room, `on_broken` when there will
+    never be any again.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class HostPool:
         hosts: int = 1,
         fresh: bool = False,
         env: Mapping[str, str] | None = None,
+        hide: Sequence[str] = (),
         cwd: str | Path | None = None,
         log: str | Path | None = None,
         grace: float = 2.0,
@@ -68,14 +78,15 @@ class HostPool:
         """Hosts that ended by themselves."""
         self._on_change, self._on_broken = on_change, on_broken
         judge = None if reward is None else function_spec(reward)
-        fields = None if env is None else dict(env)
-        self._zygote = ZygoteProcess(Load(self.agent, judge, (), self.slots, fields, grace), cwd, log)
+        fields = check_variables(env or {}, hide)
+        self._zygote = ZygoteProcess(Load(self.agent, judge, (), self.slots, fields, tuple(hide), grace), cwd, log)
         self._loaded: asyncio.Future[None] | None = None
         self._hosts: dict[int, HostLink] = {}
         self._forking: set[asyncio.Task[None]] = set()
         self._host_ids, self._job_ids = itertools.count(1), itertools.count(1)
         self._changed = asyncio.Event()
         self._stillborn = 0
+        self._trimming: asyncio.Task[None] | None = None
         self._closing = False
         self._broken: AgentError | None = None
 
@@ -91,6 +102,8 @@ class HostPool:
         self.spawn()
         self._loaded = asyncio.get_running_loop().create_future()
         self._zygote.attach(self._hear, self._lost)
+        if self._zygote.log is not None:
+            self._trimming = asyncio.create_task(_keep_short(self._zygote.log))
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._loaded
@@ -106,7 +119,7 @@ class HostPool:
     async def close(self) -> None:
         """End every process. Safe to call twice."""
         self._closing = True
-        for task in self._forking:
+        for task in (*self._forking, *([self._trimming] if self._trimming else [])):
             task.cancel()
         for host in self._hosts.values():
             host.close()
@@ -130,8 +143,9 @@ class HostPool:
     ) -> Done:
         """Run one attempt to its end. Raises TimeoutError after `timeout` seconds, AgentCrashedError when its process
         ends. Cancelling stops the attempt."""
+        given = named_resources.dump_python(resources, mode="json")
         while True:
-            job = Job(next(self._job_ids), rollout, resources, server_url, environment)
+            job = Job(next(self._job_ids), rollout, given, server_url, dict(environment))
             try:
                 return await self._run_on(await self._least_busy(), job, on_spans, timeout)
             except NotStartedError:
@@ -205,6 +219,8 @@ class HostPool:
         await asyncio.get_running_loop().create_unix_connection(lambda: host, sock=sock)
 
     def _change(self) -> None:
+        for host in [host for host in self._hosts.values() if host.broken and host.exited is None]:
+            self._zygote.kill(host.host_id)
         for host in [host for host in self._hosts.values() if self.fresh and host.used]:
             self._retire_if_used(host)
         self._changed.set()

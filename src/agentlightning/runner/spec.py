@@ -10,11 +10,11 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
+from msgspec import Struct
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.litagent import FunctionAgent, LitAgent
@@ -27,8 +27,7 @@ _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
 _FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Struct, frozen=True, tag=True):
     """Something in a module, by name."""
 
     module: str
@@ -43,8 +42,7 @@ class Reference:
         return f"{self.module}:{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(Struct, frozen=True, tag=True):
     """A live object that no import leads to."""
 
     data: bytes
@@ -54,8 +52,7 @@ class Pickled:
         return self.label
 
 
-@dataclass(frozen=True, slots=True)
-class CommandLine:
+class CommandLine(Struct, frozen=True, tag=True):
     """A program and its arguments."""
 
     words: tuple[str, ...]

@@ -69,10 +69,11 @@ class Runner:
     """Executes an agent on the rollouts of a store.
 
     `agent` and `reward` are what `runner/agent.py` and `runner/reward.py` say. `concurrency` attempts run at once,
-    spread over `hosts` processes. `env` maps environment variables to the fields of a dict task they hold; `cwd` is
-    where the agent runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL
-    may be given to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the
-    agent's model calls go where they always go. A store that is full, or whose server is away, is tried again for
+    spread over `hosts` processes. `env` maps environment variables to the fields of a dict task they hold, and
+    `hide` names the fields that the agent is not given (only the reward function is); `cwd` is where the agent
+    runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL may be given
+    to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the agent's
+    model calls go where they always go. A store that is full, or whose server is away, is tried again for
     `patience` seconds. `poll_seconds` is how long one claim waits.
 
     `queues` are the only ones claimed from (None: all), and after `max_rollouts` the runner ends. Silent for longer
@@ -98,6 +99,7 @@ class Runner:
         max_rollouts: int | None = None,
         worker_id: str | None = None,
         env: Mapping[str, str] | None = None,
+        hide: Sequence[str] = (),
         cwd: str | Path | None = None,
         log: str | Path | None = None,
         grace: float = 2.0,
@@ -116,6 +118,7 @@ class Runner:
             hosts=hosts,
             fresh=fresh_process,
             env=env,
+            hide=hide,
             cwd=cwd,
             log=log,
             grace=grace,

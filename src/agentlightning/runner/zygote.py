@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import logging
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -32,7 +31,7 @@ from agentlightning.runner import environ, propagation
 from agentlightning.runner.agent import load_agent, load_object
 from agentlightning.runner.host import Setup, serve
 from agentlightning.runner.reward import RewardFunction
-from agentlightning.runner.wire import Exited, Fork, Frames, Kill, Load, Loaded, LoadFailed, encode
+from agentlightning.runner.wire import Exited, Fork, Frames, Load, Loaded, LoadFailed, ToZygote, encode
 from agentlightning.tracing import outbound
 from agentlightning.tracing.tracer import install_globally
 
@@ -56,7 +55,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):
         cast(TextIOWrapper, stream).reconfigure(line_buffering=True)  # lines of many agents meet in one log
-    load = cast(Load, pickle.load(sys.stdin.buffer))
+    (load,) = Frames(Load).feed(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = load.sys_path
     outbound.install()
@@ -92,7 +91,7 @@ def prepare(load: Load) -> Setup:
     if threading.active_count() > 1:
         names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
         logger.warning("importing %s started threads (%s), which its processes will not have", load.agent, names)
-    return Setup(agent, reward, load.slots, load.environment)
+    return Setup(agent, reward, load.slots, load.fields, load.hidden)
 
 
 class Zygote:
@@ -103,7 +102,7 @@ class Zygote:
         self._setup = setup
         self._children: dict[int, _Child] = {}
         self._fds: deque[int] = deque()
-        self._frames = Frames()
+        self._frames: Frames[ToZygote] = Frames(ToZygote)
         self._wake, self._waker = socket.socketpair()
         for end in (self._wake, self._waker):
             end.setblocking(False)
@@ -134,7 +133,7 @@ class Zygote:
             self._do(message)
         return bool(data)
 
-    def _do(self, message: Fork | Kill) -> None:
+    def _do(self, message: ToZygote) -> None:
         if isinstance(message, Fork):
             self._fork(message.host_id, self._fds.popleft())
             return
