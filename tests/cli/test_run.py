@@ -137,6 +137,16 @@ def running():
                 yield stat.parent.name
 
 
+def test_what_a_python_program_emits_is_recorded_and_the_token_is_out_of_reach(clean):
+    look = "pathlib.Path(f'/proc/{os.getppid()}/environ').read_bytes()"
+    program = f"import os, pathlib, agentlightning as agl\nagl.emit_reward(0.5)\nprint(b'secret-token' in {look})"
+    own = {**os.environ, "AGL_TOKEN": "secret-token"}
+    command = [AGL, "run", "--json", "--", sys.executable, "-c", program]
+    ended = subprocess.run(command, env=own, text=True, capture_output=True, timeout=100)
+    said, summary = ended.stdout.splitlines()
+    assert (json.loads(summary)["reward"], said) == (0.5, "False"), ended.stderr
+
+
 # -- what is recorded --------------------------------------------------------------------------------------------------
 
 

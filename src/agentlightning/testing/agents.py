@@ -86,7 +86,7 @@ class Posting:
         self.events = os.environ["AGL_EVENT_URL"]
 
     async def run(self) -> None:
-        event = {"event_type": "reward", "data": {"value": float(os.environ["SCORE"])}}
+        event = {"event_type": "reward", "data": {"value": float(json.loads(os.environ["AGL_TASK"])["score"])}}
         await asyncio.to_thread(post, self.events, os.environ["AGL_KEY"], event)
 
 
