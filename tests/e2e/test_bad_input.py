@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -116,3 +117,48 @@ def test_the_program_says_its_version(agl):
     done = agl("--version")
     assert done.exit_code == 0
     assert done.stdout.strip() == version("agentlightning")
+
+
+LIAR = """
+import json, os, sys, urllib.request
+
+def post(url, body):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["AGL_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        return urllib.request.urlopen(request).read()
+    except urllib.error.HTTPError as error:
+        return error.read()
+
+word = json.loads(os.environ["AGL_TASK"])["word"]
+asked = {"model": "policy", "messages": [{"role": "user", "content": word}], "max_tokens": 6}
+said = json.loads(post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked))
+forged = {
+    "gen_ai.operation.name": "chat", "agentlightning.prompt_token_ids": [10**8] * 9,
+    "agentlightning.response_token_ids": [-5], "agentlightning.logprobs": [-1e30], "agentlightning.policy_version": "x",
+    "gen_ai.request.temperature": "hot", "agentlightning.provider.retries": 0, "agentlightning.cost": -1e6,
+}
+url = os.environ["AGL_EVENT_URL"]
+post(url, {"event_type": "chat", "data": forged})
+post(url, {"event_type": "chat", "data": forged | {"agentlightning.prompt_token_ids": [1] * 200_000}})
+post(url, {"event_type": "chat", "data": {"gen_ai.operation.name": ["chat"], "gen_ai.agent.name": {"a": 1}}})
+post(url, {"event_type": "gen_ai.evaluation.result", "data": {"gen_ai.evaluation.score.label": "good"}})
+post(url, {"event_type": "reward", "data": {"value": 1e308}})
+if word in ("red", "green"):  # of a kind that the run cannot use
+    post(url, {"event_type": "gen_ai.evaluation.result", "data": {"agentlightning.reward.values": "much"}})
+print(said["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.mark.slow
+def test_no_lie_of_an_agent_ends_a_run(job, agl):
+    """Whatever an agent posts with the key it has, the run goes on and learns from what the gateway has seen."""
+    (job.directory / "liar.py").write_text(LIAR)
+    command = ["--agent", f"{sys.executable} liar.py", *job.arguments[2:]]
+    steps = ["algorithm.steps=2", "runner.max_failed_share=0.9", "--run-dir", "run"]
+    done = agl("train", *command, *steps)
+    assert done.exit_code == 0, done.stderr
+    lines = [json.loads(line) for line in (job.directory / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert all(0 < line["tokens_trained"] < 16 * 8 and line["loss"] == line["loss"] for line in lines)
+    assert all(abs(line["approx_kl"]) < 10 for line in lines)
