@@ -263,15 +263,33 @@ def response_events(items: Sequence[Json], usage: tuple[int, int] = (10, 5)) -> 
 
 
 def _item_events(item: Json) -> tuple[Json, list[Json]]:
+    """(an item as it begins, the events that show it growing)."""
     if item["type"] == "function_call":
-        kind, text, growing = "function_call_arguments", item["arguments"], item | {"arguments": ""}
-    elif item["type"] == "reasoning":
-        kind, growing = "reasoning_summary_text", item | {"summary": []}
-        text = "".join(part["text"] for part in item["summary"])
-    else:
-        kind, text, growing = "output_text", item["content"][0]["text"], item | {"content": []}
-    more: Json = {"content_index": 0, "logprobs": []} if kind == "output_text" else {}
-    return growing, [{"type": f"response.{kind}.delta", "delta": part} | more for part in _halves(text)]
+        arguments = item["arguments"]
+        done = {"arguments": arguments, "name": item["name"]}
+        return item | {"arguments": ""}, _growing("function_call_arguments", arguments, {}, done)
+    if item["type"] == "reasoning":
+        events: list[Json] = []
+        for index, part in enumerate(item["summary"]):
+            events += _part_events("reasoning_summary", "reasoning_summary_text", part, {"summary_index": index})
+        return item | {"summary": []}, events
+    (part,) = item["content"]
+    return item | {"content": []}, _part_events("content", "output_text", part, {"content_index": 0}, {"logprobs": []})
+
+
+def _part_events(part_kind: str, kind: str, part: Json, place: Json, more: Json | None = None) -> list[Json]:
+    """A part of an item, from its beginning to its end."""
+    text, more = part["text"], more or {}
+    return [
+        {"type": f"response.{part_kind}_part.added", "part": part | {"text": ""}} | place,
+        *_growing(kind, text, place | more, {"text": text}),
+        {"type": f"response.{part_kind}_part.done", "part": part} | place,
+    ]
+
+
+def _growing(kind: str, text: str, more: Json, done: Json) -> list[Json]:
+    deltas: list[Json] = [{"type": f"response.{kind}.delta", "delta": half} | more for half in _halves(text)]
+    return [*deltas, {"type": f"response.{kind}.done"} | done | more]
 
 
 def _chat_usage(usage: tuple[int, int]) -> Json:
