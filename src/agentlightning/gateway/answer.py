@@ -210,6 +210,8 @@ class Answer:
     index: int
     chat: ChatFormat
     stops: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end it beside those that end a turn; they are not shown."""
     reads_calls: bool = True
     """False where the request offered no tools: a tool call is then content like any other."""
     one_call: bool = False
@@ -220,6 +222,10 @@ class Answer:
     """Those the request offered: in some formats they say what type an argument has."""
     held: bool = False
     """No token was drawn that what was asked for forbids."""
+    begun: str = ""
+    """What the caller wrote of it: it goes on after that."""
+    legacy: bool = False
+    """The caller knows calls by their names alone (`dialects.legacy`)."""
     thinks: Markers | None = None
     """How the model marks a thought; None: nothing is told apart."""
     thought: str = ""
@@ -247,7 +253,7 @@ class Answer:
     ) -> list[Piece]:
         """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
         self.received += len(token_ids)
-        shown = [token for token in token_ids if token not in self.chat.eos_token_ids]
+        shown = [token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens]
         pieces = self._show(self._stop.feed(self._text.feed(shown)))
         if logprobs:
             self.drawn.told(token_ids, logprobs, tops, len(pieces))
@@ -338,6 +344,7 @@ class Answer:
         # The model refers to a call by the id it wrote itself, where it wrote one.
         taken = {known.id for known in self.tool_calls}
         name = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
+        name = f"call_{call.name}" if self.legacy else name
         kept = ToolCall(len(self.tool_calls), name, call.name, call.arguments)
         self.tool_calls.append(kept)
         return kept

@@ -31,7 +31,7 @@ from agentlightning.gateway.offload import offload
 from agentlightning.gateway.problems import Problem, bad
 from agentlightning.gateway.thoughts import Markers, thought_markers
 from agentlightning.policy.answer_grammar import Outline, Thought, answer_grammar
-from agentlightning.policy.base import Engine, SamplingParams, holds_to
+from agentlightning.policy.base import ChatFormat, Engine, SamplingParams, holds_to
 
 Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
@@ -90,12 +90,16 @@ class Constraint:
             ("tool_choice", bool(chosen)),
             ("parallel_tool_calls", not self.one_call or len(calls) <= 1),
             ("tools", strict),
-            (self.content_field, bool(calls) or self.content is None or self.content.check(answer.content)),
+            (
+                self.content_field,
+                bool(calls) or self.content is None or self.content.check(answer.begun + answer.content),
+            ),
         ]
 
 
 async def hold(
     engine: Engine,
+    chat: ChatFormat,
     params: SamplingParams,
     constraint: Constraint,
     *,
@@ -110,22 +114,22 @@ async def hold(
     request, by which work is done in the loop or not."""
     if holding == "never" or (holding == "auto" and learned) or not constraint:
         return params
-    thought = thought_markers(engine.chat)
+    thought = thought_markers(chat)
     if not tools and thought is None:
         schema = constraint.content.schema if constraint.content else None
         known = schema is not None and await holds_to(engine, schema)
         return replace(params, json_schema=schema) if known else params
-    if "grammar" in getattr(engine, "reshapes", ()) and _needs_grammar(engine, constraint, thought):
+    if "grammar" in getattr(engine, "reshapes", ()) and _needs_grammar(chat, constraint, thought):
         for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), thought))):
-            grammar = await offload(size, partial(answer_grammar, engine.chat, outline))
+            grammar = await offload(size, partial(answer_grammar, chat, outline))
             if grammar is not None and await holds_to(engine, grammar, "grammar"):
                 return replace(params, grammar=grammar)
     return params
 
 
-def _needs_grammar(engine: Engine, constraint: Constraint, thought: Markers | None) -> bool:
+def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: Markers | None) -> bool:
     """Whether anything is asked for that an end of the drawing after the first call does not see to."""
-    ends = engine.chat.tool_calls.closing is not None and thought is None
+    ends = chat.tool_calls.closing is not None and thought is None
     asks = constraint.needs_call or constraint.names is not None or constraint.arguments or constraint.content
     return bool(asks) or (constraint.one_call and not ends)
 

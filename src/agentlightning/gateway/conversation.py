@@ -81,6 +81,8 @@ class Prompt:
     """Of the drift."""
     raw: bytes | None = None
     """A raw prompt as `Conversations` compares it."""
+    prefill: str = ""
+    """What the answer begins with, as its caller wrote it: the last of the tokens."""
 
     @property
     def continued_span(self) -> str | None:
@@ -130,24 +132,28 @@ class Conversations:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None,
         context: int | None = None,
+        prefill: str = "",
     ) -> Prompt:
-        """The prompt of a call; may be called from any thread. Raises ConfigError where the template cannot hold the
-        messages, ContextLengthError where `context` tokens are surely too few for them."""
-        digests, variant = _digests(messages), _variant(model, tools)
+        """The prompt of a call, whose answer begins with `prefill`; may be called from any thread. Raises ConfigError
+        where the template cannot hold the messages, ContextLengthError where `context` tokens are surely too few."""
+        digests, variant = _digests(messages), _variant(model, chat, tools)
         memory = self._touch(attempt)
         if memory is None:
-            tokens = encode_within(chat, chat.render(messages, tools), context)
-            return Prompt(tokens, digests=digests, variant=variant)
+            tokens = encode_within(chat, chat.render(messages, tools) + literal(chat, prefill), context)
+            return Prompt(tokens, digests=digests, variant=variant, prefill=prefill)
         length, path = _longest(memory, digests, variant, messages)
         suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
-            drift, text = _looks_known(memory, digests, messages, 0), chat.render(messages, tools)
+            drift = _looks_known(memory, digests, messages, 0)
+            text = chat.render(messages, tools) + literal(chat, prefill)
             reason = _reason(memory, digests, path is not None) if drift else None
-            return Prompt(encode_within(chat, text, context), None, 0, drift, digests, variant, reason)
+            tokens = encode_within(chat, text, context)
+            return Prompt(tokens, None, 0, drift, digests, variant, reason, prefill=prefill)
         known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
         reason = "edited" if drift else None
+        suffix += literal(chat, prefill)
         tokens = known + encode_within(chat, suffix, context and context - len(known), context)
-        return Prompt(tokens, path, len(known), drift, digests, variant, reason)
+        return Prompt(tokens, path, len(known), drift, digests, variant, reason, prefill=prefill)
 
     def _touch(self, attempt: tuple[str, str]) -> _Memory | None:
         """What is known of an attempt that calls now."""
@@ -192,6 +198,8 @@ class Conversations:
         tokens.extend(sample.token_ids)
         ended = bool(sample.token_ids) and sample.token_ids[-1] in eos_token_ids
         path = Path(prompt.continues, tokens, span_id, ended)
+        if prompt.prefill:  # The caller has it as one message.
+            answer = {**answer, "content": prompt.prefill + (answer.get("content") or "")}
         memory.paths[extend_digest(prompt.digests[-1], answer), prompt.variant] = path
         memory.answered.add(prompt.digests[-1])
         memory.call_ids.update(call["id"] for call in answer.get("tool_calls") or ())
@@ -310,8 +318,9 @@ def _digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
     return tuple(digests)
 
 
-def _variant(model: str, tools: Sequence[dict[str, Any]] | None) -> bytes:
-    data = orjson.dumps([model, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
+def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | None) -> bytes:
+    options = getattr(chat, "options", None) or None
+    data = orjson.dumps([model, options, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -427,6 +436,12 @@ def _by_reading(
     return (
         (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
     )
+
+
+def literal(chat: ChatFormat, text: str) -> str:
+    """A text to be put into a rendered one as what it says, where the chat format tells text from markers."""
+    make: Callable[[str], str] | None = getattr(chat, "literal", None)
+    return make(text) if text and make is not None else text
 
 
 def _plain(chat: ChatFormat, text: str) -> str:

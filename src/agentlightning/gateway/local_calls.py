@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope
 from agentlightning import span as names
 from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.calls import answer_of, asked_messages, prompts_of, record_of
+from agentlightning.gateway.calls import answer_of, asked_messages, chat_of, prompts_of, record_of
 from agentlightning.gateway.constraint import Holding, hold
 from agentlightning.gateway.contexts import AttemptContext, Contexts
 from agentlightning.gateway.conversation import Conversations, Prompt
@@ -60,8 +60,10 @@ class LocalCalls:
         model, engine = self._resolve(caller, "messages")
         if caller.attempt:
             await self.find_context(caller)
+        chat = await offload(size, partial(chat_of, engine, request))
         try:
-            read = partial(prompts_of, self.conversations, caller.attempt, request, model, engine)
+            room = engine.context_length
+            read = partial(prompts_of, self.conversations, caller.attempt, request, model, chat, room)
             (prompt,) = await offload(size, read)
         except ContextLengthError:  # Clients shorten their conversations by this number, however rough.
             return await offload(size, partial(likely_tokens, request.asked))
@@ -78,11 +80,11 @@ class LocalCalls:
             params, overridden = self._params(caller, context, model, params)
             trace_id, learned = context.trace_id, context.learned
         refuse_unhonoured(engine, params)
-        tools, holding = request.tools, self.holding
-        params = await hold(
-            engine, params, request.constraint, tools=tools, learned=learned, holding=holding, size=size
-        )
-        read = partial(prompts_of, self.conversations, caller.attempt, request, model, engine)
+        chat = await offload(size, partial(chat_of, engine, request))
+        if not request.prefill:  # What is begun otherwise cannot be held.
+            held = partial(hold, tools=request.tools, learned=learned, holding=self.holding, size=size)
+            params = await held(engine, chat, params, request.constraint)
+        read = partial(prompts_of, self.conversations, caller.attempt, request, model, chat, engine.context_length)
         prompts = await offload(size, read)
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -93,7 +95,7 @@ class LocalCalls:
             for prompt, asked in zip(prompts, asked_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
-        answers = [answer_of(dialect, request, engine, params, index) for index in range(len(records))]
+        answers = [answer_of(dialect, request, chat, params, index) for index in range(len(records))]
         exchange = Exchange(engine, params, records, answers, attributed=caller.attempt is not None)
         return exchange, dialect.reply(request, head)
 

@@ -28,6 +28,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": (),
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
 }
 """Fields of `SamplingParams`, and the values that change nothing."""
 _WIRE_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {

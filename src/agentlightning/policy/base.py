@@ -37,8 +37,13 @@ Message = dict[str, Any]
 """A chat message as the OpenAI chat-completions wire has it: role, content, tool_calls, tool_call_id, name."""
 
 
-RESHAPING: Final = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "json_schema", "grammar")
-"""Fields of `SamplingParams` that not every engine honours."""
+RESHAPING: Final = (
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
+    *("json_schema", "grammar"),
+)
+"""Fields of `SamplingParams` that change the distribution, and that not every engine honours."""
+ENDING: Final = ("stop_token_ids", "ignore_eos")
+"""Fields that say when an answer ends; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,14 @@ class SamplingParams:
     """Taken off the logit of a token once for each time it was drawn before."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit)."""
-
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or drawn before are divided by it where they are positive, else multiplied."""
+    min_tokens: int = 0
+    """Before so many tokens, none that ends the answer is drawn."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer beside those that end a turn."""
+    ignore_eos: bool = False
+    """Tokens that end a turn do not end the answer."""
     json_schema: str | None = None
     """The JSON schema, as text, that the answer is held to: tokens that would break it are not drawn. Only for an
     engine that says it can (`holds_to`)."""
@@ -86,7 +98,11 @@ class SamplingParams:
     def reshaping(self) -> tuple[str, ...]:
         """Names of what is set beyond temperature, top_p and top_k that changes the distribution. Not every engine
         honours it (`unhonoured`), and no loss can correct for it."""
-        return tuple(name for name in RESHAPING if getattr(self, name))
+        return tuple(name for name in RESHAPING if _is_set(self, name))
+
+    def end_tokens(self, turn_ends: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the answer, `turn_ends` being those that end a turn."""
+        return (frozenset() if self.ignore_eos else turn_ends) | frozenset(self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +192,16 @@ class Engine(Protocol):
 
 
 def unhonoured(engine: Engine, params: SamplingParams) -> tuple[str, ...]:
-    """What of `params` an engine would ignore. One that does not say what it honours honours none of `RESHAPING`."""
+    """What of `params` an engine would ignore. One that does not say what it honours honours none of `RESHAPING`
+    and `ENDING`."""
     honoured: frozenset[str] = getattr(engine, "reshapes", frozenset())
-    return tuple(name for name in params.reshaping if name not in honoured)
+    asked = (*params.reshaping, *(name for name in ENDING if getattr(params, name)))
+    return tuple(name for name in asked if name not in honoured)
+
+
+def _is_set(params: SamplingParams, name: str) -> bool:
+    value = getattr(params, name)
+    return value != 1 if name == "repetition_penalty" else bool(value)
 
 
 async def holds_to(engine: Engine, text: str, kind: HeldTo = "json_schema") -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,15 @@ _TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError
 _SHORT_IDS: Final = IDS
 _BEGUN: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 """The marker that a prompt ends with."""
+_RESERVED: Final = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""What transformers takes for itself, beside the variables of a template."""
+_MOST_VIEWS: Final = 64
 _LONG_IDS: Final = ("call_probe1",)
 
 
@@ -58,6 +67,9 @@ class HFChatFormat:
         # Ours is not the trainer's, which may change what it pads and cuts. It is read from several threads.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = TextEncoder(self._tokenizer)
+        self.options: dict[str, Any] = {}
+        """Variables of the template (`with_options`)."""
+        self._views: dict[str, HFChatFormat] = {}
         self._literals: Literals | None = None
         """None while the template is still being looked at."""
         self._backend = self._encoder.backend
@@ -94,6 +106,10 @@ class HFChatFormat:
         that were rendered is text (`policy.literals`)."""
         return self._literals.encode(text) if self._literals is not None else self._encoder.encode(text)
 
+    def literal(self, text: str) -> str:
+        """A text to be put into a rendered one, in which nothing is a special token."""
+        return self._literals.literal(text) if self._literals is not None else text
+
     def plain(self, text: str) -> str:
         """A rendered text as people read it."""
         return self._literals.plain(text) if self._literals is not None else text
@@ -110,13 +126,30 @@ class HFChatFormat:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def with_options(self, options: Mapping[str, Any]) -> HFChatFormat:
+        """The same format, with variables for its template: `enable_thinking`, say. Raises ConfigError for a name that
+        is not the template's to read."""
+        if taken := sorted(_RESERVED & options.keys()):
+            raise ConfigError(f"chat_template_kwargs sets {', '.join(taken)}, which is no variable of a template")
+        key = json.dumps(options, sort_keys=True)
+        if (view := self._views.get(key)) is None:
+            view = copy.copy(self)
+            view.options = dict(options)
+            if len(self._views) < _MOST_VIEWS:
+                self._views[key] = view
+        return view
+
     def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
         """Content and tool calls of an answer; `tools` say what type an argument has, where its text does not."""
         return read_whole(self.tool_calls, self.plain(text), tools)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, add_generation_prompt=generate, tokenize=False
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=generate,
+            tokenize=False,
+            **self.options,
         )
 
     @cached_property

@@ -72,6 +72,7 @@ class Drawing:
         if count:
             # The same seed again would repeat the numbers that the first tokens were drawn with.
             params = params if params.seed is None else replace(params, seed=params.seed + count)
+            params = replace(params, min_tokens=max(0, params.min_tokens - count))
             self._scanner = self._scan() if params.stop else None
         prompt = [*self.prompt, *self.token_ids] if count else self.prompt
         return Ask(model, prompt, params, self._room - count, self._end_tokens, adapter)

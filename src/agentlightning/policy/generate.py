@@ -70,6 +70,8 @@ class Request:
     """Of the prompt; see `policy.shared`."""
     waited: bool = False
     """It has already waited once for another's prefill."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end its answer."""
     stops: StopScanner | None = None
     matcher: Matcher | None = None
     """What its answer is held to."""
@@ -77,6 +79,11 @@ class Request:
     @property
     def drawn(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether it may not end yet (`min_tokens`). One that is held ends where its grammar says."""
+        return self.matcher is None and len(self.logprobs) < self.params.min_tokens
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -181,6 +188,7 @@ class TokenGenerator:
             limit=len(prompt) + min(room, params.max_tokens or room),
             params=params,
             fingerprints=shared.fingerprints(prompt[:-1]) if self._attends else [],
+            ends=params.end_tokens(self._eos),
             stops=StopScanner(params.stop, self._decode) if params.stop else None,
             matcher=self._grammars.matcher(held[1], held[0]) if self._grammars and held else None,
             random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
@@ -374,7 +382,9 @@ class TokenGenerator:
         uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
         before = [row.drawn for row in rows] if self._plan.penalties else ()
         may = allowed([row.matcher for row in rows], logits.shape[-1], logits.device)
-        draw = sampling.draw(logits, self._plan, uniform, before, may)
+        may = sampling.forbid(may, logits, {place: row.ends for place, row in enumerate(rows) if row.must_go_on})
+        seen = [row.tokens for row in rows] if self._plan.repetition else ()
+        draw = sampling.draw(logits, self._plan, uniform, before, may, seen)
         # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
         drawn = torch.stack([draw.tokens.double(), draw.logprobs.double()]).tolist()
         for request, token, logprob in zip(rows, *drawn, strict=True):
@@ -413,7 +423,7 @@ class TokenGenerator:
         request.logprobs.append(logprob)
         if request.matcher is not None:
             request.matcher.push(token)
-        if token in self._eos or (request.stops is not None and request.stops.push(token)):
+        if token in request.ends or (request.stops is not None and request.stops.push(token)):
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.limit:
             request.finish_reason = "length"

@@ -59,6 +59,10 @@ class Literals:
             return messages, tools
         return [self._guard_message(message) for message in messages], self._guard_value(tools, self._anywhere)
 
+    def literal(self, text: str) -> str:
+        """One text likewise."""
+        return self._guard_value(text, self._anywhere)
+
     def _may_hold(self, value: Any) -> bool:
         try:
             data = orjson.dumps(value)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
-from agentlightning.policy.base import RESHAPING, HeldTo, Sample, SamplingParams
+from agentlightning.policy.base import ENDING, RESHAPING, HeldTo, Sample, SamplingParams
 from agentlightning.policy.chat import HFChatFormat
 from agentlightning.policy.engine import EngineThread
 from agentlightning.policy.generate import TokenGenerator
@@ -119,7 +119,7 @@ class LocalPolicy:
     @property
     def reshapes(self) -> frozenset[str]:
         """See `policy.base.unhonoured`."""
-        return frozenset(RESHAPING)
+        return frozenset([*RESHAPING, *ENDING])
 
     async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
         """See `policy.base.holds_to`."""

@@ -196,7 +196,7 @@ class Replicas:
     ) -> Drawing:
         room = self._room(prompt)
         limit = min(room, params.max_tokens or room)
-        return Drawing(prompt, params, limit, self.chat.eos_token_ids, self.chat.decode, on_tokens)
+        return Drawing(prompt, params, limit, params.end_tokens(self.chat.eos_token_ids), self.chat.decode, on_tokens)
 
     def _room(self, prompt: Sequence[int]) -> int:
         if not prompt:

@@ -8,7 +8,7 @@ is that of the distribution drawn from. Letters in names: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,8 @@ class Plan:
     """[N, 1]"""
     penalties: tuple[tuple[int, float, float], ...]
     """(row, presence, frequency) of the rows that have any."""
+    repetition: tuple[tuple[int, float], ...]
+    """(row, penalty) of the rows that have one."""
     bias: tuple[Tensor, Tensor, Tensor] | None
     """Rows, tokens and what is added to their logits: vectors of one length."""
     top: int
@@ -70,6 +72,10 @@ def check(params: SamplingParams) -> None:
         raise ConfigError(f"top_k={params.top_k} is negative; use 0 for no limit")
     if not 0 <= params.min_p <= 1:
         raise ConfigError(f"min_p={params.min_p} is outside [0, 1]; use 0 for no limit")
+    if not 0 < params.repetition_penalty < math.inf:
+        raise ConfigError(f"repetition_penalty={params.repetition_penalty} is not above 0; use 1 for none")
+    if params.min_tokens < 0:
+        raise ConfigError(f"min_tokens={params.min_tokens} is negative; use 0 for none")
     if params.max_tokens is not None and params.max_tokens < 1:
         raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to draw; use at least 1, or None")
     if params.json_schema is not None and params.grammar is not None:
@@ -79,9 +85,11 @@ def check(params: SamplingParams) -> None:
 
 
 def check_tokens(params: SamplingParams, vocabulary: int) -> None:
-    """Raises ConfigError for a bias of a token that the model does not know."""
-    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
-        raise ConfigError(f"logit_bias names the token {unknown[0]}; the model knows 0 to {vocabulary - 1}")
+    """Raises ConfigError for a token that the model does not know."""
+    named = {"logit_bias": [token for token, _ in params.logit_bias], "stop_token_ids": params.stop_token_ids}
+    for name, tokens in named.items():
+        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise ConfigError(f"{name} names the token {unknown[0]}; the model knows 0 to {vocabulary - 1}")
 
 
 def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
@@ -108,6 +116,9 @@ def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
             for place, row in enumerate(rows)
             if row.presence_penalty or row.frequency_penalty
         ),
+        repetition=tuple(
+            (place, row.repetition_penalty) for place, row in enumerate(rows) if row.repetition_penalty != 1
+        ),
         bias=_bias(rows, device),
         top=max((row.top_logprobs for row in rows), default=0),
         all_greedy=all(greedy),
@@ -128,10 +139,11 @@ def draw(
     uniform_N: Tensor,
     drawn: Sequence[Sequence[int]] = (),
     allowed_NV: Tensor | None = None,
+    seen: Sequence[Sequence[int]] = (),
 ) -> Draw:
-    """A token for each row. `uniform_N`: float64 in [0, 1). `drawn`: the tokens each row drew before, where the plan
-    has penalties. `allowed_NV`: bool, the only tokens that may be drawn; None: all."""
-    logits_NV = _adjusted(logits_NV.float(), plan, drawn)
+    """A token for each row. `uniform_N`: float64 in [0, 1). `drawn`: the tokens each row drew before, and `seen` those
+    with its prompt, where the plan has penalties. `allowed_NV`: bool, the only tokens that may be drawn; None: all."""
+    logits_NV = _adjusted(logits_NV.float(), plan, drawn, seen)
     if allowed_NV is not None:
         logits_NV = logits_NV.masked_fill(~allowed_NV, -math.inf)
     if plan.temperature is not None:
@@ -152,11 +164,26 @@ def draw(
     return Draw(tokens_N, logprobs_N, top.indices, top.values)
 
 
-def _adjusted(logits_NV: Tensor, plan: Plan, drawn: Sequence[Sequence[int]]) -> Tensor:
+def forbid(allowed_NV: Tensor | None, logits_NV: Tensor, tokens: Mapping[int, Collection[int]]) -> Tensor | None:
+    """`allowed_NV` without some tokens of some rows; None: all are allowed."""
+    tokens = {place: each for place, each in tokens.items() if each}
+    if not tokens:
+        return allowed_NV
+    allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool) if allowed_NV is None else allowed_NV
+    for place, each in tokens.items():
+        allowed_NV[place, sorted(each)] = False
+    return allowed_NV
+
+
+def _adjusted(logits_NV: Tensor, plan: Plan, drawn: Sequence[Sequence[int]], seen: Sequence[Sequence[int]]) -> Tensor:
     """Logits with penalties and bias."""
-    if not plan.penalties and plan.bias is None:
+    if not plan.penalties and not plan.repetition and plan.bias is None:
         return logits_NV
     logits_NV = logits_NV.clone()
+    for place, penalty in plan.repetition:
+        tokens = torch.tensor(seen[place], device=logits_NV.device).unique()
+        known = logits_NV[place, tokens]
+        logits_NV[place, tokens] = torch.where(known > 0, known / penalty, known * penalty)
     for place, presence, frequency in plan.penalties:
         if drawn[place]:
             tokens, counts = torch.tensor(drawn[place], device=logits_NV.device).unique(return_counts=True)

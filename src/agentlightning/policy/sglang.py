@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Ask, BackendError, End, Http, Receive, Run, Served, Top, refusal
-from agentlightning.policy.base import SamplingParams
+from agentlightning.policy.base import ENDING, SamplingParams
 from agentlightning.transport import Transport
 
 GENERATE: Final = "/generate"
@@ -24,7 +24,7 @@ LOAD_SECONDS: Final = 600.0
 class SGLangServer:
     """One SGLang server at `url` (without `/v1`). `token` is what it was started with as `--api-key`."""
 
-    reshapes: frozenset[str] = frozenset()
+    reshapes: frozenset[str] = frozenset(ENDING)
 
     def __init__(
         self,
@@ -159,6 +159,7 @@ def _body(ask: Ask, stream: bool) -> dict[str, Any]:
         "temperature": params.temperature,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),
+        "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.backend import Ask, BackendError, End, Http, Receive, Run, Served, Top, refusal
-from agentlightning.policy.base import RESHAPING, SamplingParams
+from agentlightning.policy.base import ENDING, RESHAPING, SamplingParams
 from agentlightning.policy.transfer.base import Courier, Lend, TransferError
 from agentlightning.transport import Transport
 
@@ -43,7 +43,7 @@ class VllmServer:
     `token` is what it was started with as `--api-key`. A server that says nothing for `seconds` while it draws has
     failed."""
 
-    reshapes: frozenset[str] = frozenset(RESHAPING)
+    reshapes: frozenset[str] = frozenset([*RESHAPING, *ENDING])
 
     def __init__(
         self,
@@ -330,7 +330,9 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": params.repetition_penalty,
+        "min_tokens": params.min_tokens,
+        "ignore_eos": params.ignore_eos,
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),

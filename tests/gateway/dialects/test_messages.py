@@ -45,9 +45,15 @@ def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(
     assert (refused.value.status, refused.value.param) == (400, field)
 
 
-def test_an_answer_to_be_continued_in_the_middle_is_refused():
+def test_an_answer_goes_on_with_the_assistants_last_words():
+    request = read(messages=[USER, {"role": "assistant", "content": "The answer is"}])
+    assert (len(request.messages), request.prefill) == (1, "The answer is")
+
+
+def test_a_last_turn_that_calls_tools_is_refused():
+    use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
     with pytest.raises(Problem, match="the last message is the assistant's"):
-        read(messages=[USER, {"role": "assistant", "content": "The answer is"}])
+        read(messages=[USER, {"role": "assistant", "content": [use]}])
 
 
 def test_blocks_are_read_as_messages_and_thinking_is_kept_apart():

@@ -39,6 +39,12 @@ class Request:
     constraint: Constraint = field(default_factory=Constraint)
     leading: int = 0
     """How many of the first messages belong to this request only, and not to the conversation a later one names."""
+    prefill: str = ""
+    """What the answer begins with: the caller has written it, and wants the rest."""
+    template: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Variables for the chat template."""
+    legacy: bool = False
+    """Calls are told as they were before tools (`dialects.legacy`)."""
     unknown: tuple[str, ...] = ()
     """Names of fields that were ignored."""
     asked: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -6,7 +6,7 @@ are accepted, ignored and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from agentlightning.gateway.dialects.fields import (
     short,
     top_logprobs,
 )
+from agentlightning.gateway.dialects.legacy import modernised, with_function_call
 from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
 from agentlightning.policy.base import Message, SamplingParams
@@ -38,29 +39,34 @@ from agentlightning.policy.base import Message, SamplingParams
 _KNOWN: Final = frozenset(
     {
         *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user"),
-        *("stream", "stream_options", "n", "logprobs", "top_logprobs"),
+        *("stream", "stream_options", "n", "logprobs", "top_logprobs", "chat_template_kwargs"),
+        *("continue_final_message", "add_generation_prompt", *openai.HELD_FIELDS),
     }
 )
 _ROLES: Final = ("assistant", "system", "tool", "user")
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
-    "functions": ([],),
-    "function_call": ("auto", "none"),
     "best_of": (1,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "modalities": (["text"],),
     "audio": (),
 }
 
 
+_LOCAL: Final[dict[str, tuple[Any, ...]]] = {
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+}
+"""What only a model of our own can be asked, for `refuse` where a request is to be translated."""
+
+
 def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
     """See `Read`."""
-    data = read_json(body)
-    refuse(data, _REFUSED)
+    asked = read_json(body)
+    data, legacy = modernised(asked)
+    refuse(data, _REFUSED | _LOCAL if attachments else _REFUSED)
     tools, dropped = openai.function_tools(data, lambda tool: tool.get("function"))
     choice = data.get("tool_choice")
     tools, barred = (None, tools) if choice == "none" else (tools, None)
@@ -68,16 +74,16 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         tools,
         openai.tool_choice(choice, nested=True),
         optional(data, "parallel_tool_calls", bool),
-        openai.text_format("response_format", data.get("response_format"), nested=True),
-        "response_format",
+        *openai.content_format(data),
     )
     openai.include_usage(data)
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
     if top and not logprobs:
         raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
+    messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
     return Request(
         model=optional(data, "model", str),
-        messages=_messages(data.get("messages"), attachments),
+        messages=messages,
         tools=tools,
         barred=barred,
         params=sampling_params(
@@ -87,8 +93,11 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs,
         constraint=constraint,
+        prefill=prefill,
+        template=optional(data, "chat_template_kwargs", dict) or {},
+        legacy=legacy,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
-        asked=data,
+        asked=asked,
     )
 
 
@@ -99,6 +108,23 @@ def _messages(value: Any, attachments: bool) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise bad("messages", "messages must be a list with at least one message")
     return [_message(index, message, attachments) for index, message in enumerate(value)]
+
+
+def _begun(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
+    """(the messages, what the answer is to begin with): the last one, where it is to be gone on with, as vLLM has it.
+    Raises Problem 400 where that is none of the assistant's words."""
+    goes_on = bool(optional(data, "continue_final_message", bool))
+    generate = optional(data, "add_generation_prompt", bool)
+    if goes_on and generate:
+        raise bad("add_generation_prompt", "continue_final_message needs add_generation_prompt=false")
+    if not goes_on and generate is False:
+        raise bad("add_generation_prompt", "add_generation_prompt=false cannot be honoured here; leave it out")
+    if not goes_on:
+        return messages, ""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
+        raise bad("continue_final_message", "continue_final_message asks for a last message of the assistant, of text")
+    return messages[:-1], last["content"]
 
 
 def _message(index: int, message: Any, attachments: bool) -> Message:
@@ -156,6 +182,7 @@ class Reply:
 
     head: Head
     logprobs: bool = False
+    legacy: bool = False
     include_usage: bool = False
     """A stream ends with a chunk of its own for the usage."""
 
@@ -170,13 +197,18 @@ class Reply:
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         logprobs = self._logprobs(answer.logprobs_of_piece)
         delta = _delta(piece)
+        delta = with_function_call(delta) if delta and self.legacy else delta
         return b"" if delta is None else openai.event(self._chunk(answer, delta, None, logprobs))
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         closing = [
-            self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer.logprobs_of_rest)) for answer in answers
+            self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.logprobs_of_rest)) for answer in answers
         ]
         return openai.ending(closing, self._usage(answers), apart=self.include_usage)
+
+    def _reason(self, answer: Answer) -> str:
+        reason = answer.finish_reason
+        return "function_call" if self.legacy and reason == "tool_calls" else reason
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
@@ -191,10 +223,11 @@ class Reply:
         return used
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
+        message = {**answer.message, "refusal": None}
         return {
             "index": answer.index,
-            "message": {**answer.message, "refusal": None},
-            "finish_reason": answer.finish_reason,
+            "message": with_function_call(message) if self.legacy else message,
+            "finish_reason": self._reason(answer),
             "logprobs": self._logprobs(answer.logprobs_of_all),
         }
 
@@ -230,7 +263,7 @@ def _delta(piece: Piece) -> dict[str, Any] | None:
 
 
 def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs, openai.include_usage(request.asked))
+    return Reply(head, request.logprobs, request.legacy, openai.include_usage(request.asked))
 
 
 CHAT: Final = Dialect(

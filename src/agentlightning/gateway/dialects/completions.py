@@ -36,6 +36,8 @@ from agentlightning.policy.base import ChatFormat, SamplingParams
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user"})
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
+    **dict.fromkeys(openai.HELD_FIELDS, ()),
+    "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),

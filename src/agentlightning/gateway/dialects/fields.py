@@ -159,6 +159,18 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), read(bias)) for token, bias in value.items())
 
 
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("use a list of token ids")
+    return tuple(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("use true or false")
+    return value
+
+
 SHARED_PARAMS: Final[Readers] = {
     "temperature": ("temperature", _number(0, 100)),
     "top_p": ("top_p", _number(0, 1, open_low=True)),
@@ -174,6 +186,10 @@ OPENAI_PARAMS: Final[Readers] = {
     "presence_penalty": ("presence_penalty", _number(-2, 2)),
     "frequency_penalty": ("frequency_penalty", _number(-2, 2)),
     "logit_bias": ("logit_bias", _bias),
+    "repetition_penalty": ("repetition_penalty", _number(0, 10, open_low=True)),
+    "min_tokens": ("min_tokens", _whole(0)),
+    "stop_token_ids": ("stop_token_ids", _token_ids),
+    "ignore_eos": ("ignore_eos", _flag),
 }
 MESSAGES_PARAMS: Final[Readers] = {
     **SHARED_PARAMS,
@@ -183,16 +199,10 @@ MESSAGES_PARAMS: Final[Readers] = {
 RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": ("max_tokens", _whole(1))}
 
 OPENAI_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "typical_p": (1,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
-    "ignore_eos": (False,),
     "use_beam_search": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),

@@ -28,6 +28,7 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.arguments import ObjectText
 from agentlightning.gateway.attachments import Content, Part, content_of, parts_of, text_part
+from agentlightning.gateway.conversation import text_of
 from agentlightning.gateway.dialects import openai
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.fields import (
@@ -73,7 +74,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         openai.text_format(name, shape, nested=False),
         name.partition(".")[0],
     )
-    messages = _conversation(data, dropped, attachments)
+    messages, prefill = _begun(_conversation(data, dropped, attachments), attachments)
     return Request(
         model=optional(data, "model", str),
         messages=messages,
@@ -82,6 +83,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         params=sampling_params(data, MESSAGES_PARAMS, SamplingParams(), "the request"),
         stream=bool(optional(data, "stream", bool)),
         constraint=constraint,
+        prefill=prefill,
         unknown=(*ignored(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
         asked=data,
     )
@@ -137,9 +139,20 @@ def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(given):
         messages += _message(f"messages[{index}]", message, dropped, attachments)
-    if messages[-1]["role"] == "assistant":
-        raise bad("messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here")
     return messages
+
+
+def _begun(messages: list[Message], attachments: bool) -> tuple[list[Message], str]:
+    """(the messages, what the answer is to begin with): the last one, where it is the assistant's. `attachments`: the
+    request is to be translated, and other dialects have no way to say this. Raises Problem 400 where it cannot be."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return messages, ""
+    if attachments:
+        raise bad("messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here")
+    if last.get("tool_calls") or last.get("reasoning_content") or not messages[:-1]:
+        raise bad("messages", "the last message is the assistant's, and not text alone; no answer can begin with it")
+    return messages[:-1], text_of(last["content"])
 
 
 def _system(value: Any) -> str:

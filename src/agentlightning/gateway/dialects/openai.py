@@ -103,6 +103,33 @@ def text_format(where: str, value: Any, nested: bool) -> Shape | None:
     raise bad(name, f"{where}={short(value)} cannot be honoured here; use the type text, json_object or json_schema")
 
 
+HELD_FIELDS = ("structured_outputs", "guided_json")
+"""vLLM's words for a format of the content."""
+
+
+def content_format(data: Mapping[str, Any]) -> tuple[Shape | None, str]:
+    """(what content must be, the field that says so): `response_format`, or what vLLM's clients say instead. Raises
+    Problem 400 on what cannot be honoured."""
+    guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
+    said = {name: value for name, value in outputs.items() if value is not None and value is not False}
+    if other := sorted(said.keys() - {"json", "json_object"}):
+        raise bad("structured_outputs", f"structured_outputs.{other[0]} cannot be honoured here; use json")
+    if guided is None and not said:
+        return text_format("response_format", data.get("response_format"), nested=True), "response_format"
+    name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", said.get("json"))
+    if schema is None:
+        return JSON_OBJECT, name
+    return json_schema(f"{name}.json", _parsed(schema)), name
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema may come as text."""
+    try:
+        return orjson.loads(schema) if isinstance(schema, str) else schema
+    except orjson.JSONDecodeError:
+        return schema
+
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,8 @@ _KNOWN: Final = frozenset(
 )
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
+    **dict.fromkeys(openai.HELD_FIELDS, ()),
+    "chat_template_kwargs": ({},),
     "background": (False,),
     "conversation": (),
     "prompt": (),
