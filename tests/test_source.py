@@ -21,6 +21,7 @@ from agentlightning.span import (
     new_span_id,
 )
 from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.base import Retention
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
 
@@ -120,6 +121,25 @@ async def test_too_many_failures_stop_training_with_the_first_traceback(store):
     async with agents(store, behave):
         with pytest.raises(TrainingStopped, match=r"4 of 4 rollouts failed.*\nline 1\nthe tool is gone\n"):
             await collect(RolloutSource(store))
+
+
+async def test_a_rollout_that_is_removed_while_it_is_waited_for_is_run_again(store):
+    runs = []
+
+    def behave(task):
+        runs.append(task["n"])
+        return 1.0
+
+    source = RolloutSource(store)
+    asking = asyncio.create_task(collect(source))
+    claimed = await store.dequeue_rollout(timeout=5)
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    await store.update_attempt(*ids, status="succeeded")
+    await store.prune(Retention(max_rollouts=0))
+    async with agents(store, behave):
+        collected = await asking
+    assert sorted(runs) == [0, 1, 2, 3]
+    assert len(collected.trajectories) == 4
 
 
 async def test_what_a_dead_process_had_claimed_is_queued_again(store):

@@ -67,6 +67,31 @@ class RunState:
     version: int = STATE_VERSION
 
 
+def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
+    """What the ids of the rollouts begin with that the run in a directory may still ask for: those of the step under
+    way, and of its evaluations. Empty where there is no run, or it is finished."""
+    try:
+        state = RunState(**orjson.loads((run_dir / "state.json").read_bytes()))
+    except (OSError, TypeError, ValueError):
+        return ()
+    if (run_dir / "report.json").exists() and not is_locked(run_dir):
+        return ()
+    steps = (f"train-{state.step:06d}", f"validation-{state.step + 1:06d}", "before-", "after-")
+    return tuple(f"{state.run_id}-{purpose}" for purpose in steps)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process has the run open."""
+    try:
+        with (run_dir / "lock").open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class RunDir:
     """One run's directory; locked against a second process while open."""
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from agentlightning.assemble import trajectory
 from agentlightning.call_checks import NO_LIMITS, TokenLimits
-from agentlightning.errors import TrainingStopped, UnknownTokensError
+from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
 from agentlightning.rejection import (
     FAILED,
     REJECTING,
@@ -116,7 +116,7 @@ class RolloutSource:
         started = time.monotonic()
         share = self.max_failed_share if max_failed_share is None else max_failed_share
         asked = await self._ask(plans, resources_id, mode, check)
-        finished = await self._wait([plan.rollout_id for plan in asked], share, on_progress)
+        finished = await self._finish(asked, resources_id, mode, share, on_progress)
         failed = tuple(rollout for rollout in finished if rollout.status != "succeeded")
         succeeded = {rollout.rollout_id for rollout in finished} - {rollout.rollout_id for rollout in failed}
         trajectories, rejected = await self._read([plan for plan in asked if plan.rollout_id in succeeded], check)
@@ -157,6 +157,21 @@ class RolloutSource:
             metadata={"group": plan.group},
             rollout_id=plan.rollout_id,
         )
+
+    async def _finish(
+        self,
+        asked: Sequence[RolloutPlan],
+        resources_id: str,
+        mode: RolloutMode,
+        share: float,
+        on_progress: Callable[[int], None] | None,
+    ) -> list[Rollout]:
+        """The finished rollouts. One that somebody removes meanwhile (`agl store prune`) is run again."""
+        while True:
+            try:
+                return await self._wait([plan.rollout_id for plan in asked], share, on_progress)
+            except NotFoundError:
+                await self.store.enqueue_many_rollouts([self._request(plan, resources_id, mode) for plan in asked])
 
     async def _wait(
         self, rollout_ids: Sequence[str], share: float, on_progress: Callable[[int], None] | None

@@ -18,6 +18,7 @@ from agentlightning.cli import store as verbs
 from agentlightning.cli.app import build
 from agentlightning.cli.show import shown
 from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.run_dir import RunDir, RunState
 from agentlightning.server import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
 from agentlightning.store import LightningStore
@@ -147,6 +148,26 @@ def test_pruning_by_age_keeps_what_is_younger(agl: Agl, path: str) -> None:
 def test_pruning_by_size_keeps_the_newest(agl: Agl, path: str, tmp_path: Path) -> None:
     assert answer(agl("prune", "--store", path, "--max-size", "0", "--yes", "--json"))["rollouts"] == 10
     assert answer(agl("stats", "--store", path, "--json"))["statistics"]["spans"] == 0
+
+
+def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Agl, tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(RunState(run_id="ro", step=3))
+
+    async def fill() -> None:
+        store = LightningStore(run_dir.store_path)
+        names: Any = ("train-000002-0000", "train-000003-0000", "train-000003-0001", "validation-000004-0000")
+        await store.add_records([record(name, 5) for name in names])
+        await store.close()
+
+    asyncio.run(fill())
+    prune = ["prune", "--store", str(run_dir.store_path), "--keep", "0", "--yes", "--json"]
+    assert answer(agl(*prune))["rollouts"] == 1
+    assert answer(agl(*prune))["rollouts"] == 0
+    (run_dir.path / "report.json").write_text("{}")
+    assert answer(agl(*prune))["rollouts"] == 0, "a finished run is being extended"
+    run_dir.close()
+    assert answer(agl(*prune))["rollouts"] == 3
 
 
 def test_vacuum_gives_space_back(agl: Agl, path: str) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStoreBase, Pruned, Queue, Retention
     from agentlightning.store.transfer.copying import Report
 
+POSTGRES = ("postgresql:", "postgresql+", "postgres:")
 QUIET_SECONDS = 2.0
 """What is done sooner needs no progress; what takes longer tells it this often at least."""
 PATIENCE_SECONDS = 3.0
@@ -82,7 +83,7 @@ def _open(store: str | None, create: bool) -> LightningStoreBase:
     from agentlightning.store import LightningStore
     from agentlightning.store.sql.sqlite.database import locate
 
-    if store is None or not store.startswith(("postgresql:", "postgresql+", "postgres:")):
+    if store is None or not store.startswith(POSTGRES):
         path = locate(store)
         if path is None:
             raise ConfigError("an in-memory store ends with its process; give --store PATH or --server URL")
@@ -191,14 +192,15 @@ def prune(
 ) -> None:
     """Remove the oldest finished rollouts until what is left fits.
 
-    Their attempts and spans go with them; unfinished rollouts and resources stay. The file does not become smaller
-    before `agl store vacuum`.
+    Their attempts and spans go with them; unfinished rollouts and resources stay, and in the store of a training run
+    what the run has not made use of yet. The file does not become smaller before `agl store vacuum`.
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
         from agentlightning.cli.quantities import retention_from
 
-        retention = retention_from(older_than, keep, max_size)
+        spared = () if server is not None else _in_use(store)
+        retention = replace(retention_from(older_than, keep, max_size), spare=spared)
         async with _opened(store, server, token) as opened:
             planned = await opened.prune(retention, dry_run=True)
             if dry_run or not planned.rollouts:
@@ -210,6 +212,17 @@ def prune(
         return record, lambda console: _show_pruned(removed, planned, console)
 
     _run(as_json, work)
+
+
+def _in_use(store: str | None) -> tuple[str, ...]:
+    """What the ids of rollouts begin with that the run needs whose store this is."""
+    from agentlightning.run_dir import rollouts_in_use
+    from agentlightning.store.sql.sqlite.database import locate
+
+    if store is not None and store.startswith(POSTGRES):
+        return ()
+    path = locate(store)
+    return () if path is None else rollouts_in_use(path.parent)
 
 
 def _ask(planned: Pruned, yes: bool, output: Output, progress: Progress) -> None:

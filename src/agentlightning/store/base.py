@@ -110,6 +110,8 @@ class Retention:
     max_rollouts: int | None = None
     max_bytes: int | None = None
     """Of rollouts, attempts and spans, as stored."""
+    spare: tuple[str, ...] = ()
+    """Rollouts whose ids begin with one of these stay, whatever the limits say."""
 
 
 @dataclass(frozen=True, slots=True)

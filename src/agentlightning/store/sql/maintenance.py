@@ -127,6 +127,8 @@ class Excess:
     """The end time before which nothing is kept."""
     rollouts: int = 0
     bytes: int = 0
+    fits: bool = False
+    """What is left is no longer too much."""
 
     def count(self, weights: Sequence[Weight]) -> None:
         self.rollouts += len(weights)
@@ -136,7 +138,10 @@ class Excess:
         """Those to remove, as long as there is too much."""
         for weight in weights:
             if not self._too_much(weight):
+                self.fits = True
                 return
+            if weight.rollout_id.startswith(self.retention.spare):
+                continue
             self.rollouts -= 1
             self.bytes -= weight.bytes
             yield weight

@@ -180,7 +180,7 @@ class Upkeep(EmbeddedStore):
             totals[0] += len(removed)
             totals[1] += sum(weight.spans for weight in removed)
             totals[2] += sum(weight.bytes for weight in removed)
-            if len(removed) < len(weights):
+            if excess.fits:
                 break
         return Pruned(*totals)
 
