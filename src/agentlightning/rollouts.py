@@ -28,6 +28,14 @@ RolloutMode = Literal["train", "val", "test"]
 WAITING: frozenset[str] = frozenset({"queuing", "requeuing"})
 """A runner may claim these."""
 FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+PRIVATE_QUEUE: Final = "_"
+"""What the name of a private queue begins with: only those who name it claim from it."""
+
+
+def is_private_queue(name: str) -> bool:
+    """Whether claims that name no queue leave this one alone."""
+    return name.startswith(PRIVATE_QUEUE)
+
 
 ROLLOUT_TRANSITIONS: dict[str, frozenset[str]] = {
     "queuing": frozenset({"preparing", "cancelled", "failed"}),

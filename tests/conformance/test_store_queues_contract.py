@@ -53,6 +53,20 @@ async def test_a_rollout_waits_in_its_queue_else_that_of_its_mode(store: Store) 
     assert await claim(store) == "c"
 
 
+async def test_a_queue_whose_name_begins_with_an_underscore_is_left_alone_by_those_who_do_not_name_it(
+    store: Store,
+) -> None:
+    await store.enqueue_rollout("mine", queue="_run-1", priority=9)
+    waiting = asyncio.create_task(store.dequeue_rollout(timeout=20))
+    assert await claim(store) is None
+    assert await claim(store, queues=["default"]) is None
+    assert await claim(store, queues=["_run-1"]) == "mine"
+    await store.enqueue_rollout("yours")
+    assert (claimed := await waiting) is not None
+    assert claimed.input == "yours"
+    assert {queue.name for queue in await store.query_queues()} == {"_run-1", "default"}
+
+
 async def test_a_queue_of_thousands_is_claimed_in_order_whatever_comes_meanwhile(store: Store) -> None:
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(index) for index in range(2500)])
     first = await store.dequeue_many_rollouts(limit=1300)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import field
 
-from agentlightning.rollouts import WAITING
+from agentlightning.rollouts import WAITING, is_private_queue
 from agentlightning.store.sql import codec, statements
 from agentlightning.store.sql.states import OPEN, RolloutState, State
 
@@ -124,8 +124,10 @@ class Queues:
         """Up to `count` rollouts that may be claimed now, the next one first. They are to be claimed at once. Before
         the call changes anything."""
         self.load()
-        everyone = self._states.values()
-        candidates = list(everyone) if names is None else [self._states[n] for n in names if n in self._states]
+        if names is None:
+            candidates = [state for name, state in self._states.items() if not is_private_queue(name)]
+        else:
+            candidates = [self._states[name] for name in names if name in self._states]
         self._count(candidates)
         taken: dict[RolloutState, QueueState] = {}
         while len(taken) < count:
