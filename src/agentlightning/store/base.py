@@ -20,8 +20,8 @@ How the status of a rollout follows its latest attempt:
 
 How a rollout is chosen to be claimed: by priority, higher first, then by order of creation, among the queues whose
 limit of open (claimed and unfinished) rollouts is not reached. A rollout's queue is the one named when it was enqueued,
-else its mode, else "default"; so a limit on "train" keeps room for "val". A queue whose name begins with an underscore is
-private: only claims that name it take from it.
+else its mode, else "default"; so a limit on "train" keeps room for "val". A queue whose name begins with an underscore
+is private: only claims that name it take from it.
 
 Calls that can be repeated after a lost answer, without doing anything twice: with a `rollout_id`, a `claim_id`, the
 `span_id` of each span or the `resources_id` made by the caller, a repeat returns what the first call made.
@@ -194,8 +194,8 @@ class LightningStoreBase(ABC):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        """Claim the next waiting rollout (of `queues`; without, of every queue that is not private) and start an attempt.
-        Waits up to `timeout` seconds; None if there is none."""
+        """Claim the next waiting rollout (of `queues`; without, of every queue that is not private) and start an
+        attempt. Waits up to `timeout` seconds; None if there is none."""
 
     @abstractmethod
     async def dequeue_many_rollouts(

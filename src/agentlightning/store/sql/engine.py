@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from agentlightning.errors import StoreError
+from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.call import Call
 from agentlightning.store.sql.database import Connection, Database
@@ -332,10 +333,9 @@ class Writer(Lane):
             return
         in_vain: set[Group] = set()
         for call, group in list(self._parked.claims.items()):
-            if group not in in_vain and not self._take(call, answers):
+            hopeless = group in in_vain or (None in in_vain and not _names_private_queue(group))
+            if not hopeless and not self._take(call, answers):
                 in_vain.add(group)  # the others of the group want the same
-                if group is None:
-                    return
 
     def _look(self, batch: list[Call], answers: list[Answer]) -> None:
         """Answer those who only look, those parked whom it concerns, and those whose time is up."""
@@ -391,3 +391,8 @@ class Writer(Lane):
         self._settle_last()
         self._refuse(parked, reason)
         super()._abandon(reason)
+
+
+def _names_private_queue(group: Group) -> bool:
+    """Whether a claim may find what one that names no queue does not."""
+    return group is not None and any(map(is_private_queue, group))
