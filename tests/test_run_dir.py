@@ -1,5 +1,8 @@
 """A run directory continues from any crash."""
 
+import signal
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -107,3 +110,60 @@ def test_only_old_checkpoints_that_nobody_needs_are_removed(run_dir):
 def test_what_may_hold_a_key_is_nobody_elses_to_read(tmp_path):
     write_atomically(tmp_path / "config.toml", b"key", private=True)
     assert (tmp_path / "config.toml").stat().st_mode & 0o077 == 0
+
+
+DIE_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+from agentlightning.policy import checkpoint
+
+class Model:
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        if not REPLACES:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        pass
+
+def die(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+REPLACES = sys.argv[2] == "replaces"
+rename, Path.rename = Path.rename, die
+checkpoint.save(Path(sys.argv[1]), Model(), Tokenizer(), None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["saves", "replaces"])
+def test_what_a_kill_left_of_a_checkpoint_is_gone_when_the_run_is_resumed(tmp_path, what):
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(RunState(run_id="r1"))
+    whole = run_dir.checkpoint(1)
+    whole.mkdir(parents=True)
+    (whole / "model.safetensors").write_bytes(b"whole")
+    run_dir.close()
+    saved = whole if what == "replaces" else run_dir.checkpoint(2)
+    ended = subprocess.run([sys.executable, "-c", DIE_WHILE_SAVING, str(saved), what])
+    assert ended.returncode == -signal.SIGKILL
+    assert [path for path in whole.parent.iterdir() if path.name.startswith(".step-")]
+    with closing(RunDir.open(run_dir.path)):
+        assert list(whole.parent.iterdir()) == [whole]
+        assert (whole / "model.safetensors").read_bytes() == b"whole"
+
+
+def test_resuming_removes_what_was_not_finished_and_nothing_else(run_dir):
+    run_dir.write_state(RunState(run_id="r1"))
+    folder = run_dir.path / "checkpoints"
+    for name in (".step-000001.ab12cd_9/new", ".hidden", ".step-000001.ab12cd_8/mine", "step-000001"):
+        (folder / name).mkdir(parents=True)
+    (run_dir.path / ".state.json.4711").write_bytes(b"{")
+    (run_dir.path / ".env").write_bytes(b"mine")
+    run_dir.close()
+    with closing(RunDir.open(run_dir.path)):
+        assert sorted(path.name for path in folder.iterdir()) == [".hidden", ".step-000001.ab12cd_8", "step-000001"]
+        assert sorted(path.name for path in run_dir.path.glob(".*")) == [".env"]

@@ -13,6 +13,7 @@
     │   ├── ConflictError      an illegal status change, or an id that is already taken by something else
     │   ├── StoreFullError     the disk refused a write
     │   ├── StoreClosedError   the store was closed, or its database is not usable
+    │   ├── StoreLostError     the database was deleted or replaced while it was open
     │   └── StoreServerError   the server of a remote store cannot be reached, or is another version
     │       └── StoreAuthError it wants a token, or another one
     ├── PolicyError            a model that cannot be loaded, sampled from or trained
@@ -96,6 +97,10 @@ class StoreFullError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was closed, or its database is not usable."""
+
+
+class StoreLostError(StoreError):
+    """The files of the database were deleted or replaced while it was open: what is written to them is lost."""
 
 
 class StoreServerError(StoreError):

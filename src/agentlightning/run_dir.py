@@ -18,12 +18,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import orjson
 
@@ -120,7 +121,10 @@ class RunDir:
         if not (path / "state.json").exists():
             raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
         with _writable(path):
-            return cls(path, _lock(path))
+            run_dir = cls(path, _lock(path))
+            for folder in (path, path / "checkpoints"):
+                _remove_unfinished(folder)
+            return run_dir
 
     def close(self) -> None:
         self._lock.close()
@@ -219,6 +223,24 @@ def _lock(path: Path) -> IO[str]:
         file.close()
         raise ConfigError(f"{path} is in use by another process; wait for it or end it first") from None
     return file
+
+
+_UNFINISHED_FOLDER: Final = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
+_UNFINISHED_FILE: Final = re.compile(r"\..+\.\d+")
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What a process that was killed had not finished writing: files of `write_atomically`, and checkpoints, of which
+    the one that was about to be replaced is put back where it was moved aside already."""
+    for entry in folder.glob(".*"):
+        unfinished = _UNFINISHED_FOLDER.fullmatch(entry.name)
+        if unfinished and entry.is_dir() and {part.name for part in entry.iterdir()} <= {"new", "old"}:
+            replaced = folder / unfinished[1]
+            if (entry / "old").is_dir() and not replaced.exists():
+                (entry / "old").rename(replaced)
+            shutil.rmtree(entry)
+        elif _UNFINISHED_FILE.fullmatch(entry.name) and entry.is_file():
+            entry.unlink()
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:

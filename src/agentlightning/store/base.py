@@ -142,6 +142,10 @@ class LightningStoreBase(ABC):
     async def close(self) -> None:
         """Finish what is under way, release everything. Safe to call twice."""
 
+    async def check_health(self) -> None:
+        """Raises StoreError where the store can neither be read nor written."""
+        await self.get_worker("health")
+
     @abstractmethod
     async def statistics(self) -> dict[str, int]:
         """Counts: rollouts by status (`rollouts.succeeded`, ...), `attempts`, `spans`, `resources`, `workers`, and

@@ -304,6 +304,8 @@ class Line:
         if self._greeted:
             return
         status, headers, answer = await self._request("GET", "/health", None, self._settings.timeout)
+        if status >= 500 and headers.get("agl-protocol") == str(PROTOCOL):
+            return  # one of ours that is ill: each call is told how far
         told = _parsed(answer) if status == 200 else None
         url, mine = self._settings.url, version()
         if not isinstance(told, dict) or "status" not in told:

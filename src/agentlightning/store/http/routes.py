@@ -62,7 +62,7 @@ class _Health:
         if await only_get(scope, send):
             return
         try:
-            await self._store.get_worker("health")
+            await self._store.check_health()
         except AgentLightningError as error:
             await refuse(send, error, [PROTOCOL_HEADER])
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -64,6 +65,22 @@ def load(text: str) -> Any:
 
 def load_dict(text: str) -> dict[str, Any]:
     return {} if text == "{}" else orjson.loads(text)
+
+
+UNREADABLE: Final = (ValueError, TypeError, LookupError, struct.error)
+"""What reading a damaged row raises."""
+
+
+def damaged(what: str, rollout_id: str, error: Exception) -> StoreError:
+    """The error to raise instead of one of UNREADABLE."""
+    return StoreError(
+        f"{what} is damaged in the database and cannot be read ({_first_line(error)}); "
+        f"store.delete_rollouts([{rollout_id!r}]) removes the rollout with all that belongs to it"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -209,38 +226,44 @@ def dump_dict(value: Any, what: str) -> str:
 def to_rollout(row: Row) -> Rollout:
     """From the columns of `statements.ROLLOUT`."""
     _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
-    return Rollout(
-        rollout_id,
-        orjson.loads(input),
-        start_time,
-        status,
-        mode,
-        resources_id,
-        end_time,
-        DEFAULT_CONFIG if config is None else load_config(config),
-        load_dict(metadata),
-        queue,
-        priority,
-    )
+    try:
+        return Rollout(
+            rollout_id,
+            orjson.loads(input),
+            start_time,
+            status,
+            mode,
+            resources_id,
+            end_time,
+            DEFAULT_CONFIG if config is None else load_config(config),
+            load_dict(metadata),
+            queue,
+            priority,
+        )
+    except UNREADABLE as error:
+        raise damaged(f"rollout {rollout_id!r}", rollout_id, error) from error
 
 
 def to_attempted(row: Row, attempt: Attempt) -> AttemptedRollout:
     """From the columns of `statements.ROLLOUT`."""
     _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
-    return AttemptedRollout(
-        rollout_id,
-        orjson.loads(input),
-        start_time,
-        status,
-        mode,
-        resources_id,
-        end_time,
-        DEFAULT_CONFIG if config is None else load_config(config),
-        load_dict(metadata),
-        queue,
-        priority,
-        attempt=attempt,
-    )
+    try:
+        return AttemptedRollout(
+            rollout_id,
+            orjson.loads(input),
+            start_time,
+            status,
+            mode,
+            resources_id,
+            end_time,
+            DEFAULT_CONFIG if config is None else load_config(config),
+            load_dict(metadata),
+            queue,
+            priority,
+            attempt=attempt,
+        )
+    except UNREADABLE as error:
+        raise damaged(f"rollout {rollout_id!r}", rollout_id, error) from error
 
 
 def make_attempt(
@@ -255,6 +278,10 @@ def make_attempt(
     metadata: str,
 ) -> Attempt:
     """`metadata` is JSON."""
+    try:
+        notes = load_dict(metadata)
+    except UNREADABLE as error:
+        raise damaged(f"attempt {attempt_id!r} of rollout {rollout_id!r}", rollout_id, error) from error
     return Attempt(
         rollout_id,
         attempt_id,
@@ -264,7 +291,7 @@ def make_attempt(
         end_time,
         worker_id,
         heartbeat,
-        load_dict(metadata),
+        notes,
     )
 
 

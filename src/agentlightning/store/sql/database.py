@@ -127,6 +127,10 @@ class Connection(Protocol):
         has ended, so that a row is never seen before one with a lower key."""
         ...
 
+    def check_files(self) -> None:
+        """Raises StoreLostError where the files of the database are no longer those that were opened."""
+        ...
+
     def settled(self, table: Table) -> int:
         """The highest key of `table` below which no row can appear any more that is not there now, for tables whose
         rows have their keys from `keys`: what is read page by page in the order of keys must not go beyond. On a shared

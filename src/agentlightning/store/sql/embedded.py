@@ -88,6 +88,10 @@ class EmbeddedStore(LightningStoreBase):
             logger.warning("the store was closed while its database could not be reached: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
 
+    async def check_health(self) -> None:
+        self.writer.check_open()
+        await self.read("check_health", lambda connection: connection.check_files())
+
     async def statistics(self) -> dict[str, int]:
         return await self.read("statistics", looking.statistics)
 

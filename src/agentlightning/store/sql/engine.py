@@ -77,6 +77,8 @@ class Writer(Lane):
         """What other processes told."""
         self._hearing: list[tuple[bool, Sequence[str] | None]] = []
         """Of that, what the transaction under way goes by."""
+        self._said = ""
+        """The last failure, which is not said again for each look at the clock."""
         self._last: list[Answer] = []
         """Answers that are durable, and not told yet."""
         self.batches = 0
@@ -211,10 +213,11 @@ class Writer(Lane):
         self._last_tick = self._clock.steady()
         known = isinstance(error, (*self._database.errors, StoreError))
         fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
-        logger.warning("a transaction was undone: %s", fault, exc_info=error)
         calls = dict.fromkeys([*batch, *(call for call, _, _ in answers)])
-        if not calls:
-            logger.warning("the store could not apply its time limits, and tries again: %s", fault)
+        if calls or str(fault) != self._said:  # the clock tries again several times a second
+            what = "a transaction was undone" if calls else "the store could not apply its time limits, and tries again"
+            logger.warning("%s: %s", what, fault, exc_info=error)
+        self._said = str(fault)
         for call in calls:
             call.answered = True
             self._parked.remove(call)

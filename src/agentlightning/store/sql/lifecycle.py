@@ -6,10 +6,12 @@ the rollout has not finished. Only then does what it does move the rollout.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, StoreError
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANSITIONS, WAITING, AttemptedRollout
 from agentlightning.store.base import Unset
 from agentlightning.store.ids import new_id
@@ -18,6 +20,8 @@ from agentlightning.store.sql.states import OPEN, AttemptState, RolloutState, Wo
 
 if TYPE_CHECKING:
     from agentlightning.store.sql.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 EXPIRE_AT_ONCE: Final = 200
 """Attempts ended in one transaction at most; the rest follow at the next tick."""
@@ -67,18 +71,18 @@ def _rollout_status(state: AttemptState) -> str:
     """What a rollout is when its latest attempt is in `state`."""
     if state.status in ("preparing", "running", "succeeded"):
         return state.status
-    config = codec.load_config(state.rollout.config)
+    config = state.rollout.read_config()
     retry = state.status in config.retry_condition and state.sequence_id < config.max_attempts
     return "requeuing" if retry else "failed"
 
 
 def _record_error(state: AttemptState, error: dict[str, str]) -> None:
-    state.metadata = codec.dump({**codec.load_dict(state.metadata), "error": error}, "attempt metadata")
+    state.metadata = codec.dump({**state.read_metadata(), "error": error}, "attempt metadata")
 
 
 def _forget_error(state: AttemptState) -> None:
     """It was thought lost and is not."""
-    metadata = codec.load_dict(state.metadata)
+    metadata = state.read_metadata()
     if metadata.pop("error", None) is not None:
         state.metadata = codec.dump(metadata, "attempt metadata")
 
@@ -101,7 +105,7 @@ def describe(unit: Unit, state: AttemptState, worker_id: str | Unset, metadata: 
         unit.changed_work(state, before)
     if not isinstance(metadata, Unset):
         if state.metadata != "{}":
-            metadata = {**codec.load_dict(state.metadata), **metadata}
+            metadata = {**state.read_metadata(), **metadata}
         state.metadata = codec.dump(metadata, "metadata")
 
 
@@ -208,7 +212,7 @@ def claim(unit: Unit, rollout: RolloutState, worker_id: str | None, attempt_id: 
         close(unit, rollout, f"attempt {rollout.attempts + 1} was started")
     unit.move_rollout(rollout, "preparing")
     rollout.attempts += 1
-    config = codec.DEFAULT_CONFIG if rollout.config is None else codec.load_config(rollout.config)
+    config = codec.DEFAULT_CONFIG if rollout.config is None else rollout.read_config()
     steady = unit.steady
     timeout_at = None if config.timeout_seconds is None else steady + config.timeout_seconds
     silent_at = None if config.unresponsive_seconds is None else steady + config.unresponsive_seconds
@@ -269,7 +273,7 @@ def note_failure(unit: Unit, worker: WorkerState | None, state: AttemptState) ->
     """Remember how the last failed attempt of a worker ended."""
     if worker is None:
         return
-    error = codec.load_dict(state.metadata).get("error")
+    error = state.read_metadata().get("error")
     told = error if isinstance(error, dict) else {}
     unit.touch_worker(worker)
     worker.last_error = codec.dump(
@@ -310,9 +314,7 @@ def expire(unit: Unit) -> float | None:
 def _expire_timeouts(unit: Unit, now: float) -> None:
     for state in _due(unit, statements.TIMED_OUT, now):
         if state.timeout_at is not None and state.timeout_at <= now:
-            limit = codec.load_config(state.rollout.config).timeout_seconds
-            message = f"did not end within {limit:g} s" if limit is not None else "its time was up"
-            _end(unit, state, "timeout", failure("Timeout", message))
+            _end(unit, state, "timeout", failure("Timeout", f"did not end {_within(state)}"))
 
 
 def _expire_silent(unit: Unit, now: float) -> None:
@@ -349,10 +351,25 @@ def _expire_leases(unit: Unit, now: float) -> None:
             _end(unit, state, "unresponsive", failure("WorkerLost", message))
 
 
+def _within(state: AttemptState) -> str:
+    with contextlib.suppress(StoreError):
+        limit = state.rollout.read_config().timeout_seconds
+        if limit is not None:
+            return f"within {limit:g} s"
+    return "in its time"
+
+
 def _end(unit: Unit, state: AttemptState, status: str, error: dict[str, str]) -> None:
+    """One that is damaged is let be, so that it holds up no other."""
     worker = worker_of(unit, state)
-    move_attempt(unit, state, status, error)
-    note_failure(unit, worker, state)
+    try:
+        move_attempt(unit, state, status, error)
+        note_failure(unit, worker, state)
+    except StoreError as refusal:
+        unit.undo()
+        logger.error("an attempt whose time is up cannot be ended: %s", refusal)
+        unit.touch_attempt(state)
+        state.timeout_at = state.silent_at = None
     unit.settle()
 
 

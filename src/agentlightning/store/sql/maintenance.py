@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     FINISHED,
@@ -40,15 +40,31 @@ REMOVE_AT_ONCE: Final = 50
 
 
 def delete(unit: Unit, rollout_ids: Sequence[str]) -> int:
-    """Finished rollouts with all that belongs to them; unknown ids are skipped."""
+    """Finished and damaged rollouts with all that belongs to them; unknown ids are skipped."""
     found = [state for state in map(unit.find_rollout, dict.fromkeys(rollout_ids)) if state is not None]
-    for state in found:
-        if state.status not in FINISHED:
+    unfinished = [state for state in found if state.status not in FINISHED]
+    for state in unfinished:
+        if not _is_damaged(state):
             raise ConflictError(
                 f"rollout {state.rollout_id!r} is {state.status!r}; cancel it, or wait until it has finished"
             )
+    for state in unfinished:
+        lifecycle.fence(unit, state)
+        unit.move_rollout(state, "cancelled")
+    unit.settle()
     _remove(unit, found)
     return len(found)
+
+
+def _is_damaged(state: RolloutState) -> bool:
+    """It cannot be read, and so neither be cancelled nor finish."""
+    try:
+        state.to_rollout()
+        for attempt in state.tries.values():
+            attempt.to_attempt()
+    except StoreError:
+        return True
+    return False
 
 
 def delete_finished(unit: Unit, ends: dict[str, float]) -> None:

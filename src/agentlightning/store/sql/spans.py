@@ -300,19 +300,23 @@ def sequence_ids_of(row: Row) -> Sequence[int]:
 def unpack_rows(connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str) -> list[list[Span]]:
     """The spans of each pack, from rows of `statements.PACK`."""
     bodies = [bytes(row[7]) for row in rows]
-    chains = read_chains(connection, rows, bodies)
-    return [
-        packs.unpack(
-            body,
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            span_ids=packs.split_ids(bytes(row[6])),
-            sequence_ids=sequence_ids_of(row),
-            superseded=bool(row[4]),
-            chains=chains,
-        )
-        for row, body in zip(rows, bodies, strict=True)
-    ]
+    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
+    try:
+        chains = read_chains(connection, rows, bodies)
+        return [
+            packs.unpack(
+                body,
+                **ids,
+                span_ids=packs.split_ids(bytes(row[6])),
+                sequence_ids=sequence_ids_of(row),
+                superseded=bool(row[4]),
+                chains=chains,
+            )
+            for row, body in zip(rows, bodies, strict=True)
+        ]
+    except codec.UNREADABLE as error:
+        what = f"a span of attempt {attempt_id!r} of rollout {rollout_id!r}"
+        raise codec.damaged(what, rollout_id, error) from error
 
 
 def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 from msgspec import Struct, field
 
-from agentlightning.rollouts import FINISHED, Attempt, AttemptedRollout, Rollout
+from agentlightning.rollouts import FINISHED, Attempt, AttemptedRollout, Rollout, RolloutConfig
 from agentlightning.store.sql import codec
 
 OPEN: Final = frozenset({"preparing", "running"})
@@ -68,6 +68,12 @@ class RolloutState(State, eq=False):
         """About how many bytes of memory it takes."""
         return 1000 + len(self.input) + len(self.metadata) + 700 * len(self.tries)
 
+    def read_config(self) -> RolloutConfig:
+        try:
+            return codec.load_config(self.config)
+        except codec.UNREADABLE as error:
+            raise codec.damaged(f"rollout {self.rollout_id!r}", self.rollout_id, error) from error
+
     def to_rollout(self) -> Rollout:
         return codec.to_rollout(rollout_row(self))
 
@@ -116,6 +122,13 @@ class AttemptState(State, eq=False):
     def speaks(self) -> bool:
         """It is the latest attempt, was not fenced off, and its rollout has not finished."""
         return not self.superseded and self.rollout.status not in FINISHED
+
+    def read_metadata(self) -> dict[str, Any]:
+        try:
+            return codec.load_dict(self.metadata)
+        except codec.UNREADABLE as error:
+            owner = self.rollout.rollout_id
+            raise codec.damaged(f"attempt {self.attempt_id!r} of rollout {owner!r}", owner, error) from error
 
     def to_attempt(self) -> Attempt:
         return codec.make_attempt(

@@ -258,6 +258,9 @@ class PostgresConnection:
     def commit_in_order(self, table: Table) -> None:
         self.all(_TAKE_TURNS, table.name)
 
+    def check_files(self) -> None:
+        """They are the server's own."""
+
     def settled(self, table: Table) -> int:
         """The last key that was given, once every transaction has ended that may have been given one before."""
         self.rollback()

@@ -29,6 +29,7 @@ from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.sqlite import guard
 from agentlightning.store.sql.sqlite.checkpoints import Checkpoints
 from agentlightning.store.sql.sqlite.faults import explain, is_fatal
+from agentlightning.store.sql.sqlite.files import OpenFiles
 from agentlightning.store.sql.sqlite.migration import SqliteSchema
 from agentlightning.store.sql.sqlite.shrinking import shrink
 
@@ -83,7 +84,7 @@ class SqliteDatabase:
         _make_folder(self.path)
         connection: sqlite3.Connection | None = None
         try:
-            connection = _connect(self.path)
+            connection = _connect(self.path, create=True)
             _allow_shrinking(connection)
             _use_wal(connection, self.path)
             migrate(SqliteSchema(connection, str(self.path)))
@@ -135,6 +136,7 @@ class SqliteConnection:
         self._glance: sqlite3.Cursor | None = None
         self._glance_lock = threading.Lock()
         self._large = 0
+        self._files = None if path is None else OpenFiles(path)
         self._checkpoints = None if path is None else Checkpoints(lambda: _connect(path))
         self._version = -1
         self._writing = False
@@ -148,8 +150,15 @@ class SqliteConnection:
         self._writing = write
         self._before = self.raw.total_changes
 
+    def check_files(self) -> None:
+        if self._files is not None:
+            self._files.check()
+
     def commit(self) -> None:
-        if self._watched and not self._marked and self.raw.total_changes > self._before:
+        wrote = self.raw.total_changes > self._before
+        if wrote:
+            self.check_files()
+        if self._watched and not self._marked and wrote:
             self._cursor.execute(f"PRAGMA user_version = {self._mark}")
             self._cursor.execute("COMMIT")
             self._marked = True
@@ -334,9 +343,11 @@ def _make_folder(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # for the owner alone, as its WAL then is
 
 
-def _connect(path: Path | None) -> sqlite3.Connection:
+def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
+    """create: make the file where there is none. Later connections of a store must find the one it has open."""
     connection = sqlite3.connect(
-        ":memory:" if path is None else path,
+        ":memory:" if path is None else f"{path.as_uri()}?mode={'rwc' if create else 'rw'}",
+        uri=path is not None,
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
