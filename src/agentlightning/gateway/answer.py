@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentlightning.gateway.drawn import Drawn, Likeliest, token_logprobs
+from agentlightning.gateway.drawn import Drawn, Likeliest, Token, token_logprobs
 from agentlightning.gateway.thoughts import Markers
 from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
 from agentlightning.policy.tool_calls.base import CallReader, held_back
@@ -210,6 +210,7 @@ class Answer:
     index: int
     chat: ChatFormat
     stops: tuple[str, ...] = ()
+    prompt_token_ids: Sequence[int] = ()
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end it beside those that end a turn; they are not shown."""
     reads_calls: bool = True
@@ -236,6 +237,10 @@ class Answer:
     sample: Sample | None = None
     received: int = 0
     """Tokens fed so far."""
+    token_ids: list[int] = field(default_factory=list[int])
+    """These tokens; of a provider's answer nothing."""
+    written_ids: list[int] = field(default_factory=list[int])
+    """Of what was written last, where log-probabilities were asked for with it."""
     drawn: Drawn = field(default_factory=Drawn, init=False)
     _text: Detokenizer = field(init=False)
     _stop: StopFilter = field(init=False)
@@ -253,6 +258,7 @@ class Answer:
     ) -> list[Piece]:
         """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
         self.received += len(token_ids)
+        self.token_ids += token_ids
         shown = [token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens]
         pieces = self._show(self._stop.feed(self._text.feed(shown)))
         if logprobs:
@@ -310,11 +316,15 @@ class Answer:
 
     def logprobs_of_piece(self) -> list[dict[str, Any]]:
         """On the wire, of the next piece to be written."""
-        return token_logprobs(self.chat, self.drawn.of_piece())
+        return self._written(self.drawn.of_piece())
 
     def logprobs_of_rest(self) -> list[dict[str, Any]]:
         """On the wire, of what no piece has shown."""
-        return token_logprobs(self.chat, self.drawn.rest())
+        return self._written(self.drawn.rest())
+
+    def _written(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        self.written_ids = [token for token, _, _ in tokens]
+        return token_logprobs(self.chat, tokens)
 
     def logprobs_of_all(self) -> list[dict[str, Any]]:
         """On the wire."""

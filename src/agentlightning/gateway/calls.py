@@ -93,11 +93,14 @@ def record_of(
     )
 
 
-def answer_of(dialect: Dialect, request: Request, chat: ChatFormat, params: SamplingParams, index: int) -> Answer:
+def answer_of(
+    dialect: Dialect, request: Request, chat: ChatFormat, params: SamplingParams, index: int, prompt: Prompt
+) -> Answer:
     return Answer(
         index,
         chat,
         params.stop,
+        prompt.token_ids,
         params.stop_token_ids,
         reads_calls=request.tools is not None,
         one_call=request.constraint.one_call,

@@ -95,7 +95,9 @@ class LocalCalls:
             for prompt, asked in zip(prompts, asked_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
-        answers = [answer_of(dialect, request, chat, params, index) for index in range(len(records))]
+        answers = [
+            answer_of(dialect, request, chat, params, index, record.prompt) for index, record in enumerate(records)
+        ]
         exchange = Exchange(engine, params, records, answers, attributed=caller.attempt is not None)
         return exchange, dialect.reply(request, head)
 

@@ -41,6 +41,8 @@ class Request:
     """How many of the first messages belong to this request only, and not to the conversation a later one names."""
     prefill: str = ""
     """What the answer begins with: the caller has written it, and wants the rest."""
+    token_ids: bool = False
+    """The reply is to hold the tokens, as vLLM's does (`return_token_ids`)."""
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables for the chat template."""
     legacy: bool = False

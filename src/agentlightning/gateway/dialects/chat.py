@@ -40,7 +40,7 @@ _KNOWN: Final = frozenset(
     {
         *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user"),
         *("stream", "stream_options", "n", "logprobs", "top_logprobs", "chat_template_kwargs"),
-        *("continue_final_message", "add_generation_prompt", *openai.HELD_FIELDS),
+        *("return_token_ids", "continue_final_message", "add_generation_prompt", *openai.HELD_FIELDS),
     }
 )
 _ROLES: Final = ("assistant", "system", "tool", "user")
@@ -80,6 +80,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
     if top and not logprobs:
         raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
+    token_ids = bool(optional(data, "return_token_ids", bool))
     messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
     return Request(
         model=optional(data, "model", str),
@@ -87,7 +88,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         tools=tools,
         barred=barred,
         params=sampling_params(
-            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs), "the request"
+            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs or token_ids), "the request"
         ),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),
@@ -96,6 +97,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         prefill=prefill,
         template=optional(data, "chat_template_kwargs", dict) or {},
         legacy=legacy,
+        token_ids=token_ids,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
         asked=asked,
     )
@@ -183,16 +185,18 @@ class Reply:
     head: Head
     logprobs: bool = False
     legacy: bool = False
+    token_ids: bool = False
     include_usage: bool = False
     """A stream ends with a chunk of its own for the usage."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
-        return orjson.dumps(self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)})
+        reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
+        return orjson.dumps(reply | self._prompt(answers))
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
-        return b"".join(map(openai.event, opened))
+        return b"".join(openai.event(chunk | self._prompt(answers)) for chunk in opened)
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         logprobs = self._logprobs(answer.logprobs_of_piece)
@@ -229,17 +233,25 @@ class Reply:
             "message": with_function_call(message) if self.legacy else message,
             "finish_reason": self._reason(answer),
             "logprobs": self._logprobs(answer.logprobs_of_all),
-        }
+        } | self._token_ids(answer.token_ids)
 
     def _chunk(
         self, answer: Answer, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
     ) -> dict[str, Any]:
         choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        ids, answer.written_ids = answer.written_ids, []
+        choice |= self._token_ids(ids)
         return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
-        content = listed() if self.logprobs else []
-        return {"content": content, "refusal": None} if content else None
+        content = listed() if self.logprobs or self.token_ids else []
+        return {"content": content, "refusal": None} if content and self.logprobs else None
+
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self.token_ids else {}
+
+    def _prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
 
 
 def _delta(piece: Piece) -> dict[str, Any] | None:
@@ -263,7 +275,7 @@ def _delta(piece: Piece) -> dict[str, Any] | None:
 
 
 def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs, request.legacy, openai.include_usage(request.asked))
+    return Reply(head, request.logprobs, request.legacy, request.token_ids, openai.include_usage(request.asked))
 
 
 CHAT: Final = Dialect(

@@ -33,7 +33,7 @@ from agentlightning.gateway.kept import Recall
 from agentlightning.gateway.problems import bad
 from agentlightning.policy.base import ChatFormat, SamplingParams
 
-_KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user"})
+_KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
     **dict.fromkeys(openai.HELD_FIELDS, ()),
@@ -55,17 +55,18 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
     data = read_json(body)
     refuse(data, _REFUSED)
     openai.include_usage(data)
+    token_ids = bool(optional(data, "return_token_ids", bool))
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
     top = top_logprobs(data, "logprobs") if logprobs is not None else 0
+    base = replace(_DEFAULT, top_logprobs=top, tells_logprobs=logprobs is not None or token_ids)
     return Request(
         model=optional(data, "model", str),
         prompts=_prompts(data.get("prompt")),
-        params=sampling_params(
-            data, OPENAI_PARAMS, replace(_DEFAULT, top_logprobs=top, tells_logprobs=logprobs is not None), "the request"
-        ),
+        params=sampling_params(data, OPENAI_PARAMS, base, "the request"),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs is not None,
+        token_ids=token_ids,
         unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
         asked=data,
     )
@@ -93,6 +94,7 @@ class Reply:
 
     head: Head
     logprobs: bool = False
+    token_ids: bool = False
     include_usage: bool = False
     offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
     """Of each answer, where the text of the next token begins."""
@@ -124,7 +126,11 @@ class Reply:
 
     def _choice(self, answer: Answer, text: str, reason: str | None, tokens: Sequence[Token]) -> dict[str, Any]:
         logprobs = self._logprobs(answer, tokens) if self.logprobs and tokens else None
-        return {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        if self.token_ids:
+            choice["token_ids"] = [token for token, _, _ in tokens]
+            choice["prompt_token_ids"] = answer.prompt_token_ids
+        return choice
 
     def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any]:
         texts = [answer.chat.decode([token]) for token, _, _ in tokens]
@@ -145,7 +151,7 @@ def _tops(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, float]] |
 
 
 def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs, openai.include_usage(request.asked))
+    return Reply(head, request.logprobs, request.token_ids, openai.include_usage(request.asked))
 
 
 COMPLETIONS: Final = Dialect(

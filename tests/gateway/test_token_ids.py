@@ -1,0 +1,67 @@
+"""Callers that learn by themselves get the tokens, as vLLM's clients are used to; and an engine is free at once when
+its caller hangs up."""
+
+import asyncio
+
+import pytest
+
+from agentlightning import span as names
+
+
+async def until(condition):
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came true")
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_chat_completions_hold_the_tokens_of_the_span(serve, streams, logprobs):
+    service = await serve(["Hé."] * 3, engine={"delay": 0.001})
+    options = {"logprobs": logprobs, "extra_body": {"return_token_ids": True}}
+    if streams:
+        chunks = await service.stream(**options)
+        prompt = chunks[0].prompt_token_ids
+        drawn = [token for chunk in chunks for token in chunk.choices[0].token_ids]
+    else:
+        reply = await service.ask(HI, **options)
+        prompt, drawn = reply.prompt_token_ids, reply.choices[0].token_ids
+    (span,) = await service.spans()
+    assert prompt == span.attributes[names.PROMPT_TOKEN_IDS]
+    assert drawn == span.attributes[names.RESPONSE_TOKEN_IDS]
+    plain = await service.ask(HI)
+    assert not hasattr(plain, "prompt_token_ids")
+    assert not hasattr(plain.choices[0], "token_ids")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_completions_hold_them_for_each_prompt(serve, streams):
+    service = await serve(["one", "two"])
+    client = await service.client()
+    reply = await client.completions.create(
+        model="scripted", prompt=["a", "bc"], stream=streams, extra_body={"return_token_ids": True}
+    )
+    drawn: dict[int, list[int]] = {0: [], 1: []}
+    for part in [chunk async for chunk in reply] if streams else [reply]:
+        for choice in part.choices:
+            drawn[choice.index] += choice.token_ids
+            assert choice.prompt_token_ids == [[97], [98, 99]][choice.index]
+    assert drawn == {0: [*b"one", 258], 1: [*b"two", 258]}
+
+
+async def test_a_caller_that_hangs_up_frees_the_engine_within_a_step(serve_tiny):
+    service = await serve_tiny()
+    generator = service.engine._generator
+    call = asyncio.create_task(service.stream(max_tokens=200, extra_body={"ignore_eos": True}))
+    await until(lambda: [row for row in generator._rows if len(row.drawn) > 2])
+    (row,) = generator._rows
+    call.cancel()
+    await asyncio.wait([call])
+    await until(lambda: generator.idle)
+    assert row.cancelled
+    assert len(row.drawn) < 200
