@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from agentlightning.store.base import UNSET, LightningStoreBase, Unset, Worker
+from agentlightning.store.base import UNSET, LightningStore, LightningStoreBase, Unset, Worker
 
 if TYPE_CHECKING:
     from agentlightning.store.http.client import LightningStoreClient
+    from agentlightning.store.memory import InMemoryLightningStore
 
 __all__ = [
     "UNSET",
@@ -20,27 +21,10 @@ __all__ = [
     "Worker",
 ]
 
-
-def LightningStore(url: str | Path | None = None) -> LightningStoreBase:  # noqa: N802
-    """Open a store that is embedded in this process and durable.
-
-    url: None for `.agentlightning/store.db` under the current directory, a path, `sqlite:///PATH`, or `:memory:` for
-    one that is gone with the process. Directories are made as needed. Raises ConfigError for a url that is none of
-    these, StoreError where the file cannot be opened.
-    """
-    from agentlightning.store.sql.store import SqlStore
-
-    return SqlStore(url)
-
-
-def InMemoryLightningStore() -> LightningStoreBase:  # noqa: N802
-    """Open a store that is gone with the process: for tests and quick tries."""
-    return LightningStore(":memory:")
+_HOMES = {"InMemoryLightningStore": "memory", "LightningStoreClient": "http.client"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LightningStoreClient":
+    if name not in _HOMES:
         raise AttributeError(f"module 'agentlightning.store' has no attribute {name!r}")
-    from agentlightning.store.http.client import LightningStoreClient
-
-    return LightningStoreClient
+    return getattr(import_module(f"agentlightning.store.{_HOMES[name]}"), name)

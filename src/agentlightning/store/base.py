@@ -32,12 +32,16 @@ comes first), `sort_order` "desc" turns the order round; then pages are taken by
 one of the filters given is enough.
 """
 
+# `LightningStore(url)` opens a store, so that type checkers must not take the class for an abstract one.
+# pyright: reportReturnType=false
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import inspect
+from abc import ABC
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast
 
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
@@ -54,6 +58,14 @@ from agentlightning.span import Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
+
+    Method = TypeVar("Method")
+
+    def abstractmethod(method: Method) -> Method:
+        """Every kind of store has it: checked when one is made, and by the tests."""
+        return method
+else:
+    from abc import abstractmethod
 
 
 SortOrder = Literal["asc", "desc"]
@@ -124,6 +136,18 @@ class Pruned:
     bytes: int
 
 
+class _OpeningSignature:
+    """What `LightningStore(` completes to. Each kind of store has a signature of its own."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if owner is not LightningStore:
+            raise AttributeError("__signature__")
+        url = inspect.Parameter(
+            "url", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="str | Path | None"
+        )
+        return inspect.Signature([url], return_annotation="LightningStore")
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
     """Everything about one rollout: what is exported and imported."""
@@ -133,8 +157,30 @@ class RolloutRecord:
     spans: tuple[Span, ...] = ()
 
 
-class LightningStoreBase(ABC):
-    """The contract. `LightningStore(...)` makes an embedded one."""
+class LightningStore(ABC):
+    """A store: what every part meets the others in. Each kind of store is one of these, and is annotated as one.
+
+    `LightningStore(url)` opens a store that is embedded in this process and durable. url: None for
+    `.agentlightning/store.db` under the current directory, a path, `sqlite:///PATH`, `postgresql://...`, or `:memory:`
+    for one that is gone with the process. Directories are made as needed. Raises ConfigError for a url that is none of
+    these, StoreError where the database cannot be opened.
+
+        store = agl.LightningStore(":memory:")
+        rollout = asyncio.run(store.enqueue_rollout({"question": "6 x 7"}))
+        asyncio.run(store.close())
+    """
+
+    __signature__ = _OpeningSignature()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls is not LightningStore:
+            return super().__new__(cls)
+        from agentlightning.store.sql.store import SqlStore
+
+        return super().__new__(cast("type[Self]", SqlStore))
+
+    def __init__(self, url: str | Path | None = None) -> None:
+        """See the class."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -492,3 +538,7 @@ class LightningStoreBase(ABC):
         """Keep rollouts as another store recorded them, in one transaction; returns how many are new. One whose id is
         known is skipped. An unfinished one waits again: its attempts are fenced off and one still open becomes
         `unresponsive`."""
+
+
+LightningStoreBase = LightningStore
+"""The contract, under the name that its implementations know."""
