@@ -22,7 +22,11 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """Where tasks come from."""
+    """Where tasks come from.
+
+    >>> agl.DataConfig(train="train.jsonl").train
+    'train.jsonl'
+    """
 
     train: str | None = None
     """Tasks to learn from: a JSONL, JSON or Parquet file, or a saved `datasets` directory."""
@@ -37,7 +41,11 @@ class DataConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised learning on demonstrations before the reinforcement learning."""
+    """Supervised learning on demonstrations before the reinforcement learning.
+
+    >>> agl.WarmStartConfig(dataset="good.jsonl").dataset
+    'good.jsonl'
+    """
 
     dataset: str | None = None
     """Conversations: a JSONL file with `messages` and, where tools are used, `tools`. None: no warm start."""
@@ -58,7 +66,11 @@ class WarmStartConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The model that learns, and what samples from it."""
+    """The model that learns, and what samples from it.
+
+    >>> agl.PolicyConfig(model="path/to/model").model
+    'path/to/model'
+    """
 
     model: str = "tiny"
     """A directory (or hub name) that transformers loads; `tiny` makes a small one from the run's texts."""
@@ -91,7 +103,11 @@ class PolicyConfig(Section):
 
 
 class RunnerConfig(Section):
-    """How agents are run."""
+    """How agents are run.
+
+    >>> agl.RunnerConfig(concurrency=4).hosts
+    1
+    """
 
     concurrency: int = Field(default=64, ge=1)
     """Rollouts under way at once in each host."""
@@ -114,7 +130,11 @@ class RunnerConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """How the result is measured."""
+    """How the result is measured.
+
+    >>> agl.EvaluationConfig(every=5).every
+    5
+    """
 
     every: int = Field(default=10, ge=0)
     """Validate after this many steps; 0: never."""
@@ -127,7 +147,11 @@ class EvaluationConfig(Section):
 
 
 class RunConfig(Section):
-    """The run itself."""
+    """The run itself.
+
+    >>> agl.RunConfig(seed=7).seed
+    7
+    """
 
     seed: int = 0
     """Seed of the data order, the splits and the sampling."""
@@ -142,7 +166,12 @@ class RunConfig(Section):
 
 
 class TrainConfig(Section):
-    """A training run."""
+    """A training run.
+
+    >>> config = agl.TrainConfig(policy={"model": "path/to/model"}, run={"seed": 7})
+    >>> config.policy.model, config.run.seed
+    ('path/to/model', 7)
+    """
 
     agent: str | None = None
     """`module:name`, `path/file.py:name`, or a command line in any language."""

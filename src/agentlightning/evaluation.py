@@ -28,7 +28,11 @@ WITHOUT_REWARD = (
 @total_ordering
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """The reward of each task. Compares and prints like its `score`."""
+    """The reward of each task. Compares and prints like its `score`.
+
+    >>> agl.Evaluation(rewards=(1.0, 0.0, None)).mean
+    0.5
+    """
 
     rewards: tuple[float | None, ...]
     """One for each task, in the order of the tasks; None: the rollout failed, or gave no reward that can be used."""

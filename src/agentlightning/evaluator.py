@@ -46,6 +46,12 @@ def evaluate(
 
     Raises ConfigError for arguments that cannot work, RewardError when no task has a reward, and TrainingStopped when
     more rollouts fail than `runner.max_failed_share` allows.
+
+        >>> @agl.rollout
+        ... def agent(task):
+        ...     return 1.0 if task["question"].endswith("?") else 0.0
+        >>> agl.evaluate(agent, [{"question": "Why?"}, {"question": "So."}]).mean
+        0.5
     """
     if mode not in TEMPERATURES:
         raise ConfigError(f"mode={mode!r} is not one of {', '.join(TEMPERATURES)}")

@@ -78,6 +78,8 @@ class Progress:
             progress.note("validation 0.41")
 
     Writes to stderr unless given a console; with `enabled=False`, not at all. May be entered again, also within itself.
+
+        >>> trainer = agl.Trainer(progress=agl.Progress(enabled=False))
     """
 
     def __init__(

@@ -31,7 +31,11 @@ NO_TARGET_CALLS: Final = "no_target_calls"
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """One rollout that was left out."""
+    """One rollout that was left out.
+
+    >>> agl.Rejection("ro-1", reason="missing_reward", message="it emitted none").reason
+    'missing_reward'
+    """
 
     rollout_id: str
     reason: str

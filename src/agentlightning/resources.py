@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class LLM(BaseModel):
-    """A model behind an OpenAI-compatible endpoint."""
+    """A model behind an OpenAI-compatible endpoint.
+
+    >>> agl.LLM(endpoint="http://127.0.0.1:8000/v1", model="qwen").get_base_url()
+    'http://127.0.0.1:8000/v1'
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,7 +56,7 @@ class LLM(BaseModel):
 class ProxyLLM(LLM):
     """A model behind a proxy that records calls by their URL: an attempt is given its own address there.
 
-    >>> ProxyLLM(endpoint="http://proxy:4000/v1", model="m").get_base_url("ro-1", "at-1")
+    >>> agl.ProxyLLM(endpoint="http://proxy:4000/v1", model="m").get_base_url("ro-1", "at-1")
     'http://proxy:4000/rollout/ro-1/attempt/at-1/v1'
     """
 
@@ -70,7 +74,11 @@ class ProxyLLM(LLM):
 
 
 class PromptTemplate(BaseModel):
-    """A prompt with blanks."""
+    """A prompt with blanks.
+
+    >>> agl.PromptTemplate(template="Say {word}.").format(word="hello")
+    'Say hello.'
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -112,7 +120,11 @@ named_resources: TypeAdapter[NamedResources] = TypeAdapter(dict[str, Resource])
 
 @dataclass(frozen=True, slots=True)
 class ResourcesUpdate:
-    """One version of the named resources."""
+    """One version of the named resources.
+
+    >>> agl.ResourcesUpdate("prompts", version=1, create_time=0.0).resources
+    {}
+    """
 
     resources_id: str
     version: int

@@ -60,7 +60,11 @@ ATTEMPT_TRANSITIONS: dict[str, frozenset[str]] = {
 
 
 class RolloutConfig(BaseModel):
-    """Time limits and retry policy of one rollout; the store enforces them."""
+    """Time limits and retry policy of one rollout; the store enforces them.
+
+    >>> agl.RolloutConfig(timeout_seconds=60, max_attempts=2).retry_condition
+    ('failed', 'timeout', 'unresponsive')
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -76,7 +80,11 @@ class RolloutConfig(BaseModel):
 
 @carrier
 class Attempt(Carrier, frozen=True, gc=False):
-    """One try of a rollout."""
+    """One try of a rollout.
+
+    >>> agl.Attempt("ro-1", "at-1", 1, start_time=0.0).status
+    'preparing'
+    """
 
     rollout_id: str
     attempt_id: str
@@ -93,7 +101,11 @@ class Attempt(Carrier, frozen=True, gc=False):
 
 @carrier
 class Rollout(Carrier, frozen=True, gc=False):
-    """One execution of an agent on one task."""
+    """One execution of an agent on one task.
+
+    >>> agl.Rollout("ro-1", {"question": "6 x 7"}, start_time=0.0).finished
+    False
+    """
 
     rollout_id: str
     input: Any
@@ -118,14 +130,26 @@ class Rollout(Carrier, frozen=True, gc=False):
 
 @carrier
 class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
-    """A rollout together with the attempt that was just started for it."""
+    """A rollout together with the attempt that was just started for it.
+
+    >>> attempt = agl.Attempt("ro-1", "at-1", 1, start_time=0.0)
+    >>> agl.AttemptedRollout("ro-1", {"question": "6 x 7"}, start_time=0.0, attempt=attempt).attempt.attempt_id
+    'at-1'
+    """
 
     attempt: Attempt
 
 
 @carrier
 class EnqueueRolloutRequest(Carrier, frozen=True, gc=False):
-    """What `enqueue_many_rollouts` takes for each rollout."""
+    """What `enqueue_many_rollouts` takes for each rollout.
+
+    >>> requests = [agl.EnqueueRolloutRequest({"number": number}, mode="train") for number in range(3)]
+    >>> store = agl.InMemoryLightningStore()
+    >>> len(asyncio.run(store.enqueue_many_rollouts(requests)))
+    3
+    >>> asyncio.run(store.close())
+    """
 
     input: Any
     mode: RolloutMode | None = None

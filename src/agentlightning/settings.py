@@ -6,6 +6,7 @@ would work. TOML has no null: the text "none" stands for it wherever a setting m
 
 from __future__ import annotations
 
+import inspect
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,26 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
         lines = _explain(error.errors(), table, sources, list(known))
     head = f"{len(lines)} settings cannot work:\n  " if len(lines) > 1 else ""
     raise ConfigError(head + "\n  ".join(lines))
+
+
+class SettingsSignature:
+    """The signature of a class whose `__init__` takes the fields of a model of settings as `**settings`: with these
+    fields by name, so that they are completed and shown. A subclass with an `__init__` of its own has its own."""
+
+    def __init__(self, settings: type[BaseModel]) -> None:
+        self._settings = settings
+        self._owner: type | None = None
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner = owner
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if self._owner is None or owner.__init__ is not self._owner.__init__:
+            raise AttributeError("__signature__")
+        given = list(inspect.signature(owner.__init__).parameters.values())[1:]
+        fixed = [each for each in given if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        fields = list(inspect.signature(self._settings).parameters.values())
+        return inspect.Signature([*fixed, *(each for each in fields if each.name != "type")])
 
 
 def settings_from(

@@ -62,7 +62,11 @@ class RolloutPlan:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What came back."""
+    """What came back.
+
+    >>> agl.Collected(trajectories=()).failed
+    ()
+    """
 
     trajectories: tuple[Trajectory, ...]
     """Of the rollouts that can be used, in the order asked for."""

@@ -131,7 +131,11 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 
 @carrier
 class SpanEvent(Carrier, frozen=True, gc=False):
-    """Something that happened within a span."""
+    """Something that happened within a span.
+
+    >>> agl.SpanEvent("cache miss", timestamp=1.0).name
+    'cache miss'
+    """
 
     name: str
     timestamp: float
@@ -140,7 +144,12 @@ class SpanEvent(Carrier, frozen=True, gc=False):
 
 @carrier
 class Span(Carrier, frozen=True, gc=False):
-    """One recorded operation of one attempt."""
+    """One recorded operation of one attempt.
+
+    >>> span = agl.Span("ro-1", "at-1", "search", start_time=1.0, attributes={"query": "tea"})
+    >>> span.attributes["query"]
+    'tea'
+    """
 
     rollout_id: str
     attempt_id: str

@@ -30,7 +30,12 @@ BOM = b"\xef\xbb\xbf"
 
 @runtime_checkable
 class Dataset(Protocol[T_co]):
-    """Tasks by number: a list, a `torch.utils.data.Dataset`, a Hugging Face dataset ..."""
+    """Tasks by number: a list, a `torch.utils.data.Dataset`, a Hugging Face dataset ...
+
+    >>> tasks: agl.Dataset = [{"question": "6 x 7", "answer": 42}]
+    >>> tasks[0]["answer"]
+    42
+    """
 
     def __len__(self) -> int: ...
 

@@ -83,6 +83,9 @@ class Trainer:
     Settings come from `config`; the keyword arguments are short ways to its most used fields. `algorithm` is run as it
     is, whatever its class; without one, it is made from the settings. `run_dir` is where everything is kept (default:
     `runs/<time>` below the current directory). `store` takes the place of the run's own.
+
+        >>> agl.Trainer(algorithm=agl.LightningRL(steps=50), model="path/to/model", run_dir="runs/first")
+        Trainer(algorithm='lightning_rl', model='path/to/model', run_dir='runs/first')
     """
 
     def __init__(
@@ -108,6 +111,11 @@ class Trainer:
         self.progress = progress or Progress()
         self._resumed_from: TrainConfig | None = None
         """The settings of the run that is resumed, before any change."""
+
+    def __repr__(self) -> str:
+        algorithm = self.algorithm.name if self.algorithm is not None else self.config.algorithm.type
+        model = self.config.policy.model
+        return f"Trainer(algorithm={algorithm!r}, model={model!r}, run_dir={str(self.run_dir)!r})"
 
     @classmethod
     def resume(cls, run_dir: str | Path, *, changes: Mapping[str, Any] | Sequence[str] = (), **options: Any) -> Trainer:

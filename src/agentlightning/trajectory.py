@@ -52,7 +52,11 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The transitions of one rollout, in the store's order, and its final reward."""
+    """The transitions of one rollout, in the store's order, and its final reward.
+
+    >>> agl.Trajectory("ro-1", "at-1", transitions=(), reward=1.0).reward
+    1.0
+    """
 
     rollout_id: str
     attempt_id: str
@@ -66,7 +70,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A run of tokens of one kind."""
+    """A run of tokens of one kind.
+
+    >>> agl.Node(parent=-1, token_ids=(5, 6), sampled=True, logprobs=(-0.1, -0.2)).sampled
+    True
+    """
 
     parent: int
     """Index of the node before this one; -1 for a root. Parents come before their children."""
@@ -87,7 +95,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Every token of a rollout or of a group, each stored once."""
+    """Every token of a rollout or of a group, each stored once.
+
+    >>> tree = agl.TokenTree((agl.Node(-1, (5, 6)), agl.Node(0, (7,), sampled=True, logprobs=(-0.1,))))
+    >>> [node.parent for node in tree.nodes]
+    [-1, 0]
+    """
 
     nodes: tuple[Node, ...]
 
@@ -116,7 +129,12 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A token tree with what the loss needs for each sampled token."""
+    """A token tree with what the loss needs for each sampled token.
+
+    >>> tree = agl.TokenTree((agl.Node(-1, (5, 6)), agl.Node(0, (7,), sampled=True, logprobs=(-0.1,))))
+    >>> agl.TrainingSample(tree, advantages=((0.0, 0.0), (0.5,)), weights=((0.0, 0.0), (1.0,))).tree is tree
+    True
+    """
 
     tree: TokenTree
     advantages: tuple[tuple[float, ...], ...]

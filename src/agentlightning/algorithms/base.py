@@ -80,6 +80,14 @@ class Algorithm(ABC, Generic[C]):
 
     A subclass defines `total_steps` and `run`; settings of its own go into `config`, and what its optimiser and its
     rewards need is read from there (`optimizer`, `reward_weights`) or defined by overriding the properties.
+
+        >>> class Measure(agl.Algorithm):
+        ...     total_steps = 1
+        ...     async def run(self, training):
+        ...         collected = await training.collect(tasks=4, group_size=1, temperature=1.0)
+        ...         await training.finish_step(collected, {})
+        >>> Measure().total_steps
+        1
     """
 
     config: C

@@ -28,13 +28,17 @@ from agentlightning.credit import credit_rule, group_trajectories, is_target, re
 from agentlightning.policy.losses import Loss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
-from agentlightning.settings import settings_from
+from agentlightning.settings import SettingsSignature, settings_from
 from agentlightning.source import Collected
 from agentlightning.trajectory import Trajectory
 
 
 class LightningRLConfig(BaseModel):
-    """The settings of LightningRL."""
+    """The settings of LightningRL.
+
+    >>> agl.LightningRLConfig(steps=50, group_size=4).tasks_per_step
+    16
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -89,9 +93,14 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     `settings` are those of `LightningRLConfig`, and change those of `config` where both are given. Raises ConfigError
     for settings that cannot work.
+
+        >>> agl.LightningRL(steps=50, group_size=4).total_steps
+        50
     """
 
     name: ClassVar[str] = "lightning_rl"
+
+    __signature__ = SettingsSignature(LightningRLConfig)
 
     def __init__(self, config: LightningRLConfig | None = None, **settings: Any) -> None:
         self.config = settings_from(

@@ -29,7 +29,7 @@ from agentlightning.policy.base import ChatFormat, Message, Policy
 from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
-from agentlightning.settings import settings_from
+from agentlightning.settings import SettingsSignature, settings_from
 from agentlightning.source import Collected
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
@@ -42,7 +42,11 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 class SFTConfig(BaseModel):
-    """The settings of supervised learning."""
+    """The settings of supervised learning.
+
+    >>> agl.SFTConfig(epochs=2).shuffle
+    True
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -93,10 +97,16 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     settings: those of `SFTConfig`, over those of `config` where both are given.
 
     Raises ConfigError for settings that cannot work and DatasetError for a conversation that cannot be trained on.
+
+        >>> conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        >>> agl.SFTAlgorithm("path/to/model", [conversation], steps=2, output="trained").total_steps
+        2
     """
 
     name = "sft"
     objective = "supervised"
+
+    __signature__ = SettingsSignature(SFTConfig)
 
     def __init__(
         self,

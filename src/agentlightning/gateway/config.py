@@ -82,7 +82,11 @@ class BudgetConfig(BaseModel):
 
 
 class GatewayConfig(BaseModel):
-    """Where model calls go."""
+    """Where model calls go.
+
+    >>> agl.GatewayConfig(default_model="policy").routes
+    ()
+    """
 
     model_config = _SECTION
 

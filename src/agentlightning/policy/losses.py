@@ -69,6 +69,9 @@ class PPOLoss(TokenLoss):
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7; separate bounds from DAPO, Yu et al. 2025, arXiv:2503.14476.
     With group-relative advantages this is the loss of GRPO without its KL term.
+
+        >>> agl.PPOLoss().type
+        'ppo'
     """
 
     type: Literal["ppo"] = "ppo"
@@ -97,7 +100,11 @@ class PPOLoss(TokenLoss):
 
 
 class NLLLoss(TokenLoss):
-    """Supervised learning: loss_t = -log p(token). Advantages and sampled log-probabilities play no part."""
+    """Supervised learning: loss_t = -log p(token). Advantages and sampled log-probabilities play no part.
+
+    >>> agl.NLLLoss().type
+    'nll'
+    """
 
     type: Literal["nll"] = "nll"
     """Which loss this is."""

@@ -20,7 +20,11 @@ Objective = Literal["reinforcement", "supervised"]
 
 
 class OptimizerConfig(BaseModel):
-    """How weights follow gradients."""
+    """How weights follow gradients.
+
+    >>> agl.OptimizerConfig(lr=1e-5, schedule="cosine", total_steps=100).clip_norm
+    1.0
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

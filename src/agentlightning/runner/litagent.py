@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from agentlightning.errors import AgentError
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from agentlightning.resources import NamedResources
     from agentlightning.rollouts import AttemptedRollout
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Task = TypeVar("Task")
 Function = Callable[..., Any]
 
@@ -30,6 +32,12 @@ class LitAgent(Generic[Task]):
     Override `rollout` or `rollout_async`; override the `training_` or `validation_` variants where training and
     validation differ. Each returns what any agent returns: a number (the final reward), None (rewards were emitted),
     or an output for the reward function.
+
+        >>> class Agent(agl.LitAgent):
+        ...     def rollout(self, task, resources, rollout):
+        ...         return 1.0 if task["question"].endswith("?") else 0.0
+        >>> Agent().rollout({"question": "Why?"}, {}, None)
+        1.0
     """
 
     trained_agents: str | None = None
@@ -87,15 +95,20 @@ def method_for(agent: LitAgent[Any], mode: str | None) -> Function:
     )
 
 
-class FunctionAgent(LitAgent[Any]):
-    """A function that was decorated as an agent. Calling it calls the function."""
+class FunctionAgent(LitAgent[Any], Generic[P, R]):
+    """A function that was decorated as an agent. Calling it calls the function.
 
-    def __init__(self, function: Function) -> None:
+    >>> agent = agl.rollout(lambda task: float(len(task)))
+    >>> agent("abc")
+    3.0
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
         super().__init__()
         functools.update_wrapper(cast(Function, self), function)
         self.function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -112,38 +125,58 @@ class FunctionAgent(LitAgent[Any]):
         return await result if inspect.isawaitable(result) else result
 
 
-def rollout(function: Function) -> FunctionAgent:
-    """Mark a function, sync or async, as an agent. Its arguments are injected by name; see `runner/inject.py`."""
+def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
+    """Mark a function, sync or async, as an agent. Its arguments are injected by name; see `runner/inject.py`.
+
+    >>> @agl.rollout
+    ... def agent(task):
+    ...     return 1.0 if task["question"].endswith("?") else 0.0
+    >>> agent({"question": "Why?"})
+    1.0
+    """
     if not callable(function):
         raise AgentError(f"@rollout decorates a function, not {function!r}")
     return FunctionAgent(function)
 
 
 @overload
-def llm_rollout(function: Function) -> FunctionAgent: ...
+def llm_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]: ...
 @overload
-def llm_rollout(function: None = None, *, strip_proxy: bool = True) -> Callable[[Function], FunctionAgent]: ...
-
-
 def llm_rollout(
-    function: Function | None = None, *, strip_proxy: bool = True
-) -> FunctionAgent | Callable[[Function], FunctionAgent]:
+    function: None = None, *, strip_proxy: bool = True
+) -> Callable[[Callable[P, R]], FunctionAgent[P, R]]: ...
+
+
+def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
     """`rollout` for a function of `(task, llm)` or `(task, llm, rollout)`.
 
     `strip_proxy` exists for code written for 0.x. Either value gives the same `llm`: its `endpoint` and its
     `get_base_url(...)` both lead to the attempt.
+
+        >>> @agl.llm_rollout
+        ... def agent(task, llm):
+        ...     return llm.model
+        >>> agent({}, agl.LLM(endpoint="http://127.0.0.1:8000", model="qwen"))
+        'qwen'
     """
     if function is None:
         return llm_rollout
     return _requiring("llm", function)
 
 
-def prompt_rollout(function: Function) -> FunctionAgent:
-    """`rollout` for a function of `(task, prompt_template)` or `(task, prompt_template, rollout)`."""
+def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
+    """`rollout` for a function of `(task, prompt_template)` or `(task, prompt_template, rollout)`.
+
+    >>> @agl.prompt_rollout
+    ... def agent(task, prompt_template):
+    ...     return prompt_template.format(**task)
+    >>> agent({"drink": "tea"}, agl.PromptTemplate(template="Make {drink}."))
+    'Make tea.'
+    """
     return _requiring("prompt_template", function)
 
 
-def _requiring(parameter: str, function: Function) -> FunctionAgent:
+def _requiring(parameter: str, function: Callable[P, R]) -> FunctionAgent[P, R]:
     names = list(inspect.signature(function).parameters)
     if parameter not in names:
         raise AgentError(

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunnerStatistics:
-    """Counts since the runner was made."""
+    """Counts since the runner was made.
+
+    >>> agl.RunnerStatistics(claimed=2, succeeded=1).succeeded
+    1
+    """
 
     claimed: int = 0
     running: int = 0

@@ -74,7 +74,11 @@ WorkerStatus = Literal["idle", "busy", "lost"]
 
 
 class Unset:
-    """The type of UNSET: an argument that was not given, where None means something."""
+    """The type of UNSET: an argument that was not given, where None means something.
+
+    >>> isinstance(agl.UNSET, agl.Unset)
+    True
+    """
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -85,7 +89,11 @@ UNSET: Final = Unset()
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One place where agents run."""
+    """One place where agents run.
+
+    >>> agl.Worker("w1").status
+    'idle'
+    """
 
     worker_id: str
     last_heartbeat_time: float | None = None
@@ -105,7 +113,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One of the queues that rollouts wait in. It exists once it was named."""
+    """One of the queues that rollouts wait in. It exists once it was named.
+
+    >>> agl.Queue("train", limit=8).waiting
+    0
+    """
 
     name: str
     limit: int | None = None
@@ -116,7 +128,13 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What `prune` keeps of the finished rollouts; None: no limit. The oldest go first."""
+    """What `prune` keeps of the finished rollouts; None: no limit. The oldest go first.
+
+    >>> store = agl.InMemoryLightningStore()
+    >>> asyncio.run(store.prune(agl.Retention(max_age_seconds=7 * 86400))).rollouts
+    0
+    >>> asyncio.run(store.close())
+    """
 
     max_age_seconds: float | None = None
     """Since they finished."""
@@ -129,7 +147,11 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` removed, or would remove."""
+    """What `prune` removed, or would remove.
+
+    >>> agl.Pruned(rollouts=1, spans=2, bytes=300).spans
+    2
+    """
 
     rollouts: int
     spans: int
@@ -150,7 +172,11 @@ class _OpeningSignature:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """Everything about one rollout: what is exported and imported."""
+    """Everything about one rollout: what is exported and imported.
+
+    >>> agl.RolloutRecord(agl.Rollout("ro-1", "a task", start_time=0.0)).attempts
+    ()
+    """
 
     rollout: Rollout
     attempts: tuple[Attempt, ...] = ()
@@ -165,9 +191,10 @@ class LightningStore(ABC):
     for one that is gone with the process. Directories are made as needed. Raises ConfigError for a url that is none of
     these, StoreError where the database cannot be opened.
 
-        store = agl.LightningStore(":memory:")
-        rollout = asyncio.run(store.enqueue_rollout({"question": "6 x 7"}))
-        asyncio.run(store.close())
+        >>> store = agl.LightningStore("hub.db")
+        >>> asyncio.run(store.enqueue_rollout({"question": "6 x 7"}, mode="train")).queue
+        'train'
+        >>> asyncio.run(store.close())
     """
 
     __signature__ = _OpeningSignature()

@@ -56,9 +56,9 @@ def emit_reward(
     `primary_key`, the reward is that one of several, and the others are recorded beside it.
     Raises RewardError for anything else; a rollout without a reward emits none.
 
-        @agl.rollout
-        def agent(task):
-            agl.emit_reward(1.0 if task["answer"] == 42 else 0.0)
+        >>> @agl.rollout
+        ... def agent(task):
+        ...     agl.emit_reward(1.0 if task["answer"] == 42 else 0.0)
     """
     _record(names.REWARD, _reward(reward, name, primary_key), attributes, propagate)
 
@@ -85,7 +85,7 @@ def _reward(
 def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
     """Record a line of text.
 
-    agl.emit_message("searching", {"step": 2})
+    >>> agl.emit_message("searching", {"step": 2})
     """
     if not isinstance(message, str):
         raise ConfigError(f"emit_message takes text, not {type(message).__name__}; use emit_object for data")
@@ -95,7 +95,7 @@ def emit_message(message: str, attributes: Mapping[str, Any] | None = None, prop
 def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
     """Record any JSON value, pydantic model or dataclass. Raises ConfigError where there is no JSON for it.
 
-    agl.emit_object({"plan": ["search", "answer"]})
+    >>> agl.emit_object({"plan": ["search", "answer"]})
     """
     try:
         text = json.dumps(obj, allow_nan=False, ensure_ascii=False, default=_jsonable)
@@ -112,10 +112,10 @@ def emit_exception(
 ) -> None:
     """Record an exception the agent has handled, with its traceback.
 
-    try:
-        int("seven")
-    except ValueError as error:
-        agl.emit_exception(error)
+    >>> try:
+    ...     int("seven")
+    ... except ValueError as error:
+    ...     agl.emit_exception(error)
     """
     if not isinstance(exception, BaseException):
         kind = type(exception).__name__
@@ -132,7 +132,7 @@ def emit_exception(
 def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
     """Record attributes of your own choice. Nested values are flattened with dots: `{"a": {"b": 1}}` is `a.b`.
 
-    agl.emit_annotation({"user": {"plan": "free"}})
+    >>> agl.emit_annotation({"user": {"plan": "free"}})
     """
     if not isinstance(annotation, Mapping) or not annotation:
         raise ConfigError(f"emit_annotation({annotation!r}) says nothing; give it a dict with at least one key")
@@ -284,15 +284,16 @@ def operation(name: str | None = None, *, propagate: bool = True, **attributes: 
 def operation(name: Any = None, *, propagate: bool = True, **attributes: Any) -> Any:
     """Record a step of the agent: its name, what went in, what came out, how long it took, how it failed.
 
-        @operation                              a function, sync or async
-        def search(query): ...
+    As a decorator of a function, sync or async, with or without a name, and as a block:
 
-        @operation(name="web search")
-        async def search(query): ...
-
-        with operation("plan", kind="draft") as step:         a block
-            step.set_input(question)
-            step.set_output(plan)
+        >>> @agl.operation
+        ... def search(query):
+        ...     return ["a page about " + query]
+        >>> search("tea")
+        ['a page about tea']
+        >>> with agl.operation("plan", kind="draft") as step:
+        ...     step.set_input("a question")
+        ...     step.set_output(["search", "answer"])
 
     Other keywords are attributes of the span. What is recorded inside becomes its child. An exception is recorded and
     passed on. Values with no JSON form are recorded by their `repr`, shortened; the function gets and returns them
@@ -342,7 +343,11 @@ def _jsonable(value: Any) -> Any:
 
 
 def get_reward_value(span: Span) -> Reward | None:
-    """The reward a span carries; None where it carries none that counts and is made of numbers."""
+    """The reward a span carries; None where it carries none that counts and is made of numbers.
+
+    >>> agl.get_reward_value(agl.Span("ro-1", "at-1", "search", start_time=0.0)) is None
+    True
+    """
     if span.name != names.REWARD or not names.counts(span):
         return None
     values = span.attributes.get(names.REWARD_VALUES)
@@ -356,12 +361,21 @@ def get_reward_value(span: Span) -> Reward | None:
 
 def find_reward_spans(spans: Sequence[Span]) -> list[Span]:
     """The spans that carry a reward, in the order given. What came too late is no reward: of a superseded attempt, or
-    after its end."""
+    after its end.
+
+        >>> agl.find_reward_spans([agl.Span("ro-1", "at-1", "search", start_time=0.0)])
+        []
+    """
     return [span for span in spans if get_reward_value(span) is not None]
 
 
 def find_final_reward(spans: Sequence[Span]) -> Reward | None:
-    """The last reward of an attempt whose spans come in the store's order. None is *missing*, never 0.0."""
+    """The last reward of an attempt whose spans come in the store's order. None is *missing*, never 0.0.
+
+    >>> score = {"gen_ai.evaluation.score.value": 1.0}
+    >>> agl.find_final_reward([agl.Span("ro-1", "at-1", "gen_ai.evaluation.result", 0.0, attributes=score)])
+    1.0
+    """
     for span in reversed(spans):
         if (reward := get_reward_value(span)) is not None:
             return reward

@@ -210,8 +210,8 @@ def track_agent(name: str) -> Generator[None]:
     """Spans inside carry `gen_ai.agent.name`: who is speaking, and the unit of selective optimisation. So do the
     model calls made inside, by whatever client.
 
-        with agl.track_agent("writer"):
-            agl.emit_message("a draft")
+        >>> with agl.track_agent("writer"):
+        ...     agl.emit_message("a draft")
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"track_agent({name!r}) names nobody; give the agent a name")

@@ -50,6 +50,10 @@ class LightningStoreClient(CallingStore):
 
     Raises ConfigError for a url or token that cannot be one. Calls raise what the store raises, StoreServerError where
     nobody answers or the server is another version, and StoreAuthError where it wants another token.
+
+        >>> store = agl.LightningStoreClient("http://127.0.0.1:4747")
+        >>> isinstance(store, agl.LightningStore)
+        True
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, patience: float = 60.0) -> None:

@@ -1,0 +1,155 @@
+"""What a user is told of every public name: a signature, a docstring, an example that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import inspect
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+
+import agentlightning as agl
+from agentlightning.errors import AgentLightningError
+
+PUBLIC: dict[str, Any] = {name: getattr(agl, name) for name in agl.__all__}
+ERRORS = {name for name, value in PUBLIC.items() if inspect.isclass(value) and issubclass(value, AgentLightningError)}
+RECEIVED = {
+    "ChatFormat",
+    "Gain",
+    "NamedResources",
+    "Policy",
+    "Runner",
+    "SFTResult",
+    "Training",
+    "TrainingResult",
+    "Transition",
+}
+"""What a user is given, or builds with a server beside it: described, without an example."""
+DOORS = {"ChatFormat", "GatewayConfig", "Policy", "PolicyConfig"}
+"""What leads to a part of its own, whose own types its own guide names."""
+
+
+def own_members(value: Any) -> Iterator[Any]:
+    """Public functions and methods of ours. What a kind of store has beside the contract is not public."""
+    if not inspect.isclass(value):
+        if inspect.isroutine(value):
+            yield value
+        return
+    for name, member in inspect.getmembers(value):
+        function = member.fget if isinstance(member, property) else member
+        beside = issubclass(value, agl.LightningStore) and not hasattr(agl.LightningStore, name)
+        if name.startswith("_") and name != "__init__":
+            continue
+        if inspect.isfunction(function) and function.__module__.startswith("agentlightning") and not beside:
+            yield function
+
+
+def classes_in(hint: Any) -> Iterator[type]:
+    if inspect.isclass(hint):
+        yield hint
+    for inner in typing.get_args(hint):
+        for each in inner if isinstance(inner, list) else [inner]:
+            yield from classes_in(each)
+
+
+def test_every_type_named_in_a_public_signature_is_public() -> None:
+    from agentlightning.policy.optimizer_config import Objective
+
+    known = {*map(id, PUBLIC.values())}
+    names = {**PUBLIC, "ReadableSpan": ReadableSpan, "Objective": Objective}
+    missing: dict[str, str] = {}
+    for name, value in PUBLIC.items():
+        holders = [] if name in DOORS else [*own_members(value), *([value] if inspect.isclass(value) else [])]
+        for holder in holders:
+            for field, hint in typing.get_type_hints(holder, localns=names).items():
+                for kind in () if field.startswith("_") else classes_in(hint):
+                    if kind.__module__.startswith("agentlightning") and id(kind) not in known:
+                        missing[f"{kind.__module__}.{kind.__qualname__}"] = name
+    assert not missing
+
+
+WITH_EXAMPLE = [name for name in agl.__all__ if name not in ERRORS | RECEIVED]
+STARTING_PROCESSES = {"evaluate"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in STARTING_PROCESSES else []) for name in WITH_EXAMPLE],
+)
+def test_every_public_name_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    example = doctest.DocTestParser().get_doctest(text, {"agl": agl, "asyncio": asyncio}, name, None, 0)
+    assert example.examples, f"the docstring of {name} has no example"
+    told: list[str] = []
+    doctest.DocTestRunner().run(example, out=told.append)
+    assert not told, "".join(told)
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS | RECEIVED))
+def test_every_other_public_name_is_described(name: str) -> None:
+    assert inspect.getdoc(PUBLIC[name])
+
+
+def test_every_error_there_is_is_public() -> None:
+    assert {
+        name
+        for name, value in vars(agl.errors).items()
+        if inspect.isclass(value) and issubclass(value, AgentLightningError)
+    } == ERRORS
+
+
+def test_the_overview_names_every_public_name_and_stands_first() -> None:
+    overview = agl.__doc__ or ""
+    assert [name for name in agl.__all__ if name not in overview] == []
+    assert "makes a function an agent" in overview.splitlines()[2]
+
+
+def test_a_store_is_a_class_that_opens_one_and_that_all_of_them_are() -> None:
+    store: agl.LightningStore = agl.LightningStore(":memory:")
+    stores = [store, agl.InMemoryLightningStore(), agl.LightningStoreClient("http://127.0.0.1:9")]
+    assert all(isinstance(each, agl.LightningStore) for each in stores)
+    for each in stores:
+        asyncio.run(each.close())
+    assert list(inspect.signature(agl.LightningStore).parameters) == ["url"]
+    assert "token" in inspect.signature(agl.LightningStoreClient).parameters
+    half: Any = type("Half", (agl.LightningStore,), {})
+    with pytest.raises(TypeError, match="add_span"):
+        half()
+
+
+def test_settings_are_completed_by_name() -> None:
+    fields = list(inspect.signature(agl.LightningRL).parameters)
+    assert fields[0] == "config"
+    assert {"steps", "group_size", "credit", "optimizer"} <= set(fields)
+    assert {"model", "dataset", "epochs", "batch_size"} <= set(inspect.signature(agl.SFTAlgorithm).parameters)
+
+    class Mine(agl.LightningRL):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+
+    assert list(inspect.signature(Mine).parameters) == ["depth"]
+
+
+def test_a_decorated_agent_keeps_the_signature_of_its_function() -> None:
+    def agent(task: dict[str, str], llm: agl.LLM, depth: int = 3) -> float:
+        """Answers."""
+        return float(depth)
+
+    for decorated in (agl.rollout(agent), agl.llm_rollout(agent)):
+        assert inspect.signature(decorated) == inspect.signature(agent)
+        assert (getattr(decorated, "__name__", None), decorated.__doc__) == ("agent", "Answers.")
+        assert decorated({}, agl.LLM(endpoint="http://127.0.0.1", model="m"), depth=4) == 4.0
+
+
+def test_trainers_and_algorithms_show_what_they_are() -> None:
+    algorithm = agl.LightningRL(steps=7)
+    trainer = agl.Trainer(algorithm=algorithm, model="tiny", run_dir="runs/a")
+    assert repr(trainer) == "Trainer(algorithm='lightning_rl', model='tiny', run_dir='runs/a')"
+    assert repr(algorithm).startswith("LightningRL(")
+    assert "steps=7" in repr(algorithm)
