@@ -9,6 +9,7 @@ import pytest
 from openai import OpenAI
 
 from agentlightning import span as names
+from agentlightning.assemble import transitions
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import LLM
@@ -382,7 +383,10 @@ async def test_a_caller_that_hangs_up_ends_the_sampling_and_is_recorded(serve, s
     await service.gateway.drain(timeout=10)
     (span,) = await service.spans()
     assert span.attributes[names.ERROR_TYPE] == "client_disconnected"
-    assert names.RESPONSE_TOKEN_IDS not in span.attributes
+    drawn = bytes(span.attributes.get(names.RESPONSE_TOKEN_IDS, ())).decode()
+    assert ("a long answer " * 1000).startswith(drawn)
+    assert len(drawn) == span.attributes[names.OUTPUT_TOKENS]
+    assert transitions([span]) == ()
     service.gateway.resume()
     assert (await service.ask()).choices[0].message.content == "Hello."
     assert service.gateway.counters.cancelled == 1

@@ -152,3 +152,15 @@ async def test_tools_that_are_offered_and_no_more_leave_an_answer_free(ask):
     attributes, _ = await ask("val", tools=TOOLS, response_format=None)
     assert CONSTRAINT not in attributes
     assert RESHAPED not in attributes
+
+
+def test_a_held_answer_cannot_be_whitespace_for_ever():
+    tokenizer = tiny_tokenizer()
+    grammars = Grammars(tokenizer, 320, [tokenizer.eos_token_id])
+    matcher = grammars.matcher(json.dumps(SCHEMA))
+    (brace,), (newline,) = (tokenizer.encode(text, add_special_tokens=False) for text in "{\n")
+    matcher.push(brace)
+    for _ in range(40):
+        assert matcher.allowed(320)[newline]
+        matcher.push(newline)
+    assert not matcher.allowed(320)[newline]

@@ -7,6 +7,7 @@ Called by agents over HTTP, and by the trainer for `pause`, `drain` and `resume`
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -304,7 +305,9 @@ class Gateway:
 
     async def _serve(self, dialect: Dialect, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
         self.counters.requests += 1
-        outlet = Outlet(send)
+        outlet = Outlet(send, in_pieces=scope.get("http_version") != "1.0")
+        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
+        outlet.passed = [(name, b"req_" + secrets.token_hex(12).encode())]
         try:
             await work(scope, receive, outlet)
         except ClientGone:

@@ -62,12 +62,18 @@ class Record:
         return self._span(attributes, end_time, "OK", None)
 
     def failed(self, answer: Answer, params: SamplingParams, end_time: float, type: str, message: str) -> Span:
-        """The span of an answer that never became whole. It holds no tokens: there is nothing to learn from them."""
+        """The span of an answer that never became whole, with the tokens there were. Nobody learns from it: an answer
+        that was cut off is none."""
         attributes = self._attributes(answer, params) | {
             names.OUTPUT_TOKENS: answer.received,
             names.OUTPUT_MESSAGES: _output(answer, "error"),
             names.ERROR_TYPE: type,
         }
+        if answer.received:
+            attributes |= {
+                names.PROMPT_TOKEN_IDS: self.prompt.token_ids,
+                names.RESPONSE_TOKEN_IDS: list(answer.token_ids),
+            }
         return self._span(attributes, end_time, "ERROR", message)
 
     def _span(self, attributes: dict[str, Any], end_time: float, status: str, message: str | None) -> Span:

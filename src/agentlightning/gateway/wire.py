@@ -77,13 +77,15 @@ async def until_gone(receive: Receive) -> None:
 
 
 class Outlet:
-    """Where a reply goes."""
+    """Where a reply goes. `in_pieces` False: what comes as a stream is sent in one piece, since HTTP/1.0 knows no
+    chunks."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, in_pieces: bool = True) -> None:
         self._send = send
+        self._held: list[bytes] | None = None if in_pieces else []
         self.started = False
         self.passed: Sequence[tuple[bytes, bytes]] = ()
-        """Headers of a provider's answer that the caller sees."""
+        """Further headers: the request's id, or those of a provider's answer that the caller sees."""
 
     async def whole(
         self, status: int, body: bytes, retry: bool | None = None, retry_after: float | None = None
@@ -101,10 +103,19 @@ class Outlet:
 
     async def write(self, events: bytes) -> None:
         """Some more of a stream of events."""
+        if self._held is not None:
+            self.started = True
+            self._held.append(events)
+            return
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self.passed]})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self) -> None:
+        if self._held is not None:
+            body = b"".join(self._held)
+            headers = [*_STREAM, (b"content-length", str(len(body)).encode()), *self.passed]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            return await self._send({"type": "http.response.body", "body": body})
         await self._send({"type": "http.response.body", "body": b""})

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.base import HeldTo
 
 logger = logging.getLogger(__name__)
+
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,40}"
+"""Between the parts of a JSON value: enough to indent it, and no more, or a model may write nothing but that."""
 
 
 class Matcher:
@@ -74,12 +77,13 @@ class Grammars:
         import llguidance
 
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text) if kind == "json_schema" else text
+            if kind == "json_schema":
+                text = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
         except ValueError:
             return None
-        wrong, said = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        wrong, said = llguidance.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
         # A warning tells of a keyword that would not be held to.
-        return None if wrong or said else llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        return None if wrong or said else llguidance.LLMatcher(tokenizer, text, log_level=0)
 
     def _open(self) -> Any:
         with self._lock:
