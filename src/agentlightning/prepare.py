@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -209,18 +208,12 @@ def policy_config(
     )
 
 
-SWITCH_SECONDS = 2e-4
-"""torch gives the interpreter lock up at every operation of its thread, and with Python's own 5 ms between switches
-waits long to have it back from a busy event loop: sampling beside one then takes 1.6 times as long."""
-
-
 async def open_policy(config: LocalPolicyConfig) -> Policy:
     """Raises PolicyError for a model that cannot be loaded."""
     from safetensors import SafetensorError
 
     from agentlightning.policy.local import LocalPolicy
 
-    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         return await asyncio.to_thread(LocalPolicy.open, config)
     except SafetensorError as error:

@@ -20,6 +20,7 @@ import torch
 from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.generate import Request, TokenGenerator
+from agentlightning.policy.switching import SWITCH_INTERVAL
 
 T = TypeVar("T")
 OnTokens = Callable[..., None]
@@ -57,7 +58,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls: dict[Request, Call] = {}
         self._closed = False
-        self._thread = threading.Thread(target=self._main, args=(threads,), name="policy-engine", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(threads,), name="policy-engine", daemon=True)
         self._thread.start()
 
     # -- for callers, in their event loops -------------------------------------------------------------------------
@@ -93,6 +94,10 @@ class EngineThread:
         return Call(loop, loop.create_future(), on_tokens)
 
     # -- in the thread ---------------------------------------------------------------------------------------------
+
+    def _work(self, threads: int) -> None:
+        with SWITCH_INTERVAL.short():
+            self._main(threads)
 
     def _main(self, threads: int) -> None:
         torch.set_num_threads(threads)  # The setting is each thread's own.
