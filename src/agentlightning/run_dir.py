@@ -16,7 +16,6 @@ A checkpoint exists for the run only once `state.json` names it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from typing import IO, Any, Final
 import orjson
 
 from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.filelock import lock_file
 
 STATE_VERSION = 1
 
@@ -217,11 +217,9 @@ def _writable(path: Path) -> Generator[None]:
 
 def _lock(path: Path) -> IO[str]:
     file = (path / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_file(file.fileno()):
         file.close()
-        raise ConfigError(f"{path} is in use by another process; wait for it or end it first") from None
+        raise ConfigError(f"{path} is in use by another process; wait for it or end it first")
     return file
 
 

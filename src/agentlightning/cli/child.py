@@ -16,8 +16,10 @@ from typing import Final
 
 from agentlightning.errors import AgentError
 
-FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-FROM_TERMINAL: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
+_NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FORWARDED: Final = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
+"""Windows has two of them."""
+FROM_TERMINAL: Final = frozenset(number for number in FORWARDED if number.name in ("SIGINT", "SIGQUIT"))
 """A terminal sends these to the whole group: the command has them already."""
 GRACE_SECONDS: Final = 5.0
 """Between SIGTERM and SIGKILL for a command whose time is over."""
@@ -42,6 +44,8 @@ class Child:
     async def run(self, timeout: float | None = None) -> int:
         """Its exit code; 128 and the signal's number where one ended it, as shells have it. After `timeout` seconds it
         is ended. Raises AgentError where it cannot be started."""
+        if sys.platform == "win32":
+            raise AgentError("a command is run on Linux and macOS only; on Windows, use WSL")
         loop = asyncio.get_running_loop()
         stdout = asyncio.subprocess.PIPE if self._keep_output else None
         for number in FORWARDED:

@@ -9,7 +9,6 @@ Called by `gateway.sending` around each call to a provider.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import mmap
 import os
 import struct
@@ -21,6 +20,7 @@ from typing import Final
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.filelock import lock_file
 from agentlightning.gateway.config import BudgetConfig
 from agentlightning.gateway.problems import Problem
 from agentlightning.span import Span
@@ -213,7 +213,7 @@ class _Ledger:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except OSError as error:
             raise ConfigError(f"the budget's file {str(path)!r} cannot be opened: {error}; set budget.file") from error
         try:
@@ -223,12 +223,10 @@ class _Ledger:
             raise
 
     def _open(self) -> mmap.mmap:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock_file(self._file):
             raise ConfigError(
                 f"the budget's file {str(self._path)!r} is in use by another server; give each its own budget.file"
-            ) from None
+            )
         if os.fstat(self._file).st_size == 0:
             os.write(self._file, _LAYOUT.pack(_MAGIC, 0.0, 0.0))
         mapped = mmap.mmap(self._file, 0)

@@ -23,7 +23,8 @@ class SwitchInterval:
         self._lock = threading.Lock()
         self._users = 0
         self._before = 0.0
-        self._ours = 0.0
+        self._ours: float | None = None
+        """What was set; None where it was short enough."""
 
     @contextmanager
     def short(self) -> Generator[None]:
@@ -32,9 +33,10 @@ class SwitchInterval:
             self._users += 1
             if self._users == 1:
                 self._before = sys.getswitchinterval()
+                self._ours = None
                 if self._before > SWITCH_SECONDS:
                     sys.setswitchinterval(SWITCH_SECONDS)
-                self._ours = sys.getswitchinterval()
+                    self._ours = sys.getswitchinterval()
         try:
             yield
         finally:

@@ -14,7 +14,8 @@ import time
 
 _made = re.compile(r"[a-z]+-([0-9a-f]{12})[0-9a-f]{12}")
 _random = random.Random()  # not the module's own: a user's random.seed must not repeat ids
-os.register_at_fork(after_in_child=_random.seed)
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_random.seed)
 
 
 def new_hex() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import secrets
 import shutil
 import signal
@@ -23,9 +22,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import IO, TYPE_CHECKING, Any, Final, Self
 
 from agentlightning.errors import MissingExtraError, ServerError
+
+if TYPE_CHECKING:
+    from pwd import struct_passwd
 
 START_SECONDS: Final = 30.0
 """How long a server may take to answer, and to end."""
@@ -202,10 +204,12 @@ class PostgresCluster:
         self._process = None
 
 
-def _user() -> pwd.struct_passwd | None:
+def _user() -> struct_passwd | None:
     """Who runs the server; None for whoever we are."""
     if os.geteuid() != 0:
         return None
+    import pwd
+
     for name in USERS:
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name)

@@ -57,7 +57,8 @@ UNLIMITED = SpanLimits(
 
 
 _random = random.Random()  # seeded by the operating system: asking it each time would cost a system call
-os.register_at_fork(after_in_child=_random.seed)
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_random.seed)
 
 
 class SpanIdGenerator(IdGenerator):
