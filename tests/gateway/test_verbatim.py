@@ -1,6 +1,8 @@
 """An exchange kept as it was said becomes the same spans as one that is read at once, whatever was said."""
 
+import base64
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import orjson
@@ -144,11 +146,27 @@ def test_half_a_surrogate_pair_costs_one_character():
 
 def broken(record):
     """The same, with an answer in which an emoji is cut in two."""
-    said = verbatim._decoder.decode(record)
+    said = verbatim._decoder.decode(record[1:])
     answer = said.answer.replace(b"HERE", rb"\ud83d")
-    return verbatim._encoder.encode(msgspec.structs.replace(said, answer=answer))
+    return record[:1] + verbatim._encoder.encode(msgspec.structs.replace(said, answer=answer))
 
 
 def test_a_record_of_another_version_is_said_to_be_one():
     with pytest.raises(ValueError, match="another version"):
         verbatim.read(msgspec.msgpack.encode(["chat/completions", "theirs"]))
+
+
+def test_a_record_says_its_version_and_one_of_a_later_version_is_not_guessed_at():
+    _, record = exchange("chat/completions", {"model": "theirs"}, chat_answer("Hello."))
+    assert record[0] == verbatim.VERSION
+    with pytest.raises(ValueError, match=f"another version .* of version {verbatim.VERSION + 1}"):
+        verbatim.read(bytes((verbatim.VERSION + 1,)) + record[1:])
+
+
+def test_a_record_from_before_there_were_versions_is_read():
+    """Left in a journal by a process of an older version that was killed."""
+    record = base64.b64decode((Path(__file__).parent / "record_without_version.b64").read_text())
+    (span,) = verbatim.read(record)
+    assert (span.rollout_id, span.attempt_id, span.span_id) == ("ro-1", "at-1", "00" * 8)
+    assert span.attributes[names.INPUT_TOKENS] == 11
+    assert orjson.loads(span.attributes[names.OUTPUT_MESSAGES])[0]["parts"][0]["content"] == "Hello."

@@ -53,6 +53,10 @@ class _Used(Struct):
     usage: Any = None
 
 
+VERSION: Final = 1
+"""Of a record: its first byte. Raised where older readers could not read it, or would read something else."""
+_UNVERSIONED: Final = range(0x90, 0xA0)
+"""First bytes of records from before there were versions: a MessagePack array. They are read as version 1."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Verbatim)
 _used: Final = msgspec.json.Decoder(_Used)
@@ -73,7 +77,8 @@ def usage_of(path: Path, answer: bytes) -> Usage | None:
 def write(forward: Forward, call: Call, request: bytes, ended: float) -> bytes:
     """The record of a call that was passed on as it is."""
     route = forward.route
-    return _encoder.encode(
+    record = bytearray((VERSION,))
+    _encoder.encode_into(
         Verbatim(
             forward.path,
             route.name,
@@ -87,15 +92,23 @@ def write(forward: Forward, call: Call, request: bytes, ended: float) -> bytes:
             call.attributes(),
             request,
             call.body,
-        )
+        ),
+        record,
+        1,
     )
+    return bytes(record)
 
 
 def read(record: bytes) -> list[Span]:
     """Its spans. Where the words cannot be read after all, one that holds them as they are. Raises ValueError for a
     record of another version."""
+    first = record[0] if record else 0
+    if first != VERSION and first not in _UNVERSIONED:
+        raise ValueError(
+            f"an exchange that another version has kept: it is of version {first}, this one reads {VERSION}"
+        )
     try:
-        said = _decoder.decode(record)
+        said = _decoder.decode(record if first in _UNVERSIONED else memoryview(record)[1:])
     except msgspec.MsgspecError as error:
         raise ValueError(f"an exchange that another version has kept: {error}") from error
     try:
