@@ -85,12 +85,9 @@ def is_locked(run_dir: Path) -> bool:
     """Whether a process has the run open."""
     try:
         with (run_dir / "lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not lock_file(file.fileno(), shared=True)
     except OSError:
         return False
-    return False
 
 
 class RunDir:
