@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentlightning.rollouts import (
     attempt_environment,
     attempt_of_trace,
+    in_process_environment,
     read_attempt_key,
     read_worker_key,
     root_span_id_of,
@@ -91,3 +92,14 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_way_to_our_own_server()
 def test_a_key_of_odd_characters_is_nobodys(key):
     assert read_attempt_key(SECRET, key) is None
     assert read_worker_key(SECRET, key) is None
+
+
+def test_model_calls_are_led_to_the_server_of_the_policy_and_everything_else_to_the_store() -> None:
+    given = {"HTTP_PROXY": "http://proxy", "NO_PROXY": "x"}
+    found = attempt_environment("http://hub:1", "s", "ro-1", "at-1", inherited=given, model_url="http://trainer:2/")
+    assert found["OPENAI_BASE_URL"] == found["AGL_OPENAI_BASE_URL"] == "http://trainer:2/rollout/ro-1/attempt/at-1/v1"
+    assert found["ANTHROPIC_BASE_URL"] == "http://trainer:2/rollout/ro-1/attempt/at-1"
+    assert found["AGL_EVENT_URL"] == "http://hub:1/rollout/ro-1/attempt/at-1/events"
+    assert found["NO_PROXY"] == "x,hub,trainer"
+    shared = in_process_environment(found, "w")
+    assert shared["OPENAI_BASE_URL"] == "http://trainer:2/worker/w/rollout/ro-1/attempt/at-1/v1"

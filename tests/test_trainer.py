@@ -7,17 +7,17 @@ import httpx
 import pytest
 
 from agentlightning import trainer
-from agentlightning.agent_runner import make_runner
+from agentlightning.agent_runner import credentials, make_runner, queue_of
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.evaluator import evaluate
 from agentlightning.resources import LLM
-from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path
+from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path, attempt_secret
 from agentlightning.run_dir import RunDir, RunState
 from agentlightning.server import Server
-from agentlightning.store import InMemoryLightningStore
+from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer
 from agentlightning.training import newest_version, step_name
@@ -121,3 +121,35 @@ async def test_a_run_that_other_machines_can_reach_answers_no_call_without_a_key
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             reply = await client.post(f"{url}/v1/chat/completions", json=body)
     assert reply.status_code == without_key, reply.text
+
+
+HUB = LightningStoreClient("http://hub.example:4747", "token")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "agent", "complaint"),
+    [
+        (Trainer(n_runners=0), None, "need a store that they can reach"),
+        (Trainer(n_runners=0, store=HUB), "agent.py:solve", "give them there: agl runner"),
+        (Trainer(n_runners=0, store=HUB, reward="reward.py:score"), None, "give them there: agl runner"),
+        (Trainer(n_runners=0, store=HUB), None, "run.host=127.0.0.1 cannot be reached by runners of hub.example"),
+        (Trainer(store=HUB), None, "no agent"),
+    ],
+)
+def test_rollouts_that_nobody_could_run_are_refused_before_anything_is_made(trainer, agent, complaint, tmp_path):
+    trainer.run_dir = tmp_path / "run"
+    with pytest.raises(ConfigError, match=complaint):
+        trainer.fit(agent, [1, 2, 3, 4, 5])
+    assert not trainer.run_dir.exists()
+
+
+def test_a_run_on_a_shared_store_has_a_queue_of_its_own_where_it_has_runners():
+    assert queue_of(RunnerConfig(), None, "r1") is None
+    assert queue_of(RunnerConfig(), HUB, "r1") == "_run-r1"
+    assert queue_of(RunnerConfig(hosts=0), HUB, "r1") is None
+    assert queue_of(RunnerConfig(queue="mine"), HUB, "r1") == "mine"
+
+
+def test_attempts_on_a_shared_store_have_keys_that_its_runners_can_make():
+    assert credentials(HUB)[1] == attempt_secret("token")
+    assert credentials()[1] != credentials()[1]

@@ -111,8 +111,11 @@ class RunnerConfig(Section):
 
     concurrency: int = Field(default=64, ge=1)
     """Rollouts under way at once in each host."""
-    hosts: int = Field(default=1, ge=1)
-    """Processes that run Python agents."""
+    hosts: int = Field(default=1, ge=0)
+    """Processes that run Python agents; 0: none here, the agent is run by `agl runner` on the store's server."""
+    queue: str | None = None
+    """The queue that rollouts wait in. None: with runners elsewhere that of their mode, train or val; with a runner
+    here, in a store that others use too, a private one of the run."""
     fresh_process: bool = False
     """A process of its own for each attempt, forked from one that has imported the agent; `hosts` is ignored then."""
     timeout_seconds: float = Field(default=120.0, gt=0)
@@ -163,6 +166,8 @@ class RunConfig(Section):
     """Address the gateway listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port the gateway listens on; 0: any free one."""
+    public_url: str | None = None
+    """Where runners on other machines reach the gateway, like http://trainer.example:8000; None: at host and port."""
 
 
 class TrainConfig(Section):

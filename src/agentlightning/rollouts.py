@@ -259,7 +259,7 @@ def read_worker_key(secret: str, key: str) -> str | None:
     return worker_id if _is_same(worker_key(secret, worker_id), key) else None
 
 
-def in_process_environment(server_url: str, environment: Mapping[str, str], worker_id: str) -> dict[str, str]:
+def in_process_environment(environment: Mapping[str, str], worker_id: str) -> dict[str, str]:
     """The environment variables of an attempt for an agent that shares its process with other attempts.
 
     What the SDKs read leads to the worker *and* the attempt: a client made from it by code that keeps it for later
@@ -267,8 +267,9 @@ def in_process_environment(server_url: str, environment: Mapping[str, str], work
     is left out: one that is set up once in this process would give the spans of every later attempt to the first."""
     variables = {name: value for name, value in environment.items() if not name.startswith("OTEL_")}
     if "OPENAI_BASE_URL" in variables:
-        path = worker_path(worker_id) + attempt_path(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
-        variables |= _sdk_environment(f"{server_url.rstrip('/')}{path}/v1", environment["AGL_KEY"])
+        path = attempt_path(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
+        root = variables["OPENAI_BASE_URL"].removesuffix(f"{path}/v1")
+        variables |= _sdk_environment(f"{root}{worker_path(worker_id)}{path}/v1", environment["AGL_KEY"])
     return variables
 
 
@@ -305,11 +306,13 @@ def attempt_environment(
     attempt_id: str,
     redirect: bool = True,
     inherited: Mapping[str, str] | None = None,
+    model_url: str | None = None,
 ) -> dict[str, str]:
     """The environment variables that lead an agent to its own attempt.
 
-    With `redirect`, every name an SDK is known to read leads its model calls here; without, they go where they
-    always go, and only events and traces have an address. What an OpenTelemetry SDK records says which attempt it
+    With `redirect`, every name an SDK is known to read leads its model calls to `model_url`, the server of the policy
+    where that is another one than `server_url`, which events and traces go to; without, they go where they always go,
+    and only events and traces have an address. What an OpenTelemetry SDK records says which attempt it
     belongs to, and comes here unless `inherited` (by default this process's own environment) names an OTLP endpoint.
     """
     root = server_url.rstrip("/") + attempt_path(rollout_id, attempt_id)
@@ -324,7 +327,9 @@ def attempt_environment(
     own |= _tracing_environment(server_url, key, rollout_id, attempt_id, known) | _past_proxies(server_url, known)
     if not redirect:
         return own
-    return own | {"AGL_OPENAI_BASE_URL": f"{root}/v1"} | _sdk_environment(f"{root}/v1", key)
+    models = (model_url or server_url).rstrip("/") + attempt_path(rollout_id, attempt_id) + "/v1"
+    own |= _past_proxies(models, {**known, **own})
+    return own | {"AGL_OPENAI_BASE_URL": models} | _sdk_environment(models, key)
 
 
 def agent_process_environment(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ class RunState:
     algorithm: str | None = None
     """`module:Class` of the algorithm object the run was given; None: made from its settings."""
     objects: list[str] = field(default_factory=list[str])
-    """Of agent and reward, those that were live objects: no setting names them."""
+    """Of agent, reward and store, those that were live objects: no setting names them."""
     step: int = 0
     """Optimiser steps of the algorithm done."""
     rollouts: int = 0

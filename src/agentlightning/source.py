@@ -92,6 +92,8 @@ class RolloutSource:
 
     store: LightningStoreBase
     config: RolloutConfig = field(default_factory=RolloutConfig)
+    queue: str | None = field(default=None, kw_only=True)
+    """The queue that rollouts wait in; None: that of their mode."""
     max_failed_share: float = 0.5
     """With a larger share of failed and rejected rollouts in one request, training stops with the first reason."""
     model: str | None = None
@@ -160,6 +162,7 @@ class RolloutSource:
             config=self.config,
             metadata={"group": plan.group},
             rollout_id=plan.rollout_id,
+            queue=self.queue,
         )
 
     async def _finish(

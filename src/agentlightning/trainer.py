@@ -21,7 +21,17 @@ from typing import Any
 
 import orjson
 
-from agentlightning.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
+from agentlightning.agent_runner import (
+    check_runners,
+    credentials,
+    in_background,
+    load_agent,
+    make_runner,
+    queue_of,
+    rollout_config,
+    say_where_no_runner_is,
+    unless_it_ends,
+)
 from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
@@ -73,8 +83,6 @@ from agentlightning.store.journal import take_over
 from agentlightning.store.observe import observed
 from agentlightning.tracing.export import OtlpExporter
 from agentlightning.training import Tasks, TrainingRun, newest_version
-
-NO_AGENT = "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
 
 
 class Trainer:
@@ -183,16 +191,18 @@ class Trainer:
     def _agent_of(self, agent: Any, state: RunState) -> Any:
         """The agent to run. Raises ConfigError where there is none, ResumeError where a part of the run that was a live
         object was not given again."""
+        if "store" in state.objects and self.store is None:
+            raise ResumeError(
+                f"{self.run_dir} keeps its rollouts in a store that was given to it; give it again:"
+                f" Trainer.resume({str(self.run_dir)!r}, store=...), or --server URL"
+            )
         if "reward" in state.objects and self.reward is None:
             raise ResumeError(
                 f"{self.run_dir} was started with a reward function that is an object; give it again:"
                 f" Trainer.resume({str(self.run_dir)!r}, reward=...), or --reward module:name"
             )
         agent = agent if agent is not None else self.config.agent
-        if agent is None:
-            raise ConfigError(
-                "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
-            )
+        check_runners(self.config, self.store, agent, self.reward)
         return agent
 
     @contextmanager
@@ -247,10 +257,7 @@ class Trainer:
             except BaseException:
                 run_dir.close()
                 raise
-        if agent is None and self.config.agent is None:
-            raise ConfigError(
-                "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
-            )
+        check_runners(self.config, self.store, agent or self.config.agent, self.reward)
         self.config = with_absolute_paths(self.config)
         tasks = load_tasks(self.config, train, validation, held_out)
         run_dir = RunDir.create(self.run_dir)
@@ -258,7 +265,7 @@ class Trainer:
         self._write_config(run_dir)
         stock = self.algorithm is None or type(self.algorithm) is type(make_algorithm(self.config.algorithm))
         name = None if self.algorithm is None or stock else class_name(self.algorithm)
-        parts = {"agent": agent, "reward": self.reward}
+        parts = {"agent": agent, "reward": self.reward, "store": self.store}
         objects = [name for name, part in parts.items() if part is not None and not isinstance(part, str)]
         state = RunState(run_id=f"r{secrets.token_hex(4)}", algorithm=name, objects=objects)
         run_dir.write_state(state)
@@ -286,9 +293,9 @@ class Trainer:
     @asynccontextmanager
     async def _wired(
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
-    ) -> AsyncGenerator[tuple[Runner, TrainingRun]]:
+    ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         config, since = self.config, time.monotonic()
-        token, secret = credentials()
+        token, secret = credentials(self.store)
         async with AsyncExitStack() as stack:
             store = self.store
             if store is None:
@@ -297,7 +304,10 @@ class Trainer:
             store = _exported(store, stack)
             await take_over(store, verbatim.read)
             self.progress.phase("loading the agent and the model")
-            runner = make_runner(config.runner, store, agent, self.reward, secret, log=run_dir.path / "agent.log")
+            queue, runner = queue_of(config.runner, self.store, state.run_id), None
+            if config.runner.hosts:
+                log = run_dir.path / "agent.log"
+                runner = make_runner(config.runner, store, agent, self.reward, secret, queue=queue, log=log)
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=True)
             await make_start(config, run_dir, tasks, self.progress)
             learner = await _open_policy(config, algorithm, run_dir, state, store)
@@ -308,10 +318,13 @@ class Trainer:
             await stack.enter_async_context(server)
             limits = rollout_config(config.runner), config.runner.max_failed_share
             tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
-            source = RolloutSource(store, *limits, model=policy.model, limits=tokens)
-            await source.recover(state.run_id, "the process that ran it ended")
-            await runner.start(server.url)
-            stack.push_async_callback(runner.stop)
+            source = RolloutSource(store, *limits, model=policy.model, limits=tokens, queue=queue)
+            if runner is None:
+                stack.enter_context(in_background(say_where_no_runner_is(store, state.run_id, self.progress.note)))
+            else:
+                await source.recover(state.run_id, "the process that ran it ended")
+                await runner.start(server.url)
+                stack.push_async_callback(runner.stop)
             run = TrainingRun(
                 config=config,
                 run_dir=run_dir,
@@ -320,7 +333,7 @@ class Trainer:
                 policy=policy,
                 source=source,
                 tasks=tasks,
-                server_url=server.url,
+                server_url=config.run.public_url or server.url,
                 updating=lambda: _updating(gateway, policy, config.policy),
                 progress=self.progress,
                 total_steps=algorithm.total_steps,

@@ -21,7 +21,7 @@ from agentlightning.monitor import staleness, warnings_of
 from agentlightning.policy.base import ChatFormat, Policy
 from agentlightning.progress import Progress
 from agentlightning.rejection import Check, count_reasons
-from agentlightning.resources import LLM, NamedResources
+from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.run_dir import RunDir, RunState
 from agentlightning.source import Collected, RolloutPlan, RolloutSource
 from agentlightning.statistics import lowest_means
@@ -128,7 +128,7 @@ class TrainingRun:
 
     async def _publish(self, resources_id: str, temperature: float) -> str:
         """The newest weights under a name of their own; again under the same name after a crash, at the new address."""
-        llm = LLM(
+        llm = ProxyLLM(
             endpoint=self.server_url,
             model=self.policy.model,
             sampling_parameters={"temperature": temperature},

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agentlightning.cli.app import Output, reported
 from agentlightning.cli.token import hide_token
-from agentlightning.cli.train import Agent, Json, Reward
+from agentlightning.cli.train import Agent, Json, Reward, Token
 
 if TYPE_CHECKING:
     from agentlightning.runner import Runner
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Token = Annotated[str | None, typer.Option(envvar="AGL_TOKEN", help="The server's access token.", show_default=False)]
 LogFormat = Annotated[Literal["text", "json"], typer.Option(help="How the log on stderr is written.")]
 
 
@@ -65,7 +64,10 @@ def runner(
     log: Annotated[Path | None, typer.Option(help="Where what the agent prints goes (default: stderr).")] = None,
     redirect: Annotated[
         bool | None,
-        typer.Option(help="Lead the agent's model calls to the server (default: where the server has a model)."),
+        typer.Option(
+            help="Lead the agent's model calls to the server (default: where it has a model; a training run's rollouts "
+            "are led to that run)."
+        ),
     ] = None,
     drain_seconds: Annotated[
         float | None,
@@ -188,7 +190,7 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
         secret=attempt_secret(options.token),
         server_url=options.server,
         reward=options.reward,
-        redirect=False,
+        redirect=options.redirect,
         poll_seconds=POLL_SECONDS,
         patience=options.patience,
         **options.runner,
@@ -199,10 +201,14 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
 
 async def _start(options: _Options, runner: Runner) -> None:
     """Import the agent, and meanwhile see whether there is a server that lets us in."""
-    runner.start_hosts(await has_model(options.server, options.token) if options.redirect is None else options.redirect)
+    runner.start_hosts(await _leads(options))
     await _find_server(options, runner.store)
-    redirect = await has_model(options.server, options.token) if options.redirect is None else options.redirect
-    await runner.start(redirect=redirect)
+    await runner.start(redirect=await _leads(options))
+
+
+async def _leads(options: _Options) -> bool | None:
+    """Whether model calls are led to the server, where nothing was said; None: only where a rollout's resources say."""
+    return (options.redirect is None and await has_model(options.server, options.token)) or None
 
 
 async def _find_server(options: _Options, store: LightningStoreBase) -> None:

@@ -18,6 +18,7 @@ Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name,
 Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
 Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file.")]
 Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
+Token = Annotated[str | None, typer.Option(envvar="AGL_TOKEN", help="The server's access token.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
 
 
@@ -37,6 +38,11 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Continue the run in this directory; settings given with it change it.")
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Keep rollouts in the store of this `agl serve`; its runners run them with runner.hosts=0."),
+    ] = None,
+    token: Token = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -51,15 +57,17 @@ def train(
         from agentlightning.errors import ConfigError
         from agentlightning.progress import Progress
         from agentlightning.settings import dump_toml, load_settings
+        from agentlightning.store.http.client import LightningStoreClient
         from agentlightning.trainer import Trainer
 
         shortcuts = {"agent": agent, "reward": reward, "data.train": dataset, "policy.model": model, "run.seed": seed}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         progress = Progress(console=output.console)
+        store = None if server is None else LightningStoreClient(server, token)
         if resume is not None:
             if config is not None:
                 raise ConfigError("--resume takes a run's own settings; give those to change as section.key=value")
-            trainer = Trainer.resume(resume, changes=[*given, *(settings or [])], progress=progress)
+            trainer = Trainer.resume(resume, changes=[*given, *(settings or [])], progress=progress, store=store)
             if dry_run:
                 typer.echo(dump_toml(trainer.config), nl=False)
                 return
@@ -68,7 +76,7 @@ def train(
             if dry_run:
                 typer.echo(dump_toml(resolved), nl=False)
                 return
-            trainer = Trainer(resolved, run_dir=run_dir, progress=progress)
+            trainer = Trainer(resolved, run_dir=run_dir, progress=progress, store=store)
         directory = trainer.run_dir
         result = trainer.fit()
         output.finish(result.as_json(), lambda console: show(result, console))

@@ -249,7 +249,7 @@ def visible(task: Any, hidden: Sequence[str]) -> Any:
 def _shared_environment(job: Job) -> Mapping[str, str]:
     """For an agent that shares this process with other attempts. Programs get the attempt's own (see `command.py`)."""
     worker_id = job.rollout.attempt.worker_id or ""
-    return in_process_environment(job.server_url, job.environment, worker_id)
+    return in_process_environment(job.environment, worker_id)
 
 
 def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:

@@ -30,7 +30,7 @@ from agentlightning.errors import (
     NotFoundError,
     StoreError,
 )
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, ProxyLLM
 from agentlightning.rollouts import (
     AttemptedRollout,
     AttemptStatus,
@@ -72,9 +72,10 @@ class Runner:
     spread over `hosts` processes. `env` maps environment variables to the fields of a dict task they hold, and
     `hide` names the fields that the agent is not given (only the reward function is); `cwd` is where the agent
     runs; `log` takes what it prints. `server_url` and `secret` make each attempt's addresses; the URL may be given
-    to `start` instead, after `start_hosts` has long begun to import the agent. Without `redirect`, the agent's
-    model calls go where they always go. A store that is full, or whose server is away, is tried again for
-    `patience` seconds. `poll_seconds` is how long one claim waits.
+    to `start` instead, after `start_hosts` has long begun to import the agent. With `redirect` the agent's model
+    calls are led to that server; with None only to a proxy that the rollout's resources name (a `ProxyLLM`, as a
+    training run's are); without it they go where they always go. A store that is full, or whose server is away, is
+    tried again for `patience` seconds. `poll_seconds` is how long one claim waits.
 
     `queues` are the only ones claimed from (None: all), and after `max_rollouts` the runner ends. Silent for longer
     than `lease_seconds`, the runner is lost to the store, which gives its rollouts to others (None: only each
@@ -90,7 +91,7 @@ class Runner:
         *,
         secret: str,
         server_url: str | None = None,
-        redirect: bool = True,
+        redirect: bool | None = True,
         reward: Callable[..., Any] | str | None = None,
         concurrency: int = 32,
         hosts: int = 1,
@@ -430,10 +431,13 @@ class Runner:
     async def _run(self, claimed: AttemptedRollout, resources: NamedResources) -> Any:
         url = self.server_url or ""
         ids = claimed.rollout_id, claimed.attempt.attempt_id
-        environment = attempt_environment(url, self._secret, *ids, redirect=self._redirect)
-        if self._redirect:
-            environment |= worker_environment(url, self._secret, self.worker_id)
-        if self._redirect and (llm := first_llm(resources)) is not None:
+        llm = first_llm(resources)
+        elsewhere = llm.root_url if isinstance(llm, ProxyLLM) else None
+        redirect = self._redirect or (self._redirect is None and elsewhere is not None)
+        environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=elsewhere)
+        if redirect:
+            environment |= worker_environment(elsewhere or url, self._secret, self.worker_id)
+        if redirect and llm is not None:
             environment["AGL_MODEL"] = llm.model
         return await self.pool.run(
             claimed, resources, url, environment, self._writer.put, claimed.config.timeout_seconds

@@ -61,6 +61,11 @@ class LightningStoreClient(CallingStore):
         self._remote = Remote(Settings.checked(url, token, timeout, patience))
 
     @property
+    def token(self) -> str | None:
+        """The access token that calls are made with."""
+        return self._remote.settings.token
+
+    @property
     def url(self) -> str:
         return self._remote.settings.url
 
