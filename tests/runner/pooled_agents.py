@@ -7,6 +7,7 @@ in the attempt from the environment, made once when the first attempt asks for i
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import queue
 import threading
@@ -134,6 +135,31 @@ def in_joblib(task: dict[str, str], llm: Any) -> float:
     client = client_of(llm)
     with joblib.parallel_config(backend="threading", n_jobs=4):
         return score(list(joblib.Parallel()(joblib.delayed(ask)(client, task["word"]) for _ in range(CALLS))))
+
+
+def in_joblib_processes(task: dict[str, str], llm: Any) -> float:
+    import joblib
+
+    with _making:  # joblib shares one pool of processes, and one caller at a time may use it
+        parallel = joblib.Parallel(n_jobs=2, backend="loky")
+        if KIND == "environment":
+            return score(parallel(joblib.delayed(ask_from_environment)(task["word"]) for _ in range(CALLS)))
+        work = joblib.delayed(ask_at)
+        return score(parallel(work(llm.base_url, llm.api_key, task["word"]) for _ in range(CALLS)))
+
+
+@once
+def worker_pool() -> Any:
+    return multiprocessing.Pool(4)
+
+
+def in_worker_pool(task: dict[str, str], llm: Any) -> float:
+    work: Callable[[str], str] = partial(ask_at, llm.base_url, llm.api_key)
+    if KIND == "environment":
+        work = ask_from_environment
+    elif KIND == "module":
+        work = ask_with_module_client
+    return score(worker_pool().map(work, [task["word"]] * CALLS))
 
 
 # -- queues ----------------------------------------------------------------------------------------------------------

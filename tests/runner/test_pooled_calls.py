@@ -30,6 +30,8 @@ SHAPES = {
     "tasks": ("given", "environment", "cached", "module"),
     "executor": ("given", "environment", "cached", "module"),
     "joblib": ("given", "module"),
+    "joblib_processes": ("given", "environment"),
+    "worker_pool": ("given", "environment", "module"),
 }
 
 
@@ -63,7 +65,7 @@ def count_wrong(start: Any, roll: Any, store: Any, server: Server, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "kind"), [(shape, kind) for shape, kinds in SHAPES.items() for kind in kinds])
 async def test_no_call_is_recorded_under_another_rollout(shape: str, kind: str, count_wrong: Any) -> None:
-    if shape == "joblib":
+    if shape.startswith("joblib"):
         pytest.importorskip("joblib")
     wrong, calls, ended = await count_wrong(shape, kind)
     assert (wrong, calls, {rollout.status for rollout in ended}) == (0, ATTEMPTS * CALLS, {"succeeded"})
@@ -118,6 +120,11 @@ assert pools[0].apply(here) is None and list(pools[0].imap(lambda _: here(), ran
 with attempt("two"):
     assert pools[0].starmap(lambda a, b: here(), [(1, 2)] * 3) == ["two"] * 3
     assert pools[1].submit(here).result() == "two"
+
+    called = queue.Queue()
+    pools[0].apply_async(here, callback=lambda _: called.put(here())).get()
+    pools[1].submit(here).add_done_callback(lambda _: called.put(here()))
+    assert [called.get(), called.get()] == ["two", "two"]
 
 # A thread is in the scope that started it, until that ends or another attempt's work comes.
 def consumer(work, answers):

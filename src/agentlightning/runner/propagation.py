@@ -3,7 +3,7 @@
 `install()` patches the standard library, and joblib and anyio where the agent uses them:
 
 - `threading.Thread` inherits the context it is started in, and `ThreadPoolExecutor`, `multiprocessing.pool` (its
-  `ThreadPool` too) and joblib's threads make each call in the context it was submitted in;
+  `ThreadPool` too) and joblib's threads make each call in the context it was submitted in, callbacks included;
 - `ProcessPoolExecutor`, `multiprocessing.Pool` and joblib's processes make each call in the attempt it was
   submitted in, with its environment variables; what is emitted there is posted to the server;
 - `queue.Queue`, `queue.SimpleQueue`, `asyncio.Queue` and anyio's memory streams remember which attempt has put an item.
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import multiprocessing.pool
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def install() -> None:
     _wrap(asyncio.Queue, "put_nowait", _put)
     _wrap(asyncio.Queue, "get_nowait", _get)
     outbound.when_imported("anyio.streams.memory", _patch_anyio)
+    _wrap(Future, "add_done_callback", _add_callback)
+    outbound.when_imported("joblib.parallel", _patch_joblib)
     outbound.when_imported("joblib.externals.loky.process_executor", _patch_loky)
     outbound.when_imported("loky.process_executor", _patch_loky)
 
@@ -92,6 +95,10 @@ def _submit_to_threads(
     return original(pool, InThread(function), *args, **kwargs)
 
 
+def _add_callback(future: Future[Any], original: Callable[..., None], callback: Callable[..., Any]) -> None:
+    original(future, InThread(callback))
+
+
 class InThread:
     """A function that runs in the context in which this was made, in whatever thread. May run many times at once."""
 
@@ -114,7 +121,7 @@ class InThread:
 
 def _mix(scope: Scope | None) -> None:
     if scope is not None:
-        scope.lifetime.mixed = True
+        scope.lifetime.mix()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -205,8 +212,28 @@ def _submit_to_pool(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    threads = isinstance(pool, multiprocessing.pool.ThreadPool)
-    return original(pool, InThread(func) if threads else InProcess(func), *args, **kwargs)
+    given = inspect.signature(original).bind(pool, func, *args, **kwargs).arguments
+    given["func"] = InThread(func) if isinstance(pool, multiprocessing.pool.ThreadPool) else InProcess(func)
+    for name in ("callback", "error_callback"):  # called in a thread of the pool's own
+        if given.get(name) is not None:
+            given[name] = InThread(given[name])
+    return original(**given)
+
+
+def _patch_joblib(module: Any) -> None:
+    """It submits what is left from a thread of its pool's, when something is done."""
+    call, dispatch_next = module.Parallel.__call__, module.Parallel.dispatch_next
+
+    @functools.wraps(call)
+    def called(parallel: Any, iterable: Any) -> Any:
+        parallel._agentlightning_dispatch = InThread(functools.partial(dispatch_next, parallel))
+        return call(parallel, iterable)
+
+    @functools.wraps(dispatch_next)
+    def dispatched(parallel: Any) -> Any:
+        return parallel._agentlightning_dispatch()
+
+    module.Parallel.__call__, module.Parallel.dispatch_next = called, dispatched
 
 
 def _patch_loky(module: Any) -> None:

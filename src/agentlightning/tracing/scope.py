@@ -41,10 +41,18 @@ class SpanSink(Protocol):
 class Lifetime:
     """What changes about a scope."""
 
+    certain: bool = True
+    """Neither of the following."""
     ended: bool = False
     mixed: bool = False
     """A task or thread that it started handed on work of another attempt in a way that cannot be followed: what was
     inherited from it proves nothing any more."""
+
+    def end(self) -> None:
+        self.ended, self.certain = True, False
+
+    def mix(self) -> None:
+        self.mixed, self.certain = True, False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -83,6 +91,8 @@ def current_scope() -> Scope | None:
     inside = _scope.get()
     if inside is None:
         return process_scope()
+    if inside.lifetime.certain and _work.get() is None:  # nearly always
+        return inside
     return inside if _holds(inside) else None
 
 
@@ -163,6 +173,12 @@ def current_agent() -> str | None:
     return None if inside is None else inside.agent
 
 
+def agent_in(inside: Scope) -> str | None:
+    """Who is speaking in the current scope, which the caller has already."""
+    tracked = _agent.get()
+    return inside.agent if tracked is None else tracked
+
+
 @contextmanager
 def scope(
     rollout_id: str,
@@ -183,7 +199,7 @@ def scope(
         try:
             yield inside
         finally:
-            inside.lifetime.ended = True
+            inside.lifetime.end()
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace
 
 from agentlightning.span import AGENT_NAME, Span
 from agentlightning.tracing.otel import INSTRUMENTATION, plain_attributes, to_span
-from agentlightning.tracing.scope import Scope, current_agent, current_scope
+from agentlightning.tracing.scope import Scope, agent_in, current_agent, current_scope
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None) -
     now = time.time()
     parent = trace.get_current_span().get_span_context()
     kept = dict(attributes)
-    agent = current_agent()
+    agent = agent_in(scope)
     if agent is not None:
         kept.setdefault(AGENT_NAME, agent)
     span = Span(
