@@ -109,7 +109,7 @@ async def test_a_closure_runs_as_it_is(start: Any, roll: Any, rewards_of: Any) -
 async def test_a_class_reads_its_environment_and_posts_its_reward(
     start: Any, roll: Any, rewards_of: Any, gateway: Any
 ) -> None:
-    await start(agents.Posting, server_url=gateway.url)
+    await start(agents.Posting, server_url=gateway.url, env={"SCORE": "score"})
     ended = await roll({"score": 0.75}, {"score": -1})
     assert [await rewards_of(rollout) for rollout in ended] == [[0.75], [-1.0]]
     keys = {f"Bearer {attempt_key('a secret', *request['path'].split('/')[2:5:2])}" for request in gateway.requests}

@@ -80,13 +80,13 @@ class ByMode(LitAgent[dict[str, Any]]):
 
 
 class Posting:
-    """An agent class that knows only its environment: posts the task's `score` as its reward."""
+    """An agent class that knows only its environment: posts the variable `SCORE` as its reward."""
 
     def __init__(self) -> None:
         self.events = os.environ["AGL_EVENT_URL"]
 
     async def run(self) -> None:
-        event = {"event_type": "reward", "data": {"value": float(json.loads(os.environ["AGL_TASK"])["score"])}}
+        event = {"event_type": "reward", "data": {"value": float(os.environ["SCORE"])}}
         await asyncio.to_thread(post, self.events, os.environ["AGL_KEY"], event)
 
 
