@@ -314,3 +314,13 @@ def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> Non
 def test_the_words_of_other_trainers_are_known_to_the_algorithm_too() -> None:
     with pytest.raises(ConfigError, match=r"the nearest known one is optimizer\.lr$"):
         LightningRL(learning_rate=1e-4)
+
+
+@pytest.mark.parametrize("value", ['{"a": 1.0, "b": 0.5}', "{a = 1.0, b = 0.5}"])
+def test_a_table_is_taken_as_python_and_json_or_as_toml_write_it(value):
+    found = load_settings(TrainConfig, overrides=[f"algorithm.reward_weights={value}"])
+    assert found.algorithm.reward_weights == {"a": 1.0, "b": 0.5}
+
+
+def test_text_that_only_looks_like_json_stays_text():
+    assert load_settings(TrainConfig, overrides=["agent={prog} --x"]).agent == "{prog} --x"

@@ -68,7 +68,7 @@ def test_an_algorithm_of_ones_own_is_run_and_named_by_the_run(tmp_path):
     assert agl.Trainer.resume(tmp_path / "run", algorithm=TwoSteps()).fit(agl.rollout(say)).steps == 2
 
 
-def test_a_subclass_of_lightning_rl_runs_with_its_settings(tmp_path):
+async def test_a_subclass_of_lightning_rl_runs_with_its_settings_in_a_notebook_too(tmp_path):
     algorithm = Half(steps=1, tasks_per_step=2, group_size=2)
     result = agl.Trainer(SETTINGS, algorithm=algorithm, run_dir=tmp_path / "run").fit(agl.rollout(say), TASKS)
     assert (algorithm.finished, result.steps, result.rollouts) == (1, 1, 4)
