@@ -1,6 +1,7 @@
 """Promises of a provider's answer that is told to a client of another dialect: in order, as it comes, and whole."""
 
 import json
+import time
 
 import orjson
 import pytest
@@ -217,3 +218,21 @@ def assert_written(pieces, answer):
         events = b"".join([*parts, reply.ending([answer.told])]).split(b"\n\n")
         assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)
         assert orjson.loads(whole.whole([answer.told]))
+
+
+def test_a_long_answer_in_many_pieces_takes_time_in_proportion():
+    piece = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "abcd"}}
+
+    def seconds(pieces):
+        telling = Telling(Told(0), Head("id", "m", 0, 0))
+        started = time.thread_time()
+        telling.take("messages", {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
+        for _ in range(pieces):
+            telling.take("messages", piece)
+            telling.told.news()
+        telling.take("messages", {"type": "content_block_stop", "index": 0})
+        telling.told.news(done=True)
+        assert telling.told.content == telling.told.blocks[0]["text"] == "abcd" * pieces
+        return time.thread_time() - started
+
+    assert seconds(200_000) / seconds(50_000) < 12  # four times as much; put together with each piece, 60 times

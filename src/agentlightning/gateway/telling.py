@@ -40,6 +40,8 @@ class Telling:
     head: Head
     blocks: dict[Any, Json] = field(default_factory=dict[Any, Json])
     """Of Anthropic's: those that are not whole, by their index."""
+    pieces: dict[Any, dict[str, list[str]]] = field(default_factory=dict[Any, dict[str, list[str]]])
+    """What has come of each, by the name of its field: put together at its end."""
     grown: set[Any] = field(default_factory=set[Any])
     """Of OpenAI's items: the indexes of those that came in parts."""
 
@@ -155,27 +157,29 @@ def _more(telling: Telling, place: Any, delta: Json) -> None:
     block = telling.blocks[place]
     match delta.get("type"):
         case "text_delta":
-            _grow(block, "text", delta)
+            _grow(telling, place, "text", delta)
             telling.told.say(delta.get("text"))
         case "thinking_delta":
-            _grow(block, "thinking", delta)
+            _grow(telling, place, "thinking", delta)
             telling.told.think(delta.get("thinking"))
         case "signature_delta":
             block["signature"] = delta["signature"]
         case "input_json_delta":
-            block["written"] = block.get("written", "") + delta["partial_json"]
+            _grow(telling, place, "partial_json", delta)
             telling.told.call(place, None, None, delta["partial_json"])
         case _:
             pass
 
 
-def _grow(block: Json, name: str, delta: Json) -> None:
-    block[name] = block.get(name, "") + delta[name]
+def _grow(telling: Telling, place: Any, name: str, delta: Json) -> None:
+    telling.pieces.setdefault(place, {}).setdefault(name, []).append(delta[name])
 
 
 def _end(telling: Telling, place: Any) -> None:
     block = telling.blocks.pop(place)
-    written = block.pop("written", "")
+    grown = {name: "".join(pieces) for name, pieces in telling.pieces.pop(place, {}).items()}
+    written = grown.pop("partial_json", "")
+    block |= {name: block.get(name, "") + text for name, text in grown.items()}
     if block.get("type") == "tool_use":
         telling.told.end_call(place)
         if written:

@@ -35,6 +35,7 @@ Json = dict[str, Any]
 
 _NOBODYS: Final = cast("ChatFormat", None)
 """There are no tokens to be read."""
+_ENDS_OF_JSON: Final = frozenset('}]"0123456789el')
 _REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
 """Why an answer ended, as far as every dialect has a word for it."""
 
@@ -59,6 +60,9 @@ class _Growing:
         return "".join(self.pieces)
 
     def is_whole(self) -> bool:
+        last = self.pieces[-1].rstrip() if self.pieces else ""
+        if last and last[-1] not in _ENDS_OF_JSON:  # as most pieces do, it ends in the middle
+            return False
         try:
             orjson.loads(self.arguments)
         except orjson.JSONDecodeError:
@@ -89,7 +93,10 @@ class Told(Answer):
     _logprobs: list[Json] = field(default_factory=list[Json], init=False)
     _loose: list[Json] = field(default_factory=list[Json], init=False)
     """Log-probabilities that no piece has shown yet."""
-    _written: deque[list[Json]] = field(default_factory=deque[list[Json]], init=False)
+    _contents: list[str] = field(default_factory=list[str], init=False)
+    _thoughts_told: list[str] = field(default_factory=list[str], init=False)
+    """Pieces of content and thought, put together when all has been shown."""
+    _logprobs_of_pieces: deque[list[Json]] = field(default_factory=deque[list[Json]], init=False)
     """Log-probabilities of each piece that was taken and is not written yet."""
 
     def __post_init__(self) -> None:
@@ -169,7 +176,8 @@ class Told(Answer):
     # -- showing ---------------------------------------------------------------------------------------------------
 
     def news(self, done: bool = False) -> list[Piece]:
-        """What can be shown since the last time; all the rest where it is `done`."""
+        """What can be shown since the last time; all the rest where it is `done`. Content and thought are there when
+        it is."""
         pieces: list[Piece] = []
         if done:
             self._goes_on()
@@ -177,27 +185,29 @@ class Told(Answer):
             first, logprobs = self._waiting[0]
             if not isinstance(first, _Growing):
                 pieces.append(first)
-                self._written.append(logprobs)
+                self._logprobs_of_pieces.append(logprobs)
                 self._remember(first)
                 self._waiting.popleft()
                 continue
             ends = done or first.ended or (len(self._waiting) > 1 and first.is_whole())
             shown = self._grow(first, ends)
             pieces += shown
-            self._written += [[] for _ in shown]
+            self._logprobs_of_pieces += [[] for _ in shown]
             if not ends:
                 break
             self._waiting.popleft()
         self._shown += pieces
+        if done:
+            self.content, self.thought = "".join(self._contents), "".join(self._thoughts_told)
         return pieces
 
     def _remember(self, piece: Piece) -> None:
         if isinstance(piece, str):
-            self.content += piece
+            self._contents.append(piece)
         elif isinstance(piece, Refusal):
-            self.content += piece.text
+            self._contents.append(piece.text)
         elif isinstance(piece, Thought):
-            self.thought += piece.text
+            self._thoughts_told.append(piece.text)
 
     def _grow(self, call: _Growing, ends: bool) -> list[Piece]:
         """Begun with the first of its arguments: its name is whole by then."""
@@ -249,7 +259,7 @@ class Told(Answer):
         return self._stop.found or self.stopped_by
 
     def logprobs_of_piece(self) -> list[Json]:
-        return self._written.popleft() if self._written else []
+        return self._logprobs_of_pieces.popleft() if self._logprobs_of_pieces else []
 
     def logprobs_of_rest(self) -> list[Json]:
         rest, self._loose = self._loose, []
