@@ -148,9 +148,9 @@ async def test_fifty_runners_claim_each_of_500_rollouts_exactly_once(store: Stor
     assert sorted(seen) == sorted(rollout.rollout_id for rollout in made)
 
 
-async def test_limit_zero_is_refused(store: Store) -> None:
-    with pytest.raises(ConfigError, match="limit=0"):
-        await store.dequeue_many_rollouts(limit=0)
+async def test_a_limit_below_zero_is_refused(store: Store) -> None:
+    with pytest.raises(ConfigError, match="limit=-1"):
+        await store.dequeue_many_rollouts(limit=-1)
 
 
 # -- how status follows ----------------------------------------------------------------------------------------------
