@@ -130,7 +130,11 @@ async def test_a_host_that_is_killed_leaves_no_command_running(
     start: Any, roll: Any, attempt_of: Any, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
-    await start(["sh", "-c", f"sleep 1000 & echo $$ $! $PPID > {pids}.tmp; mv {pids}.tmp {pids}; wait"], concurrency=1)
+    # It has read its task once it is guarded.
+    await start(
+        ["sh", "-c", f"read -r _; sleep 1000 & echo $$ $! $PPID > {pids}.tmp; mv {pids}.tmp {pids}; wait"],
+        concurrency=1,
+    )
     rolling = asyncio.create_task(roll({}))
     await until(pids.exists)
     shell, child, host = map(int, pids.read_text().split())

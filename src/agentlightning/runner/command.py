@@ -88,6 +88,7 @@ class Running:
         self.name = shlex.join(words)
         self.grace = grace
         pipe = subprocess.PIPE
+        guard().start()
         try:
             self.process = subprocess.Popen(
                 words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True

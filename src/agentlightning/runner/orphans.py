@@ -24,6 +24,10 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
+    def start(self) -> None:
+        """Have the guard running. Before the first command, so that no time is lost once there is one."""
+        self._tell("")
+
     def add(self, group: int) -> None:
         """Kill the process group if this process goes first."""
         self._tell(f"+{group}\n")
