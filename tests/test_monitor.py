@@ -70,3 +70,11 @@ def test_the_end_says_where_nothing_was_won():
 def test_random_weights_are_named_before_anything_runs():
     assert starting_warnings(random_weights=False) == {}
     assert "--model" in starting_warnings(random_weights=True)["random_weights"]
+
+
+def test_rollouts_that_ran_out_of_time_are_warned_of_where_they_teach_nothing():
+    late = [step(0.5, rollouts_trained=28, failed=4, timeouts=4)]
+    [text] = warnings_of(late).values()
+    assert text.startswith("4 of the last 32 rollouts ran out of time")
+    assert "algorithm.timeout_reward=0.0" in text
+    assert warnings_of([step(0.5, rollouts_trained=32, failed=0, timeouts=4)]) == {}, "they are learned from"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -35,7 +36,7 @@ async def store():
 
 @contextlib.asynccontextmanager
 async def agents(store, behave):
-    """Run `behave(task)` for every rollout: its number is the reward, an exception a failure."""
+    """Run `behave(task)` for every rollout: its number is the reward, an exception a failure, None no word at all."""
 
     async def work():
         while True:
@@ -49,6 +50,8 @@ async def agents(store, behave):
                 failure = {"error": {"type": "ValueError", "message": str(error), "traceback": f"line 1\n{error}"}}
                 await store.update_attempt(*ids, status="failed", metadata=failure)
             else:
+                if reward is None:
+                    continue
                 span = Span(*ids, REWARD, 0.0, span_id=new_span_id(), attributes={SCORE_VALUE: reward})
                 await store.add_span(span)
                 await store.update_attempt(*ids, status="succeeded")
@@ -236,3 +239,23 @@ async def test_a_step_of_any_size_is_queued_and_awaited_in_parts(store, monkeypa
     assert [t.reward for t in collected.trajectories] == [float(n) for n in range(8)]
     assert seen == sorted(seen)
     assert seen[-1] == 8
+
+
+async def test_a_rollout_that_ran_out_of_time_fails_or_has_the_reward_it_was_given(store):
+    config = RolloutConfig(timeout_seconds=0.2)
+    source = RolloutSource(store, config)
+
+    def behave(task):
+        return None if task["n"] in (1, 2) else 1.0
+
+    async with agents(store, behave):
+        collected = await collect(source)
+    assert collected.timeouts == 2
+    assert [rollout.rollout_id for rollout in collected.failed] == ["run-1", "run-2"]
+    assert [each.rollout_id for each in collected.trajectories] == ["run-0", "run-3"]
+
+    again = [replace(plan, rollout_id=f"again-{plan.rollout_id}") for plan in PLANS]
+    async with agents(store, behave):
+        collected = await collect(source, plans=again, timeout_reward=-1.0, max_failed_share=0.0)
+    assert (collected.timeouts, collected.failed) == (2, ())
+    assert [each.reward for each in collected.trajectories] == [1.0, -1.0, -1.0, 1.0]

@@ -20,6 +20,8 @@ WINDOW: Final = 3
 """Steps that are looked at together."""
 MIN_GROUPS: Final = 4
 """Fewer groups than this show no pattern."""
+OFTEN: Final = 0.1
+"""The share of rollouts without time that is warned of."""
 MOSTLY: Final = 0.9
 """The share of groups without spread that is warned of."""
 ENTROPY_FACTOR: Final = 3.0
@@ -56,6 +58,7 @@ def warnings_of(records: Sequence[Record]) -> dict[str, str]:
         "rewards_without_spread": _without_spread(records[-WINDOW:]),
         "policy_broken": _broken(records),
         "updates_skipped": _skipped(records[-1:]),
+        "timeouts_left_out": _timed_out(records[-WINDOW:]),
     }
     return {kind: text for kind, text in found.items() if text is not None}
 
@@ -92,6 +95,19 @@ def _broken(records: Sequence[Record]) -> str | None:
     return (
         f"the policy looks broken: its reward fell from {best:.3g} to {reward:.3g}, and {sign}. The learning rate"
         f" {lr:.2g} is probably too high: start again with a tenth of it (algorithm.optimizer.lr)"
+    )
+
+
+def _timed_out(window: Sequence[Record]) -> str | None:
+    """Only those that failed for it: with a `timeout_reward` they are learned from."""
+    late = sum(min(int(record.get("timeouts", 0)), int(record.get("failed", 0))) for record in window)
+    rollouts = late + _total(window, "rollouts_trained") + _total(window, "failed") - late
+    if late < MIN_GROUPS or late < OFTEN * rollouts:
+        return None
+    return (
+        f"{late} of the last {rollouts:.0f} rollouts ran out of time and were left out, so that nothing teaches the"
+        " policy to be quicker. Where its own answers take the time, give such rollouts a reward"
+        " (algorithm.timeout_reward=0.0); where the agent's tools do, give them more time (runner.timeout_seconds)"
     )
 
 

@@ -10,8 +10,9 @@ again runs its task anew, under an id of its own. It never runs an agent and nev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from agentlightning.assemble import trajectory
@@ -36,6 +37,7 @@ T = TypeVar("T")
 
 MIN_FAILURES = 4
 """Fewer failures than this never stop a run: one bad rollout of two is not a pattern."""
+NO_REWARDS: Mapping[str, float] = MappingProxyType({})
 AT_ONCE = 2000
 """Rollouts in one request to the store: a step of a million holds up neither the event loop nor a signal."""
 WAIT_SECONDS = 1.0
@@ -74,6 +76,8 @@ class Collected:
     """Rollouts that ended without success."""
     rejected: tuple[Rejection, ...] = ()
     """Rollouts that succeeded and cannot be used."""
+    timeouts: int = 0
+    """Rollouts whose last attempt ran out of time: among `failed`, or with a `timeout_reward` among `trajectories`."""
     seconds: float = 0.0
 
     @property
@@ -84,6 +88,14 @@ class Collected:
     @property
     def sampled_tokens(self) -> int:
         return sum(len(t.response_token_ids) for trajectory in self.trajectories for t in trajectory.transitions)
+
+
+@dataclass(frozen=True, slots=True)
+class _FailureLimit:
+    """With how many failures a request goes on."""
+
+    share: float
+    excepts_timeouts: bool = False
 
 
 @dataclass(slots=True)
@@ -110,25 +122,42 @@ class RolloutSource:
         resources_id: str,
         mode: RolloutMode = "train",
         check: Check | None = None,
+        timeout_reward: float | None = None,
         max_failed_share: float | None = None,
         max_rejected_share: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Collected:
         """Queue what is not there yet, wait for all, read the trajectories; `check` names those it cannot use.
 
-        Raises TrainingStopped when more than `max_failed_share` (default: the source's) of the rollouts failed, or more
-        than `max_rejected_share` (default: the same) failed or were rejected.
+        A rollout that ran out of time has failed; with a `timeout_reward` it has that reward instead, whatever it was
+        given before, and its calls so far are a trajectory like others. Raises TrainingStopped when more than
+        `max_failed_share` (default: the source's) of the rollouts failed, or more than `max_rejected_share` (default:
+        the same) failed or were rejected.
         """
         started = time.monotonic()
         share = self.max_failed_share if max_failed_share is None else max_failed_share
         asked = await self._ask(plans, resources_id, mode, check)
-        finished = await self._finish(asked, resources_id, mode, share, on_progress)
-        failed = tuple(rollout for rollout in finished if rollout.status != "succeeded")
-        succeeded = {rollout.rollout_id for rollout in finished} - {rollout.rollout_id for rollout in failed}
-        trajectories, rejected = await self._read([plan for plan in asked if plan.rollout_id in succeeded], check)
+        limit = _FailureLimit(share, excepts_timeouts=timeout_reward is not None)
+        finished = await self._finish(asked, resources_id, mode, limit, on_progress)
+        failed = [rollout for rollout in finished if rollout.status != "succeeded"]
+        late = await self._timed_out(failed)
+        rewards = {} if timeout_reward is None else dict.fromkeys(late, timeout_reward)
+        failed = tuple(rollout for rollout in failed if rollout.rollout_id not in rewards)
+        of_no_use = {rollout.rollout_id for rollout in failed}
+        readable = [plan for plan in asked if plan.rollout_id not in of_no_use]
+        trajectories, rejected = await self._read(readable, check, rewards)
         share = share if max_rejected_share is None else max_rejected_share
         self._check_rejected(rejected, failed, len(asked), share)
-        return Collected(trajectories, failed, rejected, time.monotonic() - started)
+        return Collected(trajectories, failed, rejected, len(late), time.monotonic() - started)
+
+    async def _timed_out(self, failed: Sequence[Rollout]) -> set[str]:
+        """Those of failed rollouts whose last attempt ran out of time."""
+        found: set[str] = set()
+        for rollout in failed:
+            attempt = await self.store.get_latest_attempt(rollout.rollout_id)
+            if attempt is not None and attempt.status == "timeout":
+                found.add(rollout.rollout_id)
+        return found
 
     async def _ask(
         self, plans: Sequence[RolloutPlan], resources_id: str, mode: RolloutMode, check: Check | None
@@ -170,18 +199,19 @@ class RolloutSource:
         asked: Sequence[RolloutPlan],
         resources_id: str,
         mode: RolloutMode,
-        share: float,
+        limit: _FailureLimit,
         on_progress: Callable[[int], None] | None,
     ) -> list[Rollout]:
         """The finished rollouts. One that somebody removes meanwhile (`agl store prune`) is run again."""
         while True:
             try:
-                return await self._wait([plan.rollout_id for plan in asked], share, on_progress)
+                return await self._wait([plan.rollout_id for plan in asked], limit, on_progress)
             except NotFoundError:
-                await self.store.enqueue_many_rollouts([self._request(plan, resources_id, mode) for plan in asked])
+                for part in _parts(asked):
+                    await self.store.enqueue_many_rollouts([self._request(plan, resources_id, mode) for plan in part])
 
     async def _wait(
-        self, rollout_ids: Sequence[str], share: float, on_progress: Callable[[int], None] | None
+        self, rollout_ids: Sequence[str], limit: _FailureLimit, on_progress: Callable[[int], None] | None
     ) -> list[Rollout]:
         ended: list[Rollout] = []
         for part in _parts(rollout_ids):
@@ -192,13 +222,16 @@ class RolloutSource:
                 )
                 if on_progress is not None:
                     on_progress(len(ended) + len(finished))
-                await self._check_failures([*ended, *finished], len(rollout_ids), share)
+                await self._check_failures([*ended, *finished], len(rollout_ids), limit)
                 minimum = len(finished) + max(1, len(part) // 8)
             ended += finished
         return ended
 
-    async def _check_failures(self, finished: Sequence[Rollout], total: int, share: float) -> None:
-        failed = [rollout for rollout in finished if rollout.status != "succeeded"]
+    async def _check_failures(self, finished: Sequence[Rollout], total: int, limit: _FailureLimit) -> None:
+        failed, share = [rollout for rollout in finished if rollout.status != "succeeded"], limit.share
+        if _too_many(len(failed), total, share) and limit.excepts_timeouts:
+            late = await self._timed_out(failed)
+            failed = [rollout for rollout in failed if rollout.rollout_id not in late]
         if not _too_many(len(failed), total, share):
             return
         attempt = await self.store.get_latest_attempt(failed[0].rollout_id)
@@ -222,8 +255,9 @@ class RolloutSource:
         )
 
     async def _read(
-        self, plans: Sequence[RolloutPlan], check: Check | None
+        self, plans: Sequence[RolloutPlan], check: Check | None, rewards: Mapping[str, float] = NO_REWARDS
     ) -> tuple[tuple[Trajectory, ...], tuple[Rejection, ...]]:
+        """`rewards`: what some have instead of their own."""
         groups = {plan.rollout_id: plan.group for plan in plans}
         found: dict[str, Trajectory] = {}
         rejected: dict[str, Rejection] = {}
@@ -235,7 +269,7 @@ class RolloutSource:
             except (*REJECTING, *UNREADABLE) as error:
                 rejected[rollout_id] = rejection(rollout_id, error)
             else:
-                found[rollout_id] = read
+                found[rollout_id] = replace(read, reward=rewards[rollout_id]) if rollout_id in rewards else read
         usable = tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
         if check is not None:
             refused = {each.rollout_id: each for each in check(usable)}

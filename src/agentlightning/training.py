@@ -86,7 +86,13 @@ class TrainingRun:
     # -- rollouts ------------------------------------------------------------------------------------------------------
 
     async def collect(
-        self, *, tasks: int, group_size: int, temperature: float, check: Check | None = None
+        self,
+        *,
+        tasks: int,
+        group_size: int,
+        temperature: float,
+        check: Check | None = None,
+        timeout_reward: float | None = None,
     ) -> Collected:
         step = self.state.step
         prefix = step_name(self.state, step) + (f"-part{self.collections}" if self.collections else "")
@@ -102,6 +108,7 @@ class TrainingRun:
             plans,
             resources_id=resources_id,
             check=check,
+            timeout_reward=timeout_reward,
             on_progress=lambda done: self.progress.update(step, rollouts=f"{done}/{len(plans)}"),
         )
         self.state.rollouts += len(plans)
@@ -168,6 +175,7 @@ class TrainingRun:
             **figures,
             "rollouts": state.rollouts,
             "failed": len(collected.failed),
+            "timeouts": collected.timeouts,
             "rejected": len(collected.rejected),
             **{f"rejected_{reason}": count for reason, count in reasons.items()},
             "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),

@@ -45,8 +45,9 @@ GOOD_AND_BAD = (rollout("r1", "g", 1.0), rollout("r2", "g", 0.0))
 
 async def test_every_step_asks_updates_and_finishes():
     training = FakeTraining(*GOOD_AND_BAD)
-    await LightningRL(steps=3, tasks_per_step=1, group_size=2, minibatches=2, temperature=0.7).run(training)
-    assert training.asked == [{"tasks": 1, "group_size": 2, "temperature": 0.7}] * 3
+    settings = {"steps": 3, "tasks_per_step": 1, "group_size": 2, "minibatches": 2, "temperature": 0.7}
+    await LightningRL(**settings, timeout_reward=-1.0).run(training)
+    assert training.asked == [{"tasks": 1, "group_size": 2, "temperature": 0.7, "timeout_reward": -1.0}] * 3
     assert [options["minibatches"] for _, options in training.updates] == [2, 2, 2]
     assert [figures["reward"] for figures in training.figures] == [0.5, 0.5, 0.5]
 

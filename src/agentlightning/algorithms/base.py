@@ -48,13 +48,20 @@ class Training(Protocol):
         ...
 
     async def collect(
-        self, *, tasks: int, group_size: int, temperature: float, check: Check | None = None
+        self,
+        *,
+        tasks: int,
+        group_size: int,
+        temperature: float,
+        check: Check | None = None,
+        timeout_reward: float | None = None,
     ) -> Collected:
         """The rollouts of the step under way: `group_size` for each of `tasks` tasks, by the newest weights.
         Trajectories of one task carry the same `group`.
 
         `check` names the rollouts the algorithm cannot learn from. They are left out and counted, a resumed run runs
-        them again, and too many of them stop training."""
+        them again, and too many of them stop training. With a `timeout_reward`, rollouts that ran out of time have that
+        reward and are learned from; without, they have failed."""
         ...
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:

@@ -62,6 +62,9 @@ class LightningRLConfig(BaseModel):
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""
+    timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """The reward of a rollout that ran out of time, whose calls are then learned from. None: it has failed and is left
+    out, so that the policy is never told to be quicker."""
     target_agent: str | None = None
     """Only calls of agents whose whole name matches this regular expression are trained; None: what the agent itself
     says (`LitAgent.trained_agents`), else every agent's."""
@@ -123,6 +126,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
             group_size=config.group_size,
             temperature=config.temperature,
             check=lambda trajectories: self.rejections(trajectories, target),
+            timeout_reward=config.timeout_reward,
         )
         samples, report = training_samples(
             group_trajectories(collected.trajectories),
