@@ -79,8 +79,12 @@ def test_it_needs_an_agent_and_a_server_that_is_there(invoke):
     assert (refused.exit_code, "VARIABLE=FIELD" in refused.stderr) == (2, True)
 
 
-def test_the_server_may_be_named_by_the_environment(invoke, monkeypatch):
+def test_without_a_server_the_variable_that_names_one_is_said(invoke):
     assert "AGL_SERVER" in invoke("runner", "--agent", "x:y").stderr
+
+
+@pytest.mark.slow
+def test_the_server_may_be_named_by_the_environment(invoke, monkeypatch):
     monkeypatch.setenv("AGL_SERVER_PORT", "9")
     refused = invoke("runner", "--agent", "x:y", "--patience", "0")
     assert "http://127.0.0.1:9" in refused.stderr

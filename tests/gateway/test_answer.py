@@ -21,7 +21,7 @@ def whole(tokens, reason="stop"):
 def show(text, sizes=(1,), *, stops=(), reads_calls=True, end=True, chat=BYTES):
     """(what was shown after each run of tokens, the answer)."""
     tokens = chat.encode(text + ("<|im_end|>" if end else "")) if isinstance(text, str) else list(text)
-    answer, shown, position = Answer(0, chat, stops, reads_calls), [], 0
+    answer, shown, position = Answer(0, chat, stops, reads_calls=reads_calls), [], 0
     while position < len(tokens):
         size = sizes[len(shown) % len(sizes)]
         shown.append(answer.feed(tokens[position : position + size]))

@@ -235,4 +235,5 @@ def test_a_long_answer_in_many_pieces_takes_time_in_proportion():
         assert telling.told.content == telling.told.blocks[0]["text"] == "abcd" * pieces
         return time.thread_time() - started
 
-    assert seconds(200_000) / seconds(50_000) < 12  # four times as much; put together with each piece, 60 times
+    few, many = (min(seconds(pieces) for _ in range(3)) for pieces in (25_000, 100_000))
+    assert many / few < 12  # four times as much; put together with each piece, 30 times and more

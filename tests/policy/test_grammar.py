@@ -105,7 +105,7 @@ async def ask(policy):
         async with Server(store, gateway, secret="s") as server, httpx.AsyncClient() as http:
             attempted = await store.start_rollout({}, mode=mode)
             ids = attempted.rollout_id, attempted.attempt.attempt_id
-            body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": 40, "seed": 1}
+            body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": 200, "seed": 1}
             shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SHORT}}
             url = f"{server.url}/rollout/{ids[0]}/attempt/{ids[1]}/v1/chat/completions"
             reply = await http.post(url, json=body | {"response_format": shape} | more)
