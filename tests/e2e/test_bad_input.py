@@ -89,6 +89,7 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(job, agl):
     assert re.search(r"the prompt has (more than )?\d+ tokens and the context holds 512", done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_a_crashing_agent_ends_the_run_with_its_traceback_and_can_be_mended(job, agl):
     agent = job.directory / "agent.py"
     working = agent.read_text()

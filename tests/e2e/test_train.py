@@ -91,16 +91,22 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job, co
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.config.vocab_size >= len(tokenizer)
 
+
+@pytest.mark.slow
+def test_a_run_is_measured_again_with_the_same_result_and_never_written_over(job):
+    done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=1"))
+    assert done.returncode == 0, done.stderr
+    report = last_line(done.stdout)
     measured = job.run([job.command()[0], "eval", "--run", "run", "--json"])
     assert measured.returncode == 0, measured.stderr
     assert last_line(measured.stdout)["reward"] == pytest.approx(report["held_out"]["greedy"]["after"])
-
     again = job.run(job.command("--run-dir", "run"))
     assert again.returncode == 2
     assert "--resume" in again.stderr
 
 
-@pytest.mark.parametrize("ending", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on_and_goes_on(job, ending):
     process = subprocess.Popen(
         job.command("--run-dir", "run", "algorithm.steps=6"),

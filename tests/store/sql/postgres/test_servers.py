@@ -119,6 +119,7 @@ def run_sql(url: str, statement: str) -> None:
         connection.execute(statement.encode())
 
 
+@pytest.mark.slow
 async def test_only_an_outage_of_every_server_moves_deadlines(postgres_store_url: str) -> None:
     config = RolloutConfig(unresponsive_seconds=1.5)
     here, there = LightningStore(postgres_store_url), LightningStore(postgres_store_url)
