@@ -14,6 +14,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 import agentlightning as agl
+from agentlightning.algorithms.lightning_rl import LightningRLSettings
+from agentlightning.algorithms.sft import SFTConfig, SFTSettings
 from agentlightning.errors import AgentLightningError
 
 PUBLIC: dict[str, Any] = {name: getattr(agl, name) for name in agl.__all__}
@@ -50,7 +52,7 @@ def own_members(value: Any) -> Iterator[Any]:
 
 
 def classes_in(hint: Any) -> Iterator[type]:
-    if inspect.isclass(hint):
+    if inspect.isclass(hint) and not typing.is_typeddict(hint):  # one stands for arguments
         yield hint
     for inner in typing.get_args(hint):
         for each in inner if isinstance(inner, list) else [inner]:
@@ -153,3 +155,10 @@ def test_trainers_and_algorithms_show_what_they_are() -> None:
     assert repr(trainer) == "Trainer(algorithm='lightning_rl', model='tiny', run_dir='runs/a')"
     assert repr(algorithm).startswith("LightningRL(")
     assert "steps=7" in repr(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"), [(LightningRLSettings, agl.LightningRLConfig), (SFTSettings, SFTConfig)]
+)
+def test_editors_complete_every_setting_of_an_algorithm(arguments: Any, config: Any) -> None:
+    assert set(arguments.__annotations__) == set(config.model_fields) - {"type"}

@@ -18,14 +18,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import credit_rule, group_trajectories, is_target, rejections, training_samples
-from agentlightning.policy.losses import Loss, PPOLoss
+from agentlightning.policy.losses import Loss, PPOLoss, TokenLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.settings import SettingsSignature, settings_from
@@ -91,6 +91,23 @@ class LightningRLConfig(BaseModel):
         return self
 
 
+class LightningRLSettings(TypedDict, total=False):
+    """The fields of `LightningRLConfig` as arguments, for editors and type checkers; a section may be a table."""
+
+    steps: int
+    tasks_per_step: int
+    group_size: int
+    temperature: float
+    credit: str | Mapping[str, Any]
+    aggregate: Literal["rollout", "token"]
+    loss: TokenLoss | Mapping[str, Any]
+    minibatches: int
+    reward_weights: Mapping[str, float] | None
+    timeout_reward: float | None
+    target_agent: str | None
+    optimizer: OptimizerConfig | Mapping[str, Any]
+
+
 class LightningRL(Algorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 
@@ -105,7 +122,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     __signature__ = SettingsSignature(LightningRLConfig)
 
-    def __init__(self, config: LightningRLConfig | None = None, **settings: Any) -> None:
+    def __init__(self, config: LightningRLConfig | None = None, **settings: Unpack[LightningRLSettings]) -> None:
         self.config = settings_from(
             LightningRLConfig, settings, base=config, source="from the arguments of LightningRL"
         )

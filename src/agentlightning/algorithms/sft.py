@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,7 +26,7 @@ from agentlightning.assemble import token_tree
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.event_loop import run_sync
 from agentlightning.policy.base import ChatFormat, Message, Policy
-from agentlightning.policy.losses import Loss, NLLLoss
+from agentlightning.policy.losses import Loss, NLLLoss, TokenLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.settings import SettingsSignature, settings_from
@@ -66,6 +66,19 @@ class SFTConfig(BaseModel):
     """The token-level loss."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
+
+
+class SFTSettings(TypedDict, total=False):
+    """The fields of `SFTConfig` as arguments, for editors and type checkers; a section may be a table."""
+
+    steps: int | None
+    epochs: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    token_budget: int
+    loss: TokenLoss | Mapping[str, Any]
+    optimizer: OptimizerConfig | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         output: str | Path | None = None,
         on_step: OnStep | None = None,
         config: SFTConfig | None = None,
-        **settings: Any,
+        **settings: Unpack[SFTSettings],
     ) -> None:
         if model is not None and not isinstance(model, str | Path) and not hasattr(model, "chat"):
             raise ConfigError(
