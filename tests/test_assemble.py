@@ -194,6 +194,7 @@ def test_rewards_that_are_a_label_alone_or_came_late_do_not_count() -> None:
         ({names.LOGPROBS: [-1e30]}, "-1e+30"),
         ({names.LOGPROBS: [3.5]}, "3.5"),
         ({names.LOGPROBS: [math.nan]}, "nan"),
+        ({names.LOGPROBS: [10**400]}, "1000"),
         ({names.REQUEST_TEMPERATURE: "hot"}, "'hot'"),
         ({names.REQUEST_TOP_P: 7}, "7"),
         ({names.POLICY_VERSION: "new"}, "'new'"),

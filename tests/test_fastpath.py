@@ -377,6 +377,18 @@ async def test_with_a_token_any_name_will_do(serve, dial):
     assert (await line.answer())[0] == 200
 
 
+async def test_where_calls_need_no_key_a_page_gets_nowhere_by_a_name_of_its_own_in_spite_of_a_token(serve, dial):
+    server, path = await serve(["program", "page"], token="t")
+    line = await dial(server)
+    line.send(post(path).replace(b"host: x", b"host: hub.example"))
+    assert text(await line.answer()) == "program"
+    for url in (path, path + "?x=1"):
+        line.send(post(url, BODY, "origin: http://evil.example").replace(b"host: x", b"host: evil.example"))
+        assert (await line.answer())[0] == 403
+    line.send(post(path, BODY, "origin: http://x"))
+    assert text(await line.answer()) == "page"
+
+
 async def test_a_page_of_another_site_makes_no_model_calls(serve, dial, store):
     server, path = await serve(["one", "two"], allowed_origins=["https://mine.example"])
     worker = "/worker/w/v1/chat/completions"

@@ -31,6 +31,9 @@ async def test_every_coding_is_read_to_its_end_and_not_beyond_the_limit(coding: 
     with pytest.raises(CodingError) as cut:
         await inflated(pack(PLAIN)[:-10], coding, len(PLAIN))
     assert cut.value.status == 400
+    with pytest.raises(CodingError) as other:
+        await inflated(b"nothing of the kind" * 10, coding, len(PLAIN))
+    assert other.value.status == 400
 
 
 async def test_the_loop_goes_on_while_large_bodies_are_inflated() -> None:

@@ -67,8 +67,9 @@ def _defect_of_length(count: int, limits: TokenLimits) -> str:
 
 
 def _defect_of_logprobs(logprobs: Sequence[Any]) -> str:
-    numbers = set(map(type, logprobs)) <= {float, int} and math.isfinite(sum(logprobs))
-    if numbers and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= _ROUNDING:
+    numbers = set(map(type, logprobs)) <= {float, int}
+    within = numbers and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= _ROUNDING
+    if within and not math.isnan(sum(logprobs)):
         return ""
     bad = next(item for item in logprobs if not _is_within(item, LEAST_LOGPROB, _ROUNDING))
     return f"{names.LOGPROBS} holds {bad!r:.80}; a token that was drawn has one from {LEAST_LOGPROB:g} to 0"

@@ -114,14 +114,16 @@ class _Zlib:
 class _File:
     """What a library reads as a file."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, *errors: type[Exception]) -> None:
         self._file = file
+        self._errors = (OSError, EOFError, ValueError, *errors)
+        """What reading a broken one raises."""
         self.ended = False
 
     def read(self, most: int) -> bytes:
         try:
             data = bytes(self._file.read(most))
-        except (OSError, EOFError, ValueError) as error:
+        except self._errors as error:
             raise CodingError(f"the body is not zstd: {error}", 400) from None
         self.ended = len(data) < most
         return data
@@ -132,7 +134,7 @@ def _zstd(body: bytes) -> _File | None:
     if (own := _module("compression.zstd")) is not None:
         import io
 
-        return _File(own.ZstdFile(io.BytesIO(body)))
+        return _File(own.ZstdFile(io.BytesIO(body)), own.ZstdError)
     if (arrow := _module("pyarrow")) is not None:
         return _File(arrow.CompressedInputStream(arrow.BufferReader(body), "zstd"))
     return None

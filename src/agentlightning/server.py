@@ -47,7 +47,8 @@ class Server:
 
     Pages of other sites are refused but for those of `allowed_origins` (CORS): `https://name:port`, or "*" where there
     is a token; ConfigError for anything else. Without a token, so is a request whose `Host` is not an address,
-    `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`.
+    `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`; where the gateway asks
+    for no key, so is a page of such a name, token or not.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class Server:
             gateway.attribution.traces = self.traces
         self.host = host
         self.port = port
-        guard = SiteGuard((host, *allowed_hosts), origins, any_host=token is not None)
+        keyless = gateway is not None and not gateway.attribution.requires_key
+        guard = SiteGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
         self._door = Door(self.app, metrics, slow, guard)
         self.shortcuts = Shortcuts([] if origins else calls, self._door, stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds

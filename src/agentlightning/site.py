@@ -21,10 +21,19 @@ _KNOWN: Final = 1024
 class SiteGuard:
     """`hosts`: further names under which this server is reached, where it asks for no token. `origins`: pages of other
     sites that may use it, as `https://name:port`; "*" for all. With `any_host` any name will do: a page that does not
-    know the token gets nowhere."""
+    know the token gets nowhere. With `keyless`, model calls need no key: a page must be of a name that is ours all the
+    same, while programs, which send no `Origin`, may use any."""
 
-    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = (), *, any_host: bool = False) -> None:
+    def __init__(
+        self,
+        hosts: Iterable[str] = (),
+        origins: Iterable[str] = (),
+        *,
+        any_host: bool = False,
+        keyless: bool = False,
+    ) -> None:
         self._any_host = any_host
+        self._any_page = any_host and not keyless
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in origins)
         self._known: dict[bytes, bool] = {}
@@ -49,7 +58,9 @@ class SiteGuard:
     def _may_use(self, origin: bytes, host: bytes | None) -> bool:
         if b"*" in self._origins or origin.lower() in self._origins:
             return True
-        return host is not None and origin.partition(b"://")[2].lower() == host.lower()
+        if host is None or origin.partition(b"://")[2].lower() != host.lower():
+            return False
+        return self._any_page or self._is_ours(host)
 
     def _is_ours(self, host: bytes) -> bool:
         if (known := self._known.get(host)) is None:

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from agentlightning.errors import PolicyError, StoreFullError
+from agentlightning.store import LightningStore
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":  "6*7"}}\n</tool_call>'
@@ -132,6 +133,18 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(serve, store):
         await service.ask()
     with pytest.raises(openai.APIError, match="free some disk space"):
         await service.stream()
+
+
+async def test_a_database_that_was_deleted_is_named_in_one_line_of_the_log(serve, tmp_path, caplog):
+    store = LightningStore(tmp_path / "store.db")
+    service = await serve(["Hello."], use_store=store)
+    (tmp_path / "store.db").unlink()
+    with pytest.raises(openai.InternalServerError, match="was deleted while") as refusal:
+        await service.ask()
+    assert (refusal.value.status_code, refusal.value.code) == (503, "store_unavailable")
+    (said,) = [record for record in caplog.records if "a call failed" in record.message]
+    assert said.exc_info is None
+    await store.close()
 
 
 async def test_a_failure_in_the_middle_of_a_stream_reaches_the_caller(serve):

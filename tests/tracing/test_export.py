@@ -6,7 +6,7 @@ import gzip
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,6 +24,7 @@ from agentlightning.rollouts import trace_id_of
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, REWARD, REWARD_VALUES, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.observe import observed
+from agentlightning.tracing import export
 from agentlightning.tracing.export import OtlpExporter, traces_url
 from agentlightning.tracing.otlp import decode_protobuf
 from agentlightning.tracing.outgoing import encode
@@ -177,6 +178,19 @@ def test_one_span_that_cannot_be_sent_holds_up_no_other(endpoint: Endpoint) -> N
     assert exporter.close()
     assert (exporter.counts.sent, exporter.counts.dropped) == (4, 1)
     assert max(sent.start_time_unix_nano for sent in endpoint.spans()) == 2**64 - 1
+
+
+def test_spans_that_have_no_form_together_are_sent_apart(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_only(spans: Sequence[Span], **options: Any) -> Any:
+        if len(spans) > 1:
+            raise ValueError("more than two gigabytes")
+        return encode(spans, **options)
+
+    monkeypatch.setattr(export, "encode", one_only)
+    exporter = OtlpExporter(endpoint.url, delay_seconds=0.01)
+    exporter.put([span(1), span(2), span(3)])
+    assert exporter.close()
+    assert (exporter.counts.sent, exporter.counts.dropped) == (3, 0)
 
 
 def test_ids_that_opentelemetry_does_not_know_are_made_its_own() -> None:

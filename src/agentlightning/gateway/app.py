@@ -22,7 +22,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentlightning.errors import StoreClosedError, StoreFullError
 from agentlightning.gateway.agents import AgentRule, Agents
 from agentlightning.gateway.attempt_watch import AttemptWatch
 from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller, Ids
@@ -48,7 +47,7 @@ from agentlightning.gateway.models import Models, json_reply, refusal
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.on_policy import OnPolicy
 from agentlightning.gateway.parsing import read_object
-from agentlightning.gateway.problems import Problem, problem_of
+from agentlightning.gateway.problems import UNAVAILABLE, Problem, problem_of
 from agentlightning.gateway.provider import Path as ProviderPath
 from agentlightning.gateway.refusals import keep_refusal
 from agentlightning.gateway.repeats import Repeat
@@ -316,7 +315,7 @@ class Gateway:
             self.counters.errors += 1
             problem = problem_of(error)
             if problem.status >= 500:
-                explained = isinstance(error, Problem | StoreFullError | StoreClosedError)
+                explained = isinstance(error, (Problem, *UNAVAILABLE))
                 logger.error("a call failed: %s", problem.message, exc_info=None if explained else error)
             await _fail(dialect, outlet, problem)
 

@@ -225,6 +225,11 @@ class Attribution:
             return None
         return None if said.passed_over or said.work_of is not None else self._named(said, said.found, said.source)
 
+    @property
+    def requires_key(self) -> bool:
+        """Model calls are refused without a key."""
+        return self._require_key
+
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """For a question that is no call. Raises Problem 401 where keys are asked for and this is none; the access
         token that the secret was made from will do as well."""

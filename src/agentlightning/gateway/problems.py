@@ -16,6 +16,7 @@ from agentlightning.errors import (
     StoreClosedError,
     StoreError,
     StoreFullError,
+    StoreLostError,
 )
 
 
@@ -63,6 +64,9 @@ _TYPES = {
 }
 
 
+UNAVAILABLE = (StoreFullError, StoreClosedError, StoreLostError)
+"""The database takes nothing now; the message says why."""
+
 _TOO_DEEP = "Recursion limit reached"
 """What orjson says of values nested more than 254 deep; it reads up to 1,024."""
 
@@ -75,7 +79,7 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(400, str(error), code="context_length_exceeded", param="messages")
     if isinstance(error, ConfigError):
         return Problem(400, str(error), param="messages")
-    if isinstance(error, StoreFullError | StoreClosedError):
+    if isinstance(error, UNAVAILABLE):
         return Problem(503, f"the answer could not be recorded: {error}", code="store_unavailable")
     if isinstance(error, StoreError):
         return Problem(500, f"the answer could not be recorded: {error}", code="store_error")

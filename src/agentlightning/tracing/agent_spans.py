@@ -22,7 +22,6 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.LOGPROBS,
         names.RESHAPED,
         names.OVERRIDDEN,
-        names.OVERRIDDEN,
         names.POLICY_VERSION,
         names.POLICY_VERSIONS,
         names.TOKENS,

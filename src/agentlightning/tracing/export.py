@@ -182,7 +182,9 @@ class OtlpExporter:
             body = self._encoded(batch)
         except NOT_ENCODABLE:
             sound = [span for span in batch if self._is_sound(span)]
-            if sound and len(sound) < len(batch):
+            if len(sound) == len(batch):
+                self._send_halves(client, batch)
+            elif sound:
                 self._send(client, sound)
             return
         start, pause = time.monotonic(), FIRST_PAUSE
@@ -197,6 +199,11 @@ class OtlpExporter:
                 self._drop(len(batch), f"{self.url} could not take them: {_said(answer)}")
                 return
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _send_halves(self, client: httpx.Client, batch: list[Span]) -> None:
+        middle = len(batch) // 2
+        self._send(client, batch[:middle])
+        self._send(client, batch[middle:])
 
     def _encoded(self, batch: Sequence[Span]) -> bytes:
         return gzip.compress(encode(batch, tokens=self._tokens).SerializeToString(), compresslevel=1)
@@ -228,9 +235,7 @@ class OtlpExporter:
 
     def _settle(self, client: httpx.Client, batch: list[Span], answer: httpx.Response) -> None:
         if answer.status_code == 413 and len(batch) > 1:
-            middle = len(batch) // 2
-            self._send(client, batch[:middle])
-            self._send(client, batch[middle:])
+            self._send_halves(client, batch)
         elif answer.is_success:
             refused, why = _rejected(answer)
             self.counts.sent += len(batch) - refused

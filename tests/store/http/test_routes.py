@@ -241,6 +241,18 @@ async def test_large_items_are_read_a_few_at_a_time(store: Store, large: Attempt
     assert (watched.answered[0], max(watched.answered[1:])) == (8, 4)
 
 
+async def test_the_total_of_a_long_list_is_counted_in_few_reads(store: Store, claimed: AttemptedRollout) -> None:
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    await store.add_many_spans([Span(*ids, "work", 1.0) for _ in range(500)])
+    watched = Watched()
+    server = Server(observed(store, [watched]), secret="s")
+    async with server, httpx.AsyncClient(base_url=server.url) as client:
+        params = {"rollout_id": claimed.rollout_id, "limit": 1}
+        page = (await client.get("/v1/agl/spans", params=params)).json()
+    assert (len(page["items"]), page["total"]) == (1, 500)
+    assert len(watched.answered) < 12
+
+
 async def test_many_large_lists_of_one_request_are_read_a_few_at_a_time(store: Store, large: AttemptedRollout) -> None:
     watched = Watched()
     call = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id}}

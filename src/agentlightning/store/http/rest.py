@@ -229,8 +229,10 @@ class Endpoint:
             return await self._store.count_rollouts(**filters)
         total = 0
         unbounded = filters | {"limit": -1, "offset": 0}
-        async for piece in self._pieces(operation, unbounded, Pace(_most(operation, unbounded))):
+        pace = Pace(_most(operation, unbounded))
+        async for piece in self._pieces(operation, unbounded, pace):
             total += len(piece)
+            pace.took(len(piece), len(_items(piece)))
         return total
 
 

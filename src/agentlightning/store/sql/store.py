@@ -112,7 +112,7 @@ class SqlStore(Upkeep):
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
         if limit < 0:
-            raise ConfigError(f"limit={limit} is no number of rollouts; use at least 1")
+            raise ConfigError(f"limit={limit} is no number of rollouts; use 0 or more")
         if limit == 0:
             return []
         _check_claimer(worker_id, claim_id)
