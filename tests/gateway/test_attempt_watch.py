@@ -5,10 +5,25 @@ import asyncio
 import pytest
 
 from agentlightning import span as names
+from agentlightning.gateway.attempt_watch import AttemptWatch
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.contexts import Contexts
+from agentlightning.gateway.problems import Problem
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 
 HI = [{"role": "user", "content": "hi"}]
+
+
+class EndedContexts(Contexts):
+    def __init__(self):
+        self.looks = []
+
+    def attempts(self):
+        return []
+
+    async def ended(self, rollout_id, attempt_id):
+        self.looks.append(attempt_id)
+        return Problem(409, "it has ended")
 
 
 async def until(true):
@@ -81,3 +96,23 @@ async def test_what_is_remembered_of_an_attempt_is_forgotten_when_it_has_ended(s
     assert (len(gateway.conversations), len(gateway.kept)) == (0, 0)
     assert (gateway.conversations.tokens, gateway.kept.size) == (0, 0)
     assert gateway._watch._timer is None  # there is nothing left to look after
+
+
+async def test_a_call_that_takes_long_to_leave_is_ended_once():
+    """Ended again, it would lose what it does last: its record."""
+    contexts, recorded = EndedContexts(), []
+    watch = AttemptWatch(contexts, lambda *attempt: None, seconds=0.01)
+
+    async def call():
+        with watch.under_way(("rollout", "attempt")):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await until(lambda: len(contexts.looks) > 3)
+                recorded.append(True)
+
+    task = asyncio.create_task(call())
+    with pytest.raises(Problem, match="it has ended"):
+        await asyncio.wait_for(task, 20)
+    assert (recorded, task.cancelling()) == ([True], 0)
+    await watch.close()

@@ -323,3 +323,27 @@ def test_turns_alternate_and_hold_every_word_whatever_was_said(said):
     words = "".join(message["content"] for message in [*said, *HI] if message["content"] and message["role"] != "tool")
     assert sorted("".join(told)) == sorted(words)
     assert len([block for block in blocks if block["type"] == "tool_result"]) == sum(m["role"] == "tool" for m in said)
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"repetition_penalty": 1.0}, {"min_tokens": 0}, {"stop_token_ids": []}, {"ignore_eos": False}]
+)
+def test_values_that_change_nothing_are_left_out_where_there_is_no_word_for_them(neutral):
+    assert messages_of(**neutral) == messages_of()
+    request = {"input": "hi", **neutral}
+    read = RESPONSES.read(orjson.dumps(request), Recall())
+    params = given_params(request, read.params, {})
+    assert "temperature" not in body_of("responses", read, OPENAI, "big-1", params, lambda turn: [])[0]
+
+
+@pytest.mark.parametrize("name", ["guided_json", "structured_outputs"])
+def test_a_schema_in_the_words_of_vllm_is_not_dropped_silently(name):
+    schema = {"type": "object"}
+    with pytest.raises(Problem) as caught:
+        messages_of(**{name: {"json": schema} if name == "structured_outputs" else schema})
+    assert caught.value.param == name
+
+
+def test_tokens_that_no_provider_tells_are_counted_as_ignored():
+    body, lost = messages_of(return_token_ids=True)
+    assert (body, lost) == (messages_of()[0], ("return_token_ids",))

@@ -171,7 +171,7 @@ async def test_two_different_weights_never_share_a_version(policy: LocalPolicy, 
     assert policy.policy_version == (await policy.sample(ids, PARAMS)).policy_version == 10
 
 
-@pytest.mark.parametrize("damage", ["weights", "state", "optimizer"])
+@pytest.mark.parametrize("damage", ["weights", "state", "optimizer", "version"])
 async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
     policy: LocalPolicy, tmp_path: Path, damage: str
 ) -> None:
@@ -185,10 +185,12 @@ async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
         weights.write_bytes(weights.read_bytes()[:-1000])
     elif damage == "state":
         state.write_bytes(state.read_bytes()[:1000])
+    elif damage == "version":
+        torch.save({name: value for name, value in torch.load(state).items() if name != "policy_version"}, state)
     else:
         torch.save({**torch.load(state), "updater": {"steps": 1, "optimizers": []}}, state)
     before = await policy.sample(ids, SamplingParams(temperature=0.0, max_tokens=12))
-    with pytest.raises((PolicyError, ConfigError), match=r"step|state"):
+    with pytest.raises((PolicyError, ConfigError), match=r"step|state|policy_version"):
         await policy.load(tmp_path / "step")
     assert await policy.sample(ids, SamplingParams(temperature=0.0, max_tokens=12)) == before
     assert before.policy_version == 2

@@ -58,6 +58,30 @@ def test_a_resumed_run_makes_the_very_same_steps(kind: Any) -> None:
     assert torch.equal(weights(model), weights(twin))
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_state_without_master_weights_goes_on_from_the_rounded_weights(kind: Any) -> None:
+    """Runs of earlier versions saved none, and their moments in the precision of the weights."""
+    config = OptimizerConfig(type=kind, lr=1e-2)
+    model = Tiny().bfloat16()
+    optimizer = Optimizer(model, config)
+    learn(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["masters"]
+    for each in state["optimizers"]:
+        for moments in each["state"].values():
+            moments |= {name: value.bfloat16() for name, value in moments.items() if name != "step"}
+    twin = copy.deepcopy(model)
+    resumed = Optimizer(twin, config)
+    resumed.load_state_dict(state)
+    assert all(torch.equal(master, weight) for master, weight in zip(resumed.masters, twin.parameters(), strict=True))
+    kept = [value for each in resumed._optimizers for moments in each.state.values() for value in moments.values()]
+    assert {value.dtype for value in kept} == {torch.float32}
+    before = weights(twin)
+    assert [step["optimizer_steps"] for step in learn(twin, resumed, 2)] == [1.0, 1.0]
+    assert resumed.steps == 4
+    assert not torch.equal(weights(twin), before)
+
+
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     model = Tiny()
     state = Optimizer(model, OptimizerConfig(type="muon", lr=1e-3)).state_dict()

@@ -61,8 +61,9 @@ class AttemptWatch:
         assert task is not None
 
         def end(problem: Problem) -> None:
-            ended.append(problem)
-            task.cancel(problem)
+            if not ended:  # A second time would end what it does to leave: the recording of the call.
+                ended.append(problem)
+                task.cancel(problem)
 
         calls = self._calls.setdefault(attempt, {})
         calls[end] = time.time()

@@ -219,17 +219,17 @@ class LocalPolicy:
         state = checkpoint.load_state(directory)
         weights = checkpoint.read_weights(directory, self._model)
         updater, generator, random = state["updater"], state["generator"], state["torch_random"]
+        version = max(self._version, int(state["policy_version"]), above) + 1
         self._updater.check_state_dict(updater)
-        self._weights_change(
-            in_flight
-        )  # Nothing has changed so far: what is refused above leaves the policy as it was.
+        # Nothing has changed so far: what is refused above leaves the policy as it was.
+        self._weights_change(in_flight)
         try:
             self._model.load_state_dict(weights)
             self._updater.load_state_dict(updater)
             self._generator.load_state_dict(generator)
             torch.set_rng_state(random)
         finally:
-            self._set_version(max(self._version, int(state["policy_version"]), above) + 1)
+            self._set_version(version)
 
 
 def _device(name: str) -> torch.device:

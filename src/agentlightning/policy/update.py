@@ -101,7 +101,7 @@ class Updater:
         )
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: TokenLoss | None = None) -> dict[str, float]:
-        """Add the gradient of `batches` to the weights' `.grad`; returns sums over tokens, and counts."""
+        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts."""
         loss = loss or PPOLoss()
         self.model.train(_checkpoints_activations(self.model))
         totals: dict[str, float] = {}

@@ -6,7 +6,7 @@ name; what would change nothing is left out, and counted by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from agentlightning.gateway.attachments import joined
@@ -33,6 +33,7 @@ class Write(Protocol):
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
+_NEUTRAL: Final = SamplingParams()
 
 
 def given_params(asked: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
@@ -80,6 +81,12 @@ def refuse(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: P
                 f"{name}={short(value)} cannot be asked of the provider {provider.name!r}, which speaks /v1/{path}"
             )
             raise bad(name, f"{message}; leave it out")
+
+
+def foreign(params: Json, known: Container[str]) -> list[tuple[str, Any, bool]]:
+    """For `refuse`: the parameters that a dialect has no word for. With the values they have anyway they are left
+    out."""
+    return [(name, value, value == getattr(_NEUTRAL, name)) for name, value in params.items() if name not in known]
 
 
 def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -9,7 +9,17 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.attachments import as_blocks, as_text, has_attachments
-from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, refuse, shape_of, split_stops, turns_of
+from agentlightning.gateway.bodies.base import (
+    Blocks,
+    Extras,
+    Json,
+    foreign,
+    object_of,
+    refuse,
+    shape_of,
+    split_stops,
+    turns_of,
+)
 from agentlightning.gateway.conversation import same_meaning
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
@@ -89,8 +99,7 @@ def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
         ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
         ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
     ]
-    asked += [(name, value, not value and name != "seed") for name, value in params.items() if name not in _ANTHROPICS]
-    refuse(asked, request, provider, "messages")
+    refuse([*asked, *foreign(params, _ANTHROPICS)], request, provider, "messages")
 
 
 def _turns(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from agentlightning.gateway.attachments import as_items, as_text
-from agentlightning.gateway.bodies.base import Blocks, Extras, Json, object_of, refuse, shape_of, turns_of
+from agentlightning.gateway.bodies.base import Blocks, Extras, Json, foreign, object_of, refuse, shape_of, turns_of
 from agentlightning.gateway.bodies.chat import chat_extras
 from agentlightning.gateway.constraint import Constraint
 from agentlightning.gateway.conversation import same_meaning
@@ -26,8 +26,7 @@ _NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature"
 def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
     """The body of POST /v1/responses. Raises Problem 400 naming what it cannot be asked."""
     known = {*_NAMES, "stop"}  # its answer is ended here
-    foreign = [(name, value, not value and name != "seed") for name, value in params.items() if name not in known]
-    refuse([("n", request.n, request.n == 1), *foreign], request, provider, "responses")
+    refuse([("n", request.n, request.n == 1), *foreign(params, known)], request, provider, "responses")
     instructions, items = _items(turns_of(request.messages), blocks)
     body: Json = {"model": model, "input": items, "store": False}
     if instructions:

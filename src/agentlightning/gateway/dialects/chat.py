@@ -43,6 +43,8 @@ _KNOWN: Final = frozenset(
         *("return_token_ids", "continue_final_message", "add_generation_prompt", *openai.HELD_FIELDS),
     }
 )
+_OF_TOKENS: Final = frozenset({"return_token_ids"})
+"""What no other dialect's provider can tell: ignored where a request is to be translated."""
 _ROLES: Final = ("assistant", "system", "tool", "user")
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -58,6 +60,7 @@ _LOCAL: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
+    **dict.fromkeys(openai.HELD_FIELDS, ()),
 }
 """What only a model of our own can be asked, for `refuse` where a request is to be translated."""
 
@@ -80,7 +83,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
     if top and not logprobs:
         raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
-    token_ids = bool(optional(data, "return_token_ids", bool))
+    token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
     messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
     return Request(
         model=optional(data, "model", str),
@@ -98,7 +101,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         template=optional(data, "chat_template_kwargs", dict) or {},
         legacy=legacy,
         token_ids=token_ids,
-        unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
+        unknown=ignored(data, _KNOWN - _OF_TOKENS if attachments else _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
         asked=asked,
     )
 

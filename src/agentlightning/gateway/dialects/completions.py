@@ -98,6 +98,8 @@ class Reply:
     include_usage: bool = False
     offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
     """Of each answer, where the text of the next token begins."""
+    _begun: set[int] = field(default_factory=set[int], init=False)
+    """Answers whose prompt has been written."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         choices = [
@@ -129,7 +131,9 @@ class Reply:
         choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
         if self.token_ids:
             choice["token_ids"] = [token for token, _, _ in tokens]
-            choice["prompt_token_ids"] = answer.prompt_token_ids
+            if answer.index not in self._begun:  # Once in a stream: it may be far longer than a piece.
+                self._begun.add(answer.index)
+                choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 
     def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any]:
