@@ -5,7 +5,14 @@ import pytest
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.run_changes import changed_settings, check_changes, describe_changes, overrides, record_of
+from agentlightning.run_changes import (
+    changed_settings,
+    changes_rewards,
+    check_changes,
+    describe_changes,
+    overrides,
+    record_of,
+)
 from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.settings import dump_toml, load_settings
 from agentlightning.trainer import Trainer
@@ -61,6 +68,21 @@ def test_changes_are_named_without_secrets():
     assert overrides({"algorithm.steps": 200, "reward": None, "agent": "m:f"}) == [
         "algorithm.steps=200", "reward=none", 'agent="m:f"',
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("agent=m:f", True),
+        ("reward=m:f", True),
+        ('algorithm.reward_weights={"a": 1.0}', True),
+        ("algorithm.steps=200", False),
+        ("algorithm.target_agent=a", False),
+        ("runner.hosts=2", False),
+    ],
+)
+def test_which_changes_make_rewards_mean_something_else(text, expected):
+    assert changes_rewards(changed(text)) is expected
 
 
 @pytest.fixture

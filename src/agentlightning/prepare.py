@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError, PolicyError, ResumeError
+from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.policy.base import Engine, Policy
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.policy.servers import ServedModel
 from agentlightning.progress import Progress
-from agentlightning.run_dir import RunDir, write_atomically
+from agentlightning.run_dir import RunDir, RunState, write_atomically
 from agentlightning.settings import settings_from
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, split
-from agentlightning.training import Tasks
+from agentlightning.training import Tasks, newest_version
 
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicyConfig
@@ -220,6 +223,43 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
         raise PolicyError(
             f"the weights in {config.model} cannot be read: {error}; a file is cut short or damaged: fetch it again"
         ) from error
+
+
+async def open_learner(
+    config: TrainConfig, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, store: LightningStoreBase
+) -> Policy:
+    """The policy of a run as it goes on: with the starting weights where these are still to be measured, else with
+    those of its last checkpoint. Raises ConfigError, PolicyError, and ResumeError for a checkpoint that does not
+    fit."""
+    optimizer = algorithm.optimizer or config.algorithm.optimizer
+    path = start_path(config, run_dir)
+    policy = await open_policy(policy_config(config, path, optimizer, algorithm.optimizer_steps, algorithm.objective))
+    if config.policy.in_flight and not policy.can_update_in_flight:
+        await policy.close()
+        raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
+    if not measures_start(config, state):
+        try:
+            await load_checkpoint(policy, run_dir, state, store)
+        except ResumeError:
+            await policy.close()
+            raise
+    return policy
+
+
+def measures_start(config: TrainConfig, state: RunState) -> bool:
+    """Whether the starting policy is still to be measured."""
+    return any(f"before-{mode}" not in state.evaluations for mode in config.evaluation.modes)
+
+
+async def load_checkpoint(policy: Policy, run_dir: RunDir, state: RunState, store: LightningStoreBase) -> None:
+    """Go on from the run's last checkpoint, if there is one."""
+    if state.checkpoint is None:
+        return
+    directory = run_dir.path / state.checkpoint
+    try:
+        await policy.load(directory, above=await newest_version(store, state))
+    except PolicyError as error:
+        raise ResumeError(f"{run_dir.path} cannot go on from {directory}: {error}") from error
 
 
 async def with_servers(policy: Policy, config: TrainConfig, run_dir: RunDir, progress: Progress) -> Policy:

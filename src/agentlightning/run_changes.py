@@ -52,6 +52,10 @@ CHANGEABLE = (
 )
 """Settings, and sections with all they hold."""
 
+MEASURED = ("agent", "reward", "algorithm.reward_weights")
+"""Settings that decide what a reward means: what was measured before such a change cannot be compared with what is
+measured after it."""
+
 Changes = Mapping[str, tuple[Any, Any]]
 """By the setting's name: what it was, and what it is."""
 
@@ -72,6 +76,11 @@ def check_changes(changes: Changes) -> None:
             " for it. These may change: agent, reward, algorithm.steps, algorithm.optimizer.lr,"
             " algorithm.reward_weights, runner.*, gateway.*, evaluation.every, policy.device, policy.max_context ..."
         )
+
+
+def changes_rewards(changes: Changes) -> bool:
+    """Whether rewards after the changes mean something else than those before."""
+    return any(name == each or name.startswith(f"{each}.") for name in changes for each in MEASURED)
 
 
 def overrides(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:

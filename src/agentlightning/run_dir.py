@@ -63,9 +63,23 @@ class RunState:
     """Why tasks of these evaluations have no reward, with how many each."""
     measured_step: int | None = None
     """The step whose weights the evaluations `after-<mode>` measured."""
+    revision: int = 0
+    """How often the run was resumed with another agent, reward or weights of rewards."""
     seconds: float = 0.0
     """Time spent in this run so far, interruptions not counted."""
     version: int = STATE_VERSION
+
+    @property
+    def suffix(self) -> str:
+        """What the names of rollouts end with, so that those of an earlier revision are not taken for them."""
+        return f"-changed{self.revision}" if self.revision else ""
+
+    def forget_measurements(self) -> None:
+        """After a change of what rewards mean: everything is measured again, and the best checkpoint chosen anew."""
+        self.revision += 1
+        self.evaluations.clear()
+        self.reasons.clear()
+        self.measured_step = self.best_step = self.best_score = self.best_checkpoint = None
 
 
 def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:

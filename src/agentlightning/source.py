@@ -29,7 +29,7 @@ from agentlightning.rejection import (
     describe_reasons,
     rejection,
 )
-from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode
+from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.trajectory import Trajectory
 
@@ -294,6 +294,12 @@ class RolloutSource:
         for rollout in left:
             await self.store.requeue_rollout(rollout.rollout_id, reason)
         return len(left)
+
+    async def cancel(self, run_id: str) -> None:
+        """Cancel what a run has queued and what is under way of it."""
+        unfinished: list[RolloutStatus] = ["queuing", "requeuing", "preparing", "running"]
+        for rollout in await self.store.query_rollouts(status_in=unfinished, rollout_id_contains=run_id):
+            await self.store.cancel_rollout(rollout.rollout_id)
 
 
 def _too_many(bad: int, total: int, share: float) -> bool:

@@ -38,12 +38,11 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.call_checks import TokenLimits
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.curve import draw_curve
-from agentlightning.errors import ConfigError, PolicyError, ResumeError
+from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation import Evaluation, gain_of
 from agentlightning.event_loop import run_sync
 from agentlightning.gateway import verbatim
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.gate import CANNOT_GO_ON
 from agentlightning.monitor import closing_warnings, starting_warnings
 from agentlightning.policy.base import Policy
 from agentlightning.policy.requirements import require_training
@@ -51,13 +50,13 @@ from agentlightning.prepare import (
     TINY,
     check_model,
     keep_tasks,
+    load_checkpoint,
     load_tasks,
     make_start,
+    measures_start,
+    open_learner,
     open_models,
-    open_policy,
-    policy_config,
     read_tasks,
-    start_path,
     with_absolute_paths,
     with_servers,
 )
@@ -67,6 +66,7 @@ from agentlightning.result import TrainingResult
 from agentlightning.rollouts import OTLP_ENDPOINTS
 from agentlightning.run_changes import (
     changed_settings,
+    changes_rewards,
     check_changes,
     describe_changes,
     overrides,
@@ -82,7 +82,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal import take_over
 from agentlightning.store.observe import observed
 from agentlightning.tracing.export import OtlpExporter
-from agentlightning.training import Tasks, TrainingRun, newest_version
+from agentlightning.training import Tasks, TrainingRun
 
 
 class Trainer:
@@ -130,7 +130,9 @@ class Trainer:
         """A trainer that continues the run in `run_dir`; then call `fit` (with the agent, where it was a live object).
 
         `changes` of settings, as `{"algorithm.steps": 200}` or as the command line has them, are recorded in the run;
-        a run that is finished goes on with more steps. `options` are those of `Trainer`.
+        a run that is finished goes on with more steps. Another agent, reward or `algorithm.reward_weights` has the
+        starting policy measured again, so that both measurements mean the same; an object that replaces an object is
+        taken for the same one. `options` are those of `Trainer`.
 
         Raises ResumeError where there is no run, and ConfigError for a change that cannot be made.
         """
@@ -174,11 +176,16 @@ class Trainer:
             run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset, agent)
             try:
                 algorithm = self._algorithm_of(state)
+                changed_rewards = self._changes_rewards(agent, state)
+                if changed_rewards:
+                    state.forget_measurements()
                 async with AsyncExitStack() as stack:
                     with self._set_up(run_dir, state):
                         agent = self._agent_of(agent, state)
                         wired = self._wired(agent, algorithm, run_dir, state, tasks)
                         runner, run = await stack.enter_async_context(wired)
+                        if changed_rewards:
+                            await self._begin_revision(run)
                     return await unless_it_ends(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
@@ -187,6 +194,25 @@ class Trainer:
         """An agent or a reward that is a name is a setting, wherever it was given."""
         named = {"agent": agent, "reward": self.reward}
         self.config = self.config.model_copy(update={key: name for key, name in named.items() if isinstance(name, str)})
+
+    def _changes_rewards(self, agent: Any, state: RunState) -> bool:
+        """Whether a resumed run is given what makes its rewards mean something else. An object that takes the place of
+        an object is taken for the same one."""
+        before = self._resumed_from
+        if before is None:
+            return False
+        objects = (("agent", agent, before.agent), ("reward", self.reward, before.reward))
+        replaced = [part for part, given, named in objects if named is not None and not isinstance(given, str | None)]
+        return bool(replaced) or changes_rewards(changed_settings(before, self.config))
+
+    async def _begin_revision(self, run: TrainingRun) -> None:
+        """What was queued before a change of what rewards mean is of no use any more."""
+        await run.source.cancel(run.state.run_id)
+        run.write_state()
+        self.progress.note(
+            "rewards from here on cannot be compared with those so far: the starting policy is measured again, the best"
+            " checkpoint is chosen anew, and rollouts of the step under way are run again"
+        )
 
     def _agent_of(self, agent: Any, state: RunState) -> Any:
         """The agent to run. Raises ConfigError where there is none, ResumeError where a part of the run that was a live
@@ -277,7 +303,11 @@ class Trainer:
         random = self.config.policy.model == TINY and self.config.warm_start.dataset is None
         run.warn(starting_warnings(random_weights=random and algorithm.objective == "reinforcement"))
         self.progress.phase("measuring the starting policy", measurements)
+        at_start = measures_start(self.config, run.state)
         before = await run.measure("before", strict=True)
+        if at_start:
+            async with run.updating():
+                await load_checkpoint(run.policy, run.run_dir, run.state, run.store)
         self.progress.phase("training", run.total_steps, done=run.step)
         run.run_dir.forget_metrics_after(run.state.step)
         run.records[:] = run.run_dir.read_metrics()
@@ -310,7 +340,7 @@ class Trainer:
                 runner = make_runner(config.runner, store, agent, self.reward, secret, queue=queue, log=log)
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=True)
             await make_start(config, run_dir, tasks, self.progress)
-            learner = await _open_policy(config, algorithm, run_dir, state, store)
+            learner = await open_learner(config, algorithm, run_dir, state, store)
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
             gateway = await _gateway(store, policy, config, run_dir, secret, stack)
@@ -426,25 +456,6 @@ def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | N
         raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
     found = model if model is not None else own
     return found if isinstance(found, str | Path) else None
-
-
-async def _open_policy(
-    config: TrainConfig, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, store: LightningStoreBase
-) -> Policy:
-    optimizer = algorithm.optimizer or config.algorithm.optimizer
-    path = start_path(config, run_dir)
-    policy = await open_policy(policy_config(config, path, optimizer, algorithm.optimizer_steps, algorithm.objective))
-    if config.policy.in_flight and not policy.can_update_in_flight:
-        await policy.close()
-        raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
-    if state.checkpoint is not None:
-        directory = run_dir.path / state.checkpoint
-        try:
-            await policy.load(directory, above=await newest_version(store, state))
-        except PolicyError as error:
-            await policy.close()
-            raise ResumeError(f"{run_dir.path} cannot go on from {directory}: {error}") from error
-    return policy
 
 
 def _updating(gateway: Gateway, policy: Policy, settings: PolicyConfig) -> AbstractAsyncContextManager[bool]:

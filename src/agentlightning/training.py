@@ -97,9 +97,10 @@ class TrainingRun:
         step = self.state.step
         prefix = step_name(self.state, step) + (f"-part{self.collections}" if self.collections else "")
         self.collections += 1
+        name = prefix + self.state.suffix
         drawn = TaskSampler(self.tasks.train, tasks, self.config.run.seed).draw(step)
         plans = [
-            RolloutPlan(f"{prefix}-{index:04d}-{member:03d}", task, f"{prefix}-{index:04d}")
+            RolloutPlan(f"{name}-{index:04d}-{member:03d}", task, f"{name}-{index:04d}")
             for index, task in enumerate(drawn)
             for member in range(group_size)
         ]
@@ -294,7 +295,7 @@ class TrainingRun:
         on_progress: Callable[[int], None] | None = None,
         strict: bool = False,
     ) -> Evaluation:
-        name = f"{self.state.run_id}-{label}-{mode}"
+        name = f"{self.state.run_id}-{label}-{mode}{self.state.suffix}"
         resources_id = await self._publish(name, TEMPERATURES[mode])
         return await evaluate_tasks(
             self.source,

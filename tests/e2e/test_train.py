@@ -157,6 +157,7 @@ def test_a_finished_run_is_extended_with_other_settings_and_says_so(job):
         (job.directory / "reward.py")
         .read_text()
         .replace("def letters", "def vowels")
+        .replace("return ", "return 1 + ")
         .replace(".isalpha()", " in 'aeiou'")
     )
     (job.directory / "reward.py").write_text((job.directory / "reward.py").read_text() + other)
@@ -171,14 +172,19 @@ def test_a_finished_run_is_extended_with_other_settings_and_says_so(job):
     assert extended.returncode == 0, extended.stderr
     report = last_line(extended.stdout)
     assert (first["steps"], report["steps"], report["rollouts"]) == (1, 3, 3 * 16)
-    assert report["held_out"]["greedy"]["before"] == first["held_out"]["greedy"]["before"]
-    [record] = [json.loads(line) for line in (job.directory / "run" / "changes.jsonl").read_text().splitlines()]
+    letters = first["held_out"]["greedy"]["before"]
+    assert report["held_out"]["greedy"]["before"] >= 1 > letters, "measured again, with the new reward"
+    again = job.run([*resume, "--reward", "reward.py:letters"])
+    assert last_line(again.stdout)["held_out"]["greedy"]["before"] == letters, "and with the weights the run began with"
+    assert "cannot be compared with those so far" in again.stderr
+    [record, _] = [json.loads(line) for line in (job.directory / "run" / "changes.jsonl").read_text().splitlines()]
     assert record["step"] == 1
     assert set(record["changes"]) == {"algorithm.steps", "algorithm.optimizer.lr", "runner.hosts", "reward"}
     assert "changed: reward" in extended.stderr
     metrics = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [round(line["lr"], 6) for line in metrics] == [1e-3, 2e-3, 2e-3]
     measured = job.run([job.command()[0], "eval", "--run", "run", "--json"])
+    report = last_line(again.stdout)
     assert last_line(measured.stdout)["reward"] == pytest.approx(report["held_out"]["greedy"]["after"])
     again = job.run(resume)
     assert last_line(again.stdout)["held_out"] == report["held_out"]

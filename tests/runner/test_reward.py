@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -25,7 +26,9 @@ def test_finite_numbers_by_name_are_a_reward(values: dict[str, float]) -> None:
     assert check_reward(values, "it") == values
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"a": 1.0, "b": math.nan}])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, {"a": 1.0, "b": math.nan}, 10**400, -(10**400)], ids=reprlib.repr
+)
 def test_what_is_not_finite_is_an_error_and_never_zero(value: Any) -> None:
     with pytest.raises(RewardError, match=r"it.*gave -?(nan|inf), which cannot be learned from"):
         check_reward(value, "it")

@@ -185,7 +185,9 @@ async def test_a_reward_that_is_none_fails_the_rollout_and_is_never_zero(
     for ended in await roll("nothing", "text", "not a number"):
         assert ended.status == "failed"
         assert await rewards_of(ended) == []
-        assert (await attempt_of(ended)).metadata["error"]["type"] == "RewardError"
+        error = (await attempt_of(ended)).metadata["error"]
+        assert error["type"] == "RewardError"
+        assert len(error["traceback"].splitlines()) == 1, "it says what is wrong; where we noticed helps nobody"
 
 
 async def test_a_returned_nan_fails_the_rollout(start: Any, roll: Any, rewards_of: Any, attempt_of: Any) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-from agentlightning.errors import AgentError
+from agentlightning.errors import AgentError, AgentLightningError
 from agentlightning.runner.command import Command, check_executable
 from agentlightning.runner.inject import Call, Signature
 from agentlightning.runner.litagent import FunctionAgent, LitAgent, method_for, overridden
@@ -128,11 +128,12 @@ def _import_failure(spec: Reference | Pickled, role: str, error: BaseException) 
 
 
 def _users_part(error: BaseException) -> Any:
-    """The traceback without the machinery that leads to the user's code."""
+    """The traceback without the machinery that leads to the user's code; none where an error of ours says by itself
+    what is wrong and no such code was reached."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(MACHINERY):
         trace = trace.tb_next
-    return trace or error.__traceback__
+    return trace or (None if isinstance(error, AgentLightningError) else error.__traceback__)
 
 
 MACHINERY = ("agentlightning.runner", "importlib", "concurrent.", "asyncio.", "threading")

@@ -41,7 +41,10 @@ def check_reward(value: Any, source: str) -> Reward:
 
 
 def _finite(value: Any, source: str) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
     if not math.isfinite(number):
         raise RewardError(
             f"{source} gave {number}, which cannot be learned from; return a finite number, "
