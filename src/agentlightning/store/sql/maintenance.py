@@ -19,12 +19,13 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store.base import Retention, RolloutRecord
-from agentlightning.store.sql import codec, lifecycle, looking, packs, spans, statements
+from agentlightning.store.sql import codec, lifecycle, looking, packs, span_reading, statements
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.database import Connection
 from agentlightning.store.sql.packs import Pack
 from agentlightning.store.sql.schema import token_blocks
-from agentlightning.store.sql.spans import SpanQuery, WrittenPack
+from agentlightning.store.sql.span_reading import SpanQuery
+from agentlightning.store.sql.spans import WrittenPack
 from agentlightning.store.sql.states import OPEN, RolloutState
 from agentlightning.store.sql.unit import Unit
 
@@ -198,7 +199,7 @@ def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[Rol
     records: list[RolloutRecord] = []
     for rollout_id in rollout_ids:
         attempts = looking.attempts(connection, rollout_id)
-        found = spans.query(connection, SpanQuery(rollout_id, None, None, -1, 0))
+        found = span_reading.query(connection, SpanQuery(rollout_id, None, None, -1, 0))
         rollout = looking.rollout(connection, rollout_id)
         assert rollout is not None
         records.append(RolloutRecord(rollout, tuple(attempts), tuple(found)))

@@ -26,12 +26,12 @@ from agentlightning.rollouts import (
 from agentlightning.span import Span
 from agentlightning.store.base import UNSET, FilterLogic, SortOrder, Unset
 from agentlightning.store.ids import claimed_id
-from agentlightning.store.sql import codec, lifecycle, looking, spans
+from agentlightning.store.sql import codec, lifecycle, looking, span_reading, spans
 from agentlightning.store.sql.calls import AddSpans, Claim, Enqueue, Start, UpdateAttempt, repeated
 from agentlightning.store.sql.codec import Row
 from agentlightning.store.sql.looking import RolloutFilters
 from agentlightning.store.sql.ordering import Order, check_logic
-from agentlightning.store.sql.spans import SpanQuery
+from agentlightning.store.sql.span_reading import SpanQuery
 from agentlightning.store.sql.unit import Unit
 from agentlightning.store.sql.upkeep import Upkeep
 from agentlightning.store.sql.waiting import Wait
@@ -381,13 +381,15 @@ class SqlStore(Upkeep):
             found = self.hot.spans(rollout_id, attempt_id)
             if found is not None:
                 return asked.page(found)
-        return await self.read("query_spans", lambda connection: spans.query(connection, asked))
+        return await self.read("query_spans", lambda connection: span_reading.query(connection, asked))
 
     async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
         codec.check_texts(rollout_ids, "rollout_ids")
         for start in range(0, len(rollout_ids), CHUNK):
             chunk = list(rollout_ids[start : start + CHUNK])
-            found = await self.read("iter_spans", lambda connection, chunk=chunk: spans.latest_spans(connection, chunk))
+            found = await self.read(
+                "iter_spans", lambda connection, chunk=chunk: span_reading.latest_spans(connection, chunk)
+            )
             for rollout_id in chunk:
                 yield rollout_id, found[rollout_id]
 
