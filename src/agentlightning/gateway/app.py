@@ -144,11 +144,22 @@ class Gateway:
         )
         self._models = Models(self.table, self.attribution.check_key)
         self._agents = Agents((*config.agents, *agents))
+        self._forwarder, self._local = self._callees(config)
+        self._max_body_bytes = max_body_bytes
+        self._slots = Slots(max_concurrency)
+        self._direct = Direct(
+            self._slots, self.attribution, self._forwarder, self.counters, self._resume, max_body_bytes
+        )
+        self._watch = AttemptWatch(self._contexts, self.forget)
+        self._watch.direct = self._direct.calls
+
+    def _callees(self, config: GatewayConfig) -> tuple[Forwarder, LocalCalls]:
+        """Who has calls answered: by providers, and by our own engines."""
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
         on_policy = OnPolicy(self.counters)
-        self._forwarder = Forwarder(
+        forwarder = Forwarder(
             self.table,
-            store,
+            self._store,
             self._contexts,
             self._context,
             self._agents,
@@ -157,8 +168,8 @@ class Gateway:
             on_policy,
             self.kept,
         )
-        self._local = LocalCalls(
-            store=store,
+        local = LocalCalls(
+            store=self._store,
             table=self.table,
             conversations=self.conversations,
             kept=self.kept,
@@ -169,13 +180,7 @@ class Gateway:
             on_policy=on_policy,
             holding=config.structured_output,
         )
-        self._max_body_bytes = max_body_bytes
-        self._slots = Slots(max_concurrency)
-        self._direct = Direct(
-            self._slots, self.attribution, self._forwarder, self.counters, self._resume, max_body_bytes
-        )
-        self._watch = AttemptWatch(self._contexts, self.forget)
-        self._watch.direct = self._direct.calls
+        return forwarder, local
 
     # -- the valve -----------------------------------------------------------------------------------------------
 
