@@ -309,6 +309,8 @@ class Trainer:
             async with run.updating():
                 await load_checkpoint(run.policy, run.run_dir, run.state, run.store)
         self.progress.phase("training", run.total_steps, done=run.step)
+        if run.step >= run.total_steps:
+            self.progress.note(f"all {run.step} steps are done; with more (algorithm.steps=N) the run goes on")
         run.run_dir.forget_metrics_after(run.state.step)
         run.records[:] = run.run_dir.read_metrics()
         await algorithm.run(run)

@@ -17,6 +17,10 @@ def call_with(function: Any, call: Call) -> Any:
     return Signature.of(function).call(call)
 
 
+def typed(name: str) -> str:
+    return name
+
+
 CASES = {
     "a task by its name": (lambda task: task["a"], 1),
     "the task as the first parameter, whatever its name": (lambda sample: sample["a"], 1),
@@ -82,6 +86,14 @@ def test_what_is_known_wins_over_a_key_of_the_task(make_call: Any) -> None:
 def test_a_parameter_that_nothing_fits_is_named_with_what_there_is(make_call: Any) -> None:
     with pytest.raises(AgentError, match=r"'questoin'.*Did you mean 'question'\?.*base_url, .*question"):
         call_with(lambda task, questoin: None, make_call({"question": "?"}))
+
+
+def test_a_first_parameter_that_is_a_text_is_never_given_a_whole_object(make_call: Any) -> None:
+    signature = Signature.of(typed)
+    assert signature.call(make_call({"name": "Ada"})) == "Ada"
+    assert signature.call(make_call("Ada")) == "Ada"
+    with pytest.raises(AgentError, match=r"nothing fits the parameter 'name' of typed\. Did you mean 'nam'\?"):
+        signature.call(make_call({"nam": "Ada"}))
 
 
 def test_an_agent_that_needs_a_model_is_told_that_there_is_none(make_call: Any) -> None:

@@ -67,6 +67,8 @@ def train(
         if resume is not None:
             if config is not None:
                 raise ConfigError("--resume takes a run's own settings; give those to change as section.key=value")
+            if run_dir is not None:
+                raise ConfigError(f"--resume {resume} goes on in that directory; leave out --run-dir {run_dir}")
             trainer = Trainer.resume(resume, changes=[*given, *(settings or [])], progress=progress, store=store)
             if dry_run:
                 typer.echo(dump_toml(trainer.config), nl=False)

@@ -116,6 +116,9 @@ def _ours(llm: LLM, server_url: str) -> bool:
     return llm.policy_version is not None or llm.root_url == server_url.rstrip("/")
 
 
+PLAIN = (str, int, float, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """A function and its parameters, read once."""
@@ -140,9 +143,15 @@ class Signature:
     def call(self, call: Call) -> Any:
         """The function's result, an awaitable if it is async. Raises AgentError for a parameter that nothing fits."""
         values = {**_keys(call.task), **call.resources, **call.known()}
-        if self.first is not None:
+        if self.first is not None and not (isinstance(call.task, Mapping) and self._first_is_plain):
             values.setdefault(self.first, call.task)
         return self.apply(values)
+
+    @property
+    def _first_is_plain(self) -> bool:
+        """Whether the first parameter says that it takes no object: then it is meant to be a key of the task."""
+        annotation = self.parameters[0].annotation
+        return any(annotation is kind or annotation == kind.__name__ for kind in PLAIN)
 
     def apply(self, values: Mapping[str, Any]) -> Any:
         """Call with the values whose names are parameters."""
