@@ -82,6 +82,8 @@ async def test_a_call_of_our_own_engine_ends_with_its_attempt(serve, store):
     await store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
     with pytest.raises(Exception, match="it takes no more calls"):
         await asyncio.wait_for(asked, 20)
+    (span,) = await service.spans()
+    assert span.attributes[names.ERROR_TYPE] == "attempt_ended"
 
 
 async def test_what_is_remembered_of_an_attempt_is_forgotten_when_it_has_ended(serve, store):

@@ -16,6 +16,7 @@ from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.answer import Answer, Piece
 from agentlightning.gateway.drawn import Likeliest
 from agentlightning.gateway.gate import Gate, Visitor
+from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.record import Record
 from agentlightning.gateway.slots import without_slot
 from agentlightning.policy.base import Engine, Sample, SamplingParams
@@ -39,6 +40,8 @@ class Exchange:
     """False: nothing is recorded."""
     drawn: bool = field(default=False, init=False)
     """All answers are whole; from here on the exchange is not to be cancelled."""
+    ended: Problem | None = field(default=None, init=False)
+    """Why it is cancelled, where its caller has not hung up."""
 
     async def run(self, store: LightningStoreBase, gate: Gate, show: Show | None = None) -> list[Span]:
         """Draw and record behind the engine's gate; returns the spans as kept. Raises what the engine or the store
@@ -108,6 +111,8 @@ class Exchange:
         cancelled = isinstance(error, asyncio.CancelledError)
         kind = "client_disconnected" if cancelled else type(error).__qualname__
         message = "the caller hung up before the answer was whole" if cancelled else str(error)
+        if cancelled and self.ended is not None:
+            kind, message = self.ended.code or self.ended.type, self.ended.message
         now = time.time()
         return [record.failed(answer, self._params(answer), now, kind, message) for record, answer in self._pairs()]
 

@@ -15,6 +15,7 @@ from starlette.types import Receive
 from agentlightning.gateway.answer import Answer, Piece
 from agentlightning.gateway.dialects.base import Reply
 from agentlightning.gateway.exchange import Exchange, Show
+from agentlightning.gateway.problems import Problem
 from agentlightning.gateway.wire import ClientGone, Outlet, until_gone
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,10 @@ async def relay(
             raise ClientGone
         await work
         await _end(reply, exchange, stream, finish, outlet)
+    except asyncio.CancelledError as error:
+        if error.args and isinstance(error.args[0], Problem):  # its attempt has ended
+            exchange.ended = error.args[0]
+        raise
     finally:
         await _settle(exchange, work, gone)
 
