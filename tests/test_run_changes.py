@@ -116,3 +116,16 @@ def test_tasks_that_cannot_be_read_end_the_promise_to_resume(run):
     (run / "data" / "held_out.jsonl").write_text('{"n": ')
     with pytest.raises(ResumeError, match=r"the tasks of .* cannot be read"):
         Trainer.resume(run).fit(lambda task: 1.0)
+
+
+def test_an_object_in_place_of_a_name_is_another_reward_and_in_place_of_an_object_the_same(run):
+    def reward(task):
+        return 1.0
+
+    state = RunState(run_id="r", evaluations={"before-greedy": [1.0]}, best_step=3)
+    assert not Trainer.resume(run, reward=reward)._changes_rewards(reward)
+    write_atomically(run / "config.toml", dump_toml(TrainConfig(reward="m:f")).encode())
+    assert not Trainer.resume(run)._changes_rewards(reward)
+    assert Trainer.resume(run, reward=reward)._changes_rewards(reward)
+    state.forget_measurements()
+    assert (state.evaluations, state.best_step, state.suffix) == ({}, None, "-changed1")

@@ -176,7 +176,7 @@ class Trainer:
             run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset, agent)
             try:
                 algorithm = self._algorithm_of(state)
-                changed_rewards = self._changes_rewards(agent, state)
+                changed_rewards = self._changes_rewards(agent)
                 if changed_rewards:
                     state.forget_measurements()
                 async with AsyncExitStack() as stack:
@@ -195,7 +195,7 @@ class Trainer:
         named = {"agent": agent, "reward": self.reward}
         self.config = self.config.model_copy(update={key: name for key, name in named.items() if isinstance(name, str)})
 
-    def _changes_rewards(self, agent: Any, state: RunState) -> bool:
+    def _changes_rewards(self, agent: Any) -> bool:
         """Whether a resumed run is given what makes its rewards mean something else. An object that takes the place of
         an object is taken for the same one."""
         before = self._resumed_from

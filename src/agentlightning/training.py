@@ -173,6 +173,7 @@ class TrainingRun:
         reasons = count_reasons(collected.rejected)
         record = {
             "step": state.step,
+            **({"revision": state.revision} if state.revision else {}),
             **figures,
             "rollouts": state.rollouts,
             "failed": len(collected.failed),
@@ -185,7 +186,7 @@ class TrainingRun:
         record |= await self._validate() if self._time_to_validate() else {}
         self.run_dir.append_metrics(record)
         self.records.append(record)
-        self.warn(warnings_of(self.records))
+        self.warn(warnings_of([each for each in self.records if each.get("revision", 0) == state.revision]))
         if state.step % self.config.run.checkpoint_every == 0 or state.step == self.total_steps:
             await self.checkpoint()
         shown = {name: figures[name] for name in ("reward", "loss") if name in figures}

@@ -110,7 +110,7 @@ class ScopeProcessor(SpanProcessor):
             self._warned = True
             logger.warning(
                 "Span %r belongs to no rollout and is dropped, as will be all others like it. What an agent emits is "
-                "kept while a runner runs it; threads it starts need contextvars.copy_context().run(...).",
+                "kept while a runner or `agl run` runs it, in threads and pools that it starts too.",
                 name,
             )
 
