@@ -91,3 +91,5 @@ def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
     for broken in (orjson.dumps(data)[:-1], b'{"a": "' + b"x" * PIECE + b'", }', b"\xff" * (PIECE + 1)):
         with pytest.raises(orjson.JSONDecodeError):
             parse(broken)
+    with pytest.raises(orjson.JSONDecodeError):
+        parse(b'{"a": "' + b"x" * PIECE + b'", "\xff": 1}')

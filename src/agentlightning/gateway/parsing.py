@@ -25,7 +25,7 @@ def parse(body: bytes) -> Any:
         return orjson.loads(body)
     try:
         return _parse(memoryview(body))
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # The second: of a name.
         raise orjson.JSONDecodeError(str(error), "", 0) from None
 
 
