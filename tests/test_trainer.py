@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from agentlightning import trainer
+from agentlightning import prepare, trainer
 from agentlightning.agent_runner import credentials, make_runner, queue_of
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
@@ -50,11 +50,11 @@ async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(m
     async def open_policy(config):
         return policy
 
-    monkeypatch.setattr(trainer, "open_policy", open_policy)
+    monkeypatch.setattr(prepare, "open_policy", open_policy)
     run_dir = RunDir.create(tmp_path / "run")
     config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
     with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
-        await trainer._open_policy(config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore())
+        await prepare.open_learner(config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore())
     assert policy.closed
     run_dir.close()
 
