@@ -83,4 +83,4 @@ def optimizer_steps(run_dir) -> int:
 
     state = json.loads((run_dir / "state.json").read_bytes())
     saved = torch.load(run_dir / state["checkpoint"] / "training_state.pt", weights_only=False)
-    return saved["policy_version"]
+    return saved["updater"]["steps"]

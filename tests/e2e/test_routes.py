@@ -65,7 +65,7 @@ async def test_a_run_whose_agent_never_asks_the_policy_says_what_to_do(job):
     async with ScriptedProvider(lambda seen: Reply(chat_answer("Good."))) as provider:
         done = await train(job, "gpt-5", 1, *route(provider))
     assert done.returncode != 0
-    assert "none of the 32 model calls of this step can be learned from" in done.stderr
+    assert "none of the 32 model calls of these rollouts can be learned from" in done.stderr
 
 
 @pytest.mark.slow
