@@ -101,7 +101,7 @@ def _broken(records: Sequence[Record]) -> str | None:
 def _timed_out(window: Sequence[Record]) -> str | None:
     """Only those that failed for it: with a `timeout_reward` they are learned from."""
     late = sum(min(int(record.get("timeouts", 0)), int(record.get("failed", 0))) for record in window)
-    rollouts = late + _total(window, "rollouts_trained") + _total(window, "failed") - late
+    rollouts = _total(window, "rollouts_trained") + _total(window, "failed")
     if late < MIN_GROUPS or late < OFTEN * rollouts:
         return None
     return (

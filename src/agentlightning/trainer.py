@@ -352,7 +352,9 @@ class Trainer:
             tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
             source = RolloutSource(store, *limits, model=policy.model, limits=tokens, queue=queue)
             if runner is None:
-                stack.enter_context(in_background(say_where_no_runner_is(store, state.run_id, self.progress.note)))
+                stack.enter_context(
+                    in_background(say_where_no_runner_is(self.store or store, state.run_id, self.progress.note))
+                )
             else:
                 await source.recover(state.run_id, "the process that ran it ended")
                 await runner.start(server.url)

@@ -16,6 +16,7 @@ from agentlightning.span import Span, SpanEvent, new_span_id
 from agentlightning.store import InMemoryLightningStore, segments
 from agentlightning.store import journal as journal_module
 from agentlightning.store.journal import JournaledStore, journaled, take_over
+from agentlightning.store.observe import observed
 from agentlightning.store.sql.store import SqlStore
 
 
@@ -296,6 +297,14 @@ async def test_whoever_opens_the_store_without_a_journal_takes_over_what_was_lef
     assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken"]
     assert files(database) == []
     await take_over(InMemoryLightningStore())
+
+
+async def test_an_observed_store_takes_over_what_was_left_too(bare, attempted, database):
+    async with journaled(Failing(bare), database) as store:
+        store.keep([span_of(attempted, "taken")])
+    await take_over(observed(bare, []))
+    assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken"]
+    assert files(database) == []
 
 
 async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(
