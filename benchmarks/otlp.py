@@ -141,7 +141,7 @@ def accepted(body: bytes) -> int:
 
 OURS = """
 import asyncio, sys, uvloop
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import LightningStore
 
 async def main(path):

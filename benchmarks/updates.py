@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentlightning.gateway.gate import Gate
+from agentlightning.gateway.local.update_gate import Gate
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.testing.models import tiny_tokenizer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from agentlightning.testing.hub import Hub
     from agentlightning.testing.postgres import PostgresCluster
+    from agentlightning.testing.store_hub import Hub
 
 # Two workers with two torch threads each on two cores wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def hub() -> Iterator[Hub]:
     """A server of this test process: `hub.serve(store)` is the address of a store on it."""
-    from agentlightning.testing.hub import Hub
+    from agentlightning.testing.store_hub import Hub
 
     with Hub() as hub:
         yield hub

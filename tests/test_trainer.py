@@ -6,8 +6,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from agentlightning import prepare, trainer
-from agentlightning.agent_runner import credentials, make_runner, queue_of
+from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
@@ -15,12 +14,14 @@ from agentlightning.errors import ConfigError
 from agentlightning.evaluator import evaluate
 from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path, attempt_secret
-from agentlightning.run_dir import RunDir, RunState
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer
-from agentlightning.training import newest_version, step_name
+from agentlightning.training import setup
+from agentlightning.training.agent_runner import credentials, make_runner, queue_of
+from agentlightning.training.run import newest_version, step_name
+from agentlightning.training.run_dir import RunDir, RunState
 
 
 async def test_its_runner_holds_a_lease_so_that_a_killed_run_leaves_nothing_behind():
@@ -50,11 +51,11 @@ async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(m
     async def open_policy(config):
         return policy
 
-    monkeypatch.setattr(prepare, "open_policy", open_policy)
+    monkeypatch.setattr(setup, "open_policy", open_policy)
     run_dir = RunDir.create(tmp_path / "run")
     config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
     with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
-        await prepare.open_learner(config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore())
+        await setup.open_learner(config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore())
     assert policy.closed
     run_dir.close()
 

@@ -80,23 +80,19 @@ if TYPE_CHECKING:
         UnfaithfulSampleError,
         UnknownTokensError,
     )
-    from agentlightning.evaluation import Evaluation
+    from agentlightning.evaluation.evaluation import Evaluation
+    from agentlightning.evaluation.intervals import Gain
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import ChatFormat, Policy
-    from agentlightning.policy.losses import NLLLoss, PPOLoss
+    from agentlightning.policy.losses.base import NLLLoss, PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
-    from agentlightning.progress import Progress
-    from agentlightning.rejection import Rejection
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
-    from agentlightning.result import TrainingResult
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
     from agentlightning.runner import LitAgent, Runner, llm_rollout, prompt_rollout, rollout
-    from agentlightning.runner.litagent import FunctionAgent
+    from agentlightning.runner.agents.litagent import FunctionAgent
     from agentlightning.runner.tally import RunnerStatistics
-    from agentlightning.source import Collected
     from agentlightning.span import Span, SpanEvent
-    from agentlightning.statistics import Gain
     from agentlightning.store import InMemoryLightningStore, LightningStore
     from agentlightning.store.base import UNSET, Pruned, Queue, Retention, RolloutRecord, Unset, Worker
     from agentlightning.store.http.client import LightningStoreClient
@@ -114,7 +110,11 @@ if TYPE_CHECKING:
         track_agent,
     )
     from agentlightning.trainer import Trainer
+    from agentlightning.training.rejection import Rejection
+    from agentlightning.training.result import TrainingResult
+    from agentlightning.training.rollout_source import Collected
     from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
+    from agentlightning.util.progress import Progress
 
 _HOMES = {
     "LLM": "resources",
@@ -126,7 +126,7 @@ _HOMES = {
     "Attempt": "rollouts",
     "AttemptedRollout": "rollouts",
     "ChatFormat": "policy.base",
-    "Collected": "source",
+    "Collected": "training.rollout_source",
     "ConfigError": "errors",
     "ConflictError": "errors",
     "ContextLengthError": "errors",
@@ -134,10 +134,10 @@ _HOMES = {
     "Dataset": "task",
     "DatasetError": "errors",
     "EnqueueRolloutRequest": "rollouts",
-    "Evaluation": "evaluation",
+    "Evaluation": "evaluation.evaluation",
     "EvaluationConfig": "config",
-    "FunctionAgent": "runner.litagent",
-    "Gain": "statistics",
+    "FunctionAgent": "runner.agents.litagent",
+    "Gain": "evaluation.intervals",
     "GatewayConfig": "gateway.config",
     "InMemoryLightningStore": "store",
     "LightningRL": "algorithms.lightning_rl",
@@ -146,21 +146,21 @@ _HOMES = {
     "LightningStoreClient": "store.http.client",
     "LitAgent": "runner",
     "MissingExtraError": "errors",
-    "NLLLoss": "policy.losses",
+    "NLLLoss": "policy.losses.base",
     "NamedResources": "resources",
     "Node": "trajectory",
     "NotFoundError": "errors",
     "OptimizerConfig": "policy.optimizer_config",
-    "PPOLoss": "policy.losses",
+    "PPOLoss": "policy.losses.base",
     "Policy": "policy.base",
     "PolicyConfig": "config",
     "PolicyError": "errors",
-    "Progress": "progress",
+    "Progress": "util.progress",
     "PromptTemplate": "resources",
     "ProxyLLM": "resources",
     "Pruned": "store.base",
     "Queue": "store.base",
-    "Rejection": "rejection",
+    "Rejection": "training.rejection",
     "ResourcesUpdate": "resources",
     "ResumeError": "errors",
     "Retention": "store.base",
@@ -189,7 +189,7 @@ _HOMES = {
     "TrainConfig": "config",
     "Trainer": "trainer",
     "Training": "algorithms.base",
-    "TrainingResult": "result",
+    "TrainingResult": "training.result",
     "TrainingSample": "trajectory",
     "TrainingStopped": "errors",
     "Trajectory": "trajectory",

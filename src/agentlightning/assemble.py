@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from agentlightning import span as names
-from agentlightning.call_checks import NO_LIMITS, TokenLimits, defect_of, has_tokens
+from agentlightning.call_validation import NO_LIMITS, TokenLimits, defect_of, has_tokens
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
 from agentlightning.trajectory import Node, TokenTree, Trajectory, Transition

@@ -10,9 +10,9 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.servers import ServersConfig
 
 
 class Section(BaseModel):

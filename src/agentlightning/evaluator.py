@@ -7,23 +7,23 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from agentlightning.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
 from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
-from agentlightning.evaluation import Evaluation, evaluate_tasks
-from agentlightning.event_loop import run_sync
+from agentlightning.evaluation.evaluation import Evaluation, evaluate_tasks
 from agentlightning.gateway.app import Gateway
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
-from agentlightning.prepare import check_model, open_policy, policy_config
-from agentlightning.progress import Progress
 from agentlightning.resources import LLM, NamedResources
-from agentlightning.server import Server
-from agentlightning.source import EVALUATION_ADVICE, Collected, RolloutSource
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
-from agentlightning.training import TEMPERATURES
+from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
+from agentlightning.training.rollout_source import EVALUATION_ADVICE, Collected, RolloutSource
+from agentlightning.training.run import TEMPERATURES
+from agentlightning.training.setup import check_model, open_policy, policy_config
+from agentlightning.util.event_loop import run_sync
+from agentlightning.util.progress import Progress
 
 
 def evaluate(

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentlightning.carrier import Carrier, carrier
+from agentlightning.util.frozen_struct import Carrier, carrier
 
 RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing"]
 AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]

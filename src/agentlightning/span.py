@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentlightning.carrier import Carrier, carrier
+from agentlightning.util.frozen_struct import Carrier, carrier
 
 # -- names of spans --------------------------------------------------------------------------------------------------
 

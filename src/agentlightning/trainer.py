@@ -21,7 +21,27 @@ from typing import Any
 
 import orjson
 
-from agentlightning.agent_runner import (
+from agentlightning.algorithms import class_name, make_algorithm
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.call_validation import TokenLimits
+from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.evaluation.evaluation import Evaluation, gain_of
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.recording import raw_exchange
+from agentlightning.policy.base import Policy
+from agentlightning.policy.requirements import require_training
+from agentlightning.resources import NamedResources
+from agentlightning.rollouts import OTLP_ENDPOINTS
+from agentlightning.runner import Runner
+from agentlightning.server.app import Server, is_loopback
+from agentlightning.store import LightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.instrumented import observed
+from agentlightning.store.journal.store import take_over
+from agentlightning.tracing.otlp.exporter import OtlpExporter
+from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
     in_background,
@@ -32,21 +52,21 @@ from agentlightning.agent_runner import (
     say_where_no_runner_is,
     unless_it_ends,
 )
-from agentlightning.algorithms import class_name, make_algorithm
-from agentlightning.algorithms.base import Algorithm
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.call_checks import TokenLimits
-from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
-from agentlightning.curve import draw_curve
-from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.evaluation import Evaluation, gain_of
-from agentlightning.event_loop import run_sync
-from agentlightning.gateway import verbatim
-from agentlightning.gateway.app import Gateway
-from agentlightning.monitor import closing_warnings, starting_warnings
-from agentlightning.policy.base import Policy
-from agentlightning.policy.requirements import require_training
-from agentlightning.prepare import (
+from agentlightning.training.health import closing_warnings, starting_warnings
+from agentlightning.training.result import TrainingResult
+from agentlightning.training.reward_curve import draw_curve
+from agentlightning.training.rollout_source import RolloutSource
+from agentlightning.training.run import Tasks, TrainingRun
+from agentlightning.training.run_changes import (
+    changed_settings,
+    changes_rewards,
+    check_changes,
+    describe_changes,
+    overrides,
+    record_of,
+)
+from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.setup import (
     TINY,
     check_model,
     keep_tasks,
@@ -60,29 +80,9 @@ from agentlightning.prepare import (
     with_absolute_paths,
     with_servers,
 )
-from agentlightning.progress import Progress
-from agentlightning.resources import NamedResources
-from agentlightning.result import TrainingResult
-from agentlightning.rollouts import OTLP_ENDPOINTS
-from agentlightning.run_changes import (
-    changed_settings,
-    changes_rewards,
-    check_changes,
-    describe_changes,
-    overrides,
-    record_of,
-)
-from agentlightning.run_dir import RunDir, RunState, write_atomically
-from agentlightning.runner import Runner
-from agentlightning.server import Server, is_loopback
-from agentlightning.settings import dump_toml, load_settings, settings_from
-from agentlightning.source import RolloutSource
-from agentlightning.store import LightningStore
-from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.journal import take_over
-from agentlightning.store.observe import observed
-from agentlightning.tracing.export import OtlpExporter
-from agentlightning.training import Tasks, TrainingRun
+from agentlightning.util.event_loop import run_sync
+from agentlightning.util.progress import Progress
+from agentlightning.util.settings import dump_toml, load_settings, settings_from
 
 
 class Trainer:
@@ -334,7 +334,7 @@ class Trainer:
                 store = LightningStore(run_dir.store_path)
                 stack.push_async_callback(store.close)
             store = _exported(store, stack)
-            await take_over(store, verbatim.read)
+            await take_over(store, raw_exchange.read)
             self.progress.phase("loading the agent and the model")
             queue, runner = queue_of(config.runner, self.store, state.run_id), None
             if config.runner.hosts:

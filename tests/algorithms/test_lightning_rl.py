@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.errors import ConfigError
-from agentlightning.source import Collected
+from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import Trajectory, Transition
 
 

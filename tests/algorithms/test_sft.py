@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, batches, to_sample, to_trajectories
+from agentlightning.chat.hf import HFChatFormat
 from agentlightning.demo.problems import TOOLS, demonstrations
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.chat import HFChatFormat
+from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.tiny import make_tiny
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 FAST = OptimizerConfig(type="muon", lr=6e-3)

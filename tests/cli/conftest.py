@@ -16,7 +16,7 @@ from queue import Empty, Queue
 import pytest
 from typer.testing import CliRunner, Result
 
-from agentlightning.cli.app import build
+from agentlightning.cli.main import build
 
 AGL = str(Path(sys.executable).parent / "agl")
 AGENT = """

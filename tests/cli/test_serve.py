@@ -150,7 +150,7 @@ async def test_a_second_signal_ends_it_at_once(start):
 async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_path):
     from openai import AsyncOpenAI
 
-    from agentlightning.policy.tiny import make_tiny
+    from agentlightning.models.tiny import make_tiny
     from agentlightning.rollouts import attempt_environment
 
     await asyncio.to_thread(make_tiny, tmp_path / "small", [{"messages": [{"role": "user", "content": "hello"}]}])

@@ -15,14 +15,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from agentlightning.cli import store as verbs
-from agentlightning.cli.app import build
-from agentlightning.cli.show import shown
+from agentlightning.cli.main import build
+from agentlightning.cli.rollout_text import shown
 from agentlightning.rollouts import Attempt, Rollout
-from agentlightning.run_dir import RunDir, RunState
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import RolloutRecord
+from agentlightning.training.run_dir import RunDir, RunState
 
 Agl = Callable[..., Result]
 DAY = 86400.0

@@ -9,8 +9,8 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from agentlightning.cli.app import build
-from agentlightning.policy.tiny import make_tiny
+from agentlightning.cli.main import build
+from agentlightning.models.tiny import make_tiny
 
 
 @pytest.fixture

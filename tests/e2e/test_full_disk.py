@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import PolicyError
+from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.tiny import make_tiny
 
 
 @pytest.fixture

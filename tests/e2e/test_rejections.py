@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from agentlightning.cli.app import build
+from agentlightning.cli.main import build
 
 pytestmark = pytest.mark.slow
 

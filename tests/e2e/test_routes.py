@@ -6,7 +6,7 @@ import json
 import pytest
 
 from agentlightning import span as names
-from agentlightning.gateway.budget import spent_by
+from agentlightning.gateway.upstream.budget import spent_by
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 

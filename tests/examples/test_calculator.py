@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.rollouts import attempt_environment
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import CONTINUES, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine

@@ -17,7 +17,7 @@ from agentlightning import span as names
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import AttemptedRollout, attempt_environment
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase

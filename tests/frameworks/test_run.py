@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 

@@ -9,11 +9,11 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
+from agentlightning.chat.hf import HFChatFormat
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.policy.chat import HFChatFormat
 from agentlightning.rollouts import AttemptedRollout, attempt_environment, attempt_key
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine

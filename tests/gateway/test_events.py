@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.heard import MAX_EVENT_BYTES, Events, EventTooLongError
+from agentlightning.gateway.recording.provider_response import MAX_EVENT_BYTES, Events, EventTooLongError
 from agentlightning.testing.provider import Reply, chat_events
 
 HI = [{"role": "user", "content": "hi"}]

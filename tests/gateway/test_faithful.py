@@ -13,9 +13,9 @@ from openai import AsyncOpenAI, LengthFinishReasonError
 from starlette.applications import Starlette
 
 from agentlightning import span as names
+from agentlightning.chat.hf import HFChatFormat
 from agentlightning.gateway.app import Gateway
 from agentlightning.policy.base import Sample
-from agentlightning.policy.chat import HFChatFormat
 from agentlightning.rollouts import attempt_environment
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine

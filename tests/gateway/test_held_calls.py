@@ -13,10 +13,10 @@ from tokenizers import AddedToken
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.models.tiny import make_tokenizer
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.tiny import make_tokenizer
 from agentlightning.rollouts import attempt_environment, attempt_key
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS, VIOLATIONS
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing.models import TEXTS, tiny_checkpoint

@@ -8,7 +8,7 @@ import openai
 import orjson
 import pytest
 
-from agentlightning.gateway.parsing import PIECE, parse
+from agentlightning.gateway.json_body import PIECE, parse
 
 TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
 

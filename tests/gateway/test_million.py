@@ -13,7 +13,7 @@ import pytest
 from agentlightning import span as names
 from agentlightning.gateway.app import Gateway
 from agentlightning.policy.base import Sample
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import LightningStore
 from agentlightning.testing import ByteChatFormat, ScriptedEngine
 

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from agentlightning import span as names
+from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.gateway.app import Gateway
-from agentlightning.policy.servers import ServedModel, ServersConfig
 from agentlightning.rollouts import attempt_environment
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.testing.model_server import ScriptedModelServer, logprob_of
 from agentlightning.testing.tokenizer import tiny_tokenizer
 

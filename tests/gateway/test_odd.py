@@ -9,9 +9,9 @@ from agentlightning import InMemoryLightningStore
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import attempt_environment
-from agentlightning.server import Server
-from agentlightning.testing.engine import ScriptedEngine
+from agentlightning.server.app import Server
 from agentlightning.testing.provider import Reply, ScriptedProvider
+from agentlightning.testing.scripted_engine import ScriptedEngine
 
 FIELDS = {
     "chat/completions": "messages tools tool_choice response_format n stop stream stream_options logprobs top_logprobs "

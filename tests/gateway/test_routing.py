@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.config import GatewayConfig, Rule
-from agentlightning.gateway.problems import Problem
-from agentlightning.gateway.provider import Price, Provider
+from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.routing import Routes
-from agentlightning.settings import load_settings
+from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, messages_answer
 from agentlightning.transport import open_transport
+from agentlightning.util.settings import load_settings
 
 ENGINES = {name: ScriptedEngine([], model=name) for name in ("policy", "reference")}
 

@@ -18,16 +18,16 @@ from agentlightning.assemble import trajectory
 from agentlightning.credit import training_samples
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.monitor import staleness
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.rollouts import attempt_path
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
+from agentlightning.training.health import staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 

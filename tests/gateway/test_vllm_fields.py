@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from agentlightning import span as names
+from agentlightning.chat.hf import HFChatFormat
 from agentlightning.policy.base import ENDING, RESHAPING
-from agentlightning.policy.chat import HFChatFormat
 from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 OFF = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"

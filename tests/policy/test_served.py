@@ -15,15 +15,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from agentlightning.config import PolicyConfig, TrainConfig
+from agentlightning.engine.servers.config import ServedModel, ServersConfig, open_servers
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.policy.servers import ServedModel, ServersConfig, open_servers
-from agentlightning.policy.tiny import make_tiny
-from agentlightning.policy.weights import WeightsFolder
-from agentlightning.prepare import with_absolute_paths
-from agentlightning.testing.engine import ByteChatFormat
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
+from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.training.setup import with_absolute_paths
+from agentlightning.weight_sync.disk import WeightsFolder
 
 
 class Chat(ByteChatFormat):

@@ -21,8 +21,8 @@ from agentlightning.rollouts import (
     RolloutConfig,
     attempt_environment,
 )
-from agentlightning.runner.inject import Call
-from agentlightning.runner.worker import Runner
+from agentlightning.runner.agents.arguments import Call
+from agentlightning.runner.runner import Runner
 from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 

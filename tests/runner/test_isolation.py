@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from agentlightning.runner.log import AgentLog
+from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.span import MESSAGE_BODY
 
 CODE = """
 import os, pickle, socket, stat, struct
 import agentlightning as agl
-from agentlightning.runner.wire import Spans
+from agentlightning.runner.hosts.messages import Spans
 from agentlightning.span import Span
 from agentlightning.tracing.scope import current_scope
 

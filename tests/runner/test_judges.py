@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning.assemble import calls
 from agentlightning.gateway.app import Gateway
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, JUDGE, MESSAGE, MESSAGE_BODY
 from agentlightning.testing import ScriptedEngine
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import AgentError, ConfigError, StoreAuthError, StoreServerError
+from agentlightning.observability.logs import JsonFormatter
 from agentlightning.rollouts import RolloutConfig
-from agentlightning.runner import worker
-from agentlightning.runner.heart import Heart
-from agentlightning.runner.wire import Done
-from agentlightning.runner.worker import Runner
-from agentlightning.store.logs import JsonFormatter
+from agentlightning.runner import runner
+from agentlightning.runner.heartbeat import Heart
+from agentlightning.runner.hosts.messages import Done
+from agentlightning.runner.runner import Runner
 
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05, "grace": 0.2}
 
@@ -45,7 +45,7 @@ class Inside:
 
 @pytest.fixture(autouse=True)
 def agents_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "HostPool", Inside)
+    monkeypatch.setattr(runner, "HostPool", Inside)
 
 
 async def quick(task: Any) -> Any:
@@ -224,7 +224,7 @@ async def test_an_attempt_that_fails_is_logged_with_its_ids(store: Any, caplog: 
         raise AgentError("no idea")
 
     caplog.handler.setFormatter(JsonFormatter())
-    with caplog.at_level(logging.INFO, "agentlightning.runner.worker"):
+    with caplog.at_level(logging.INFO, "agentlightning.runner.runner"):
         async with Runner(store, fails, worker_id="w", **OPTIONS):
             queued = await store.enqueue_rollout({})
             await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)

@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import LLM
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import ATTRIBUTION, INPUT_MESSAGES
 from agentlightning.testing import ScriptedEngine
 
@@ -97,10 +97,11 @@ import asyncio, os, queue, threading, traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 import anyio
-from agentlightning.runner import environ, propagation
+from agentlightning.runner import attempt_environ
+from agentlightning.runner.hosts import context_propagation
 from agentlightning.tracing.scope import current_scope, scope
 
-environ.install(); propagation.install(); propagation.install()
+attempt_environ.install(); context_propagation.install(); context_propagation.install()
 
 class Sink:
     def put(self, spans): pass

@@ -18,7 +18,7 @@ import pytest
 from agentlightning.errors import AgentError, ConfigError, StoreFullError
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key
-from agentlightning.runner.worker import Runner
+from agentlightning.runner.runner import Runner
 from agentlightning.span import MESSAGE, REWARD, SCORE_VALUE, Span
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import agents
@@ -425,7 +425,7 @@ async def test_a_store_that_stays_full_ends_the_runner_with_its_error(store: Any
 
 PARENT = """
 import asyncio, os, sys
-from agentlightning.runner.worker import Runner
+from agentlightning.runner.runner import Runner
 from agentlightning.store import InMemoryLightningStore
 
 async def main():

@@ -10,7 +10,7 @@ import pytest
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.rollouts import import_environment
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES
 from agentlightning.testing import ScriptedEngine
 

@@ -18,7 +18,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
-from agentlightning.transport.dial import Dial
+from agentlightning.transport.connector import Dial
 from agentlightning.transport.proxy import Proxies, Proxy, secrets_of, without_credentials
 
 PROXY = "http://proxy:3128"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.policy.child import Launch, VllmChild
+from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.transport import open_transport
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from agentlightning.policy.tiny import make_tiny
+    from agentlightning.models.tiny import make_tiny
 
     folder = tmp_path_factory.mktemp("models")
     first = make_tiny(folder / "first", ["What is 12 + 30?", "Tom has 3 apples and buys 4 more."], seed=1)

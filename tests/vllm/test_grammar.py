@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.policy.answer_grammar import Outline, answer_grammar
+from agentlightning.chat.answer_grammar import Outline, answer_grammar
+from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
+from agentlightning.engine.servers.pool import Replicas
 from agentlightning.policy.base import SamplingParams, holds_to
-from agentlightning.policy.replicas import Replicas
-from agentlightning.policy.servers import ServersConfig, find_chat, open_servers
 
 SCHEMA = {
     "type": "object",

@@ -8,7 +8,7 @@ from agentlightning import InMemoryLightningStore
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import attempt_environment
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 

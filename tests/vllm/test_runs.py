@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import Held, ServedPolicy
-from agentlightning.policy.servers import ServersConfig
-from agentlightning.settings import dump_toml
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.trainer import Trainer
+from agentlightning.util.settings import dump_toml
 
 NEAR = 1e-3
 STEPS = 4

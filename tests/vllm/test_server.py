@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentlightning.engine.local.sampler import keep_top
+from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
+from agentlightning.engine.servers.pool import Replicas
+from agentlightning.engine.servers.replica import Replica
+from agentlightning.engine.servers.vllm import VllmServer
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.policy.replica import Replica
-from agentlightning.policy.replicas import Replicas
-from agentlightning.policy.sampling import keep_top
-from agentlightning.policy.servers import ServersConfig, find_chat, open_servers
-from agentlightning.policy.vllm import VllmServer
-from agentlightning.policy.weights import WeightsFolder
 from agentlightning.transport import open_transport
+from agentlightning.weight_sync.disk import WeightsFolder
 
 NEAR = 1e-3
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from agentlightning import span as names
 from agentlightning.config import TrainConfig
 from agentlightning.demo import job
+from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.policy.servers import ServersConfig
 from agentlightning.store import LightningStore
 from agentlightning.trainer import Trainer
 from agentlightning.trajectory import TrainingSample

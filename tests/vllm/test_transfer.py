@@ -17,18 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Sample, SamplingParams
-from agentlightning.policy.child import Launch, VllmChild
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.policy.servers import ServersConfig
-from agentlightning.policy.transfer import choice
-from agentlightning.policy.transfer.base import TransferError
-from agentlightning.policy.transfer.nccl import UNIQUE_ID_BYTES, Communicator, NcclCourier
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.transport import open_transport
+from agentlightning.weight_sync import select
+from agentlightning.weight_sync.base import TransferError
+from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, Communicator, NcclCourier
 
 NEAR = 1e-3
 HERE = Path(__file__).parent
@@ -122,7 +122,7 @@ def receiver(
 def library(monkeypatch: pytest.MonkeyPatch) -> GlooLibrary:
     library = GlooLibrary()
     courier = NcclCourier(library, buffer_bytes=BUFFER_BYTES, silence_seconds=30.0)
-    monkeypatch.setitem(choice.COURIERS, "nccl", lambda device: courier)
+    monkeypatch.setitem(select.COURIERS, "nccl", lambda device: courier)
     return library
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.policy.servers import ServersConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from agentlightning import InMemoryLightningStore
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import attempt_environment
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 
 NUMBER = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"name": "add", "input_schema": NUMBER}

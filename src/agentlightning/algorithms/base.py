@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from agentlightning.rejection import Check
-from agentlightning.source import Collected
+from agentlightning.training.rejection import Check
+from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import TrainingSample
 
 if TYPE_CHECKING:

@@ -24,15 +24,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import token_tree
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.event_loop import run_sync
 from agentlightning.policy.base import ChatFormat, Message, Policy
-from agentlightning.policy.losses import Loss, NLLLoss, TokenLoss
+from agentlightning.policy.losses.base import Loss, NLLLoss, TokenLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
-from agentlightning.settings import SettingsSignature, settings_from
-from agentlightning.source import Collected
 from agentlightning.task import load_dataset
+from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+from agentlightning.util.event_loop import run_sync
+from agentlightning.util.settings import SettingsSignature, settings_from
 
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicy

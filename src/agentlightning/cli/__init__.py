@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from agentlightning.cli.app import main
+from agentlightning.cli.main import main
 
 __all__ = ["main"]

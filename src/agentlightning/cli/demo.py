@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.app import Output, reported
+from agentlightning.cli.main import Output, reported
 from agentlightning.cli.train import Json, show
 
 
@@ -27,8 +27,8 @@ def demo(
     directory = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     with reported(output, lambda: directory):
         from agentlightning.demo import job
-        from agentlightning.progress import Progress
         from agentlightning.trainer import Trainer
+        from agentlightning.util.progress import Progress
 
         demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
         configuration = job.settings(demonstrations, seed, steps)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.app import Output, reported
+from agentlightning.cli.main import Output, reported
 from agentlightning.cli.train import Agent, Dataset, Json, Reward
 
 
@@ -35,8 +35,8 @@ def evaluate(
         from agentlightning.config import RunnerConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
-        from agentlightning.progress import Progress
         from agentlightning.trainer import settings_of_run
+        from agentlightning.util.progress import Progress
 
         weights = _weights(reward_weights)
         if run is not None:
@@ -73,7 +73,7 @@ def evaluate(
 
 def _weights(text: str | None) -> dict[str, float] | None:
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
-    from agentlightning.settings import load_settings
+    from agentlightning.util.settings import load_settings
 
     if text is None:
         return None

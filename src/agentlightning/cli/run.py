@@ -20,17 +20,17 @@ import orjson
 import typer
 from rich.console import Console
 
-from agentlightning.cli.app import Output, reported
-from agentlightning.cli.child import Child
-from agentlightning.cli.token import hide_token
+from agentlightning.cli.access_token import hide_token
+from agentlightning.cli.child_process import Child
+from agentlightning.cli.main import Output, reported
 
 if TYPE_CHECKING:
     from agentlightning.errors import AgentError
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.reward import Reward as RewardValue
-    from agentlightning.runner.reward import RewardFunction
-    from agentlightning.server import Server
+    from agentlightning.runner.agents.reward import Reward as RewardValue
+    from agentlightning.runner.agents.reward import RewardFunction
+    from agentlightning.server.app import Server
     from agentlightning.span import Span
     from agentlightning.store.base import LightningStoreBase
 
@@ -168,9 +168,9 @@ def _task(text: str | None, file: Path | None) -> Any:
 
 
 def _reward(given: str) -> float | RewardFunction:
-    from agentlightning.runner.agent import load_object
-    from agentlightning.runner.reward import RewardFunction, check_reward
-    from agentlightning.runner.spec import function_spec
+    from agentlightning.runner.agents.agent import load_object
+    from agentlightning.runner.agents.reward import RewardFunction, check_reward
+    from agentlightning.runner.agents.spec import function_spec
 
     try:
         number = float(given)
@@ -225,19 +225,19 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Pl
 async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     """A store, and a server that only the command knows of: without its token or an attempt's id nobody can use it."""
     from agentlightning.cli.serve import DEFAULT_DB, beside, open_engines, open_store, read_routing, without_password
-    from agentlightning.gateway import verbatim
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.gateway.recording import raw_exchange
     from agentlightning.rollouts import attempt_secret
-    from agentlightning.server import Server
-    from agentlightning.store.journal import take_over
+    from agentlightning.server.app import Server
+    from agentlightning.store.journal.store import take_over
 
     config = _config(options, read_routing)
     engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
     store = open_store(options.db)
     stack.push_async_callback(store.close)
-    await take_over(store, verbatim.read)
+    await take_over(store, raw_exchange.read)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
     gateway = Gateway(
@@ -256,7 +256,7 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
 
 
 def _config(options: Options, read: Any) -> GatewayConfig | None:
-    from agentlightning.cli.inherited import inherited_config
+    from agentlightning.cli.environment_providers import inherited_config
 
     if options.routes is not None:
         return read(options.routes)
@@ -333,7 +333,7 @@ async def _execute(options: Options, place: Place, started: AttemptedRollout, wo
 
 def _failure(options: Options, child: Child) -> AgentError | None:
     from agentlightning.errors import AgentError, AgentTimeoutError
-    from agentlightning.runner.command import describe_exit
+    from agentlightning.runner.agents.command import describe_exit
 
     name = options.command[0]
     if child.timed_out:
@@ -350,9 +350,9 @@ async def _judge(
     import inspect
 
     from agentlightning.errors import AgentError, RewardError
-    from agentlightning.runner.inject import Call
-    from agentlightning.runner.reward import check_reward
-    from agentlightning.store.http.events import read_event
+    from agentlightning.ingest.agent_events import read_event
+    from agentlightning.runner.agents.arguments import Call
+    from agentlightning.runner.agents.reward import check_reward
 
     judge = options.reward
     if judge is None or (error is not None and not isinstance(judge, float | int)):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from agentlightning.cli.app import Output, reported
-from agentlightning.cli.token import hide_token
+from agentlightning.cli.access_token import hide_token
+from agentlightning.cli.main import Output, reported
 from agentlightning.cli.train import Agent, Json, Reward, Token
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def runner(
     """
     output = Output(as_json)
     with reported(output):
-        from agentlightning.store import logs
+        from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
         hide_token()
@@ -156,7 +156,7 @@ def _uvloop_run(options: _Options, output: Output) -> dict[str, Any]:
 
 
 async def _run(options: _Options, output: Output) -> dict[str, Any]:
-    from agentlightning.cli.signals import Signals
+    from agentlightning.cli.stop_signals import Signals
 
     async with AsyncExitStack() as stack:
         signals = Signals()

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentlightning.cli.app import Output, reported
-from agentlightning.cli.quantities import read_size, retention_from
+from agentlightning.cli.main import Output, reported
 from agentlightning.cli.runner import LogFormat
 from agentlightning.cli.train import Json
+from agentlightning.cli.units import read_size, retention_from
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.observability.logs import SlowLog
+    from agentlightning.observability.metrics import Metrics
     from agentlightning.policy.base import Engine, Policy
-    from agentlightning.server import Server
+    from agentlightning.server.app import Server
     from agentlightning.store.base import LightningStoreBase, Retention
-    from agentlightning.store.logs import SlowLog
-    from agentlightning.store.metrics import Metrics
     from agentlightning.store.sql.store import SqlStore
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def serve(
     with reported(output):
         import uvloop
 
-        from agentlightning.store import logs
+        from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
         options = Options(
@@ -145,7 +145,7 @@ class Options:
 
 
 async def _serve(options: Options, output: Output) -> None:
-    from agentlightning.cli.signals import Signals
+    from agentlightning.cli.stop_signals import Signals
     from agentlightning.errors import ServerError
 
     signals = Signals()
@@ -172,15 +172,15 @@ def _collect_less() -> None:
 
 async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """A server that listens, and all it stands on; the stack ends them in order."""
-    from agentlightning.gateway import verbatim
-    from agentlightning.gateway.scribe import Scribe
+    from agentlightning.gateway.recording import raw_exchange
+    from agentlightning.gateway.recording.packer_process import Scribe
+    from agentlightning.observability.logs import ChangeLog, SlowLog
+    from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.rollouts import attempt_secret
-    from agentlightning.server import Server
-    from agentlightning.store.journal import journaled
-    from agentlightning.store.logs import ChangeLog, SlowLog
-    from agentlightning.store.metrics import Metrics, counters
-    from agentlightning.store.observe import Observer, observed
-    from agentlightning.tracing.export import OtlpExporter
+    from agentlightning.server.app import Server
+    from agentlightning.store.instrumented import Observer, observed
+    from agentlightning.store.journal.store import journaled
+    from agentlightning.tracing.otlp.exporter import OtlpExporter
 
     _refuse_strangers(options)
     secret = attempt_secret(options.token)
@@ -197,7 +197,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     store = observed(bare, observers)
     if bare.path is not None:
         packer = Scribe() if options.otlp_export is None else None  # what is sent on is needed as spans, here
-        store = await stack.enter_async_context(journaled(store, bare.path, verbatim.read, packer))
+        store = await stack.enter_async_context(journaled(store, bare.path, raw_exchange.read, packer))
     gateway = await _gateway(options, store, secret, stack)
     metrics.add_source(lambda: _figures(gateway))
     server = Server(
@@ -227,14 +227,14 @@ def _took(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: 
 
 
 def _figures(gateway: Gateway) -> Iterable[Metric]:
-    from agentlightning.store.metrics import counters
+    from agentlightning.observability.metrics import counters
 
     return counters("gateway", "Model calls", gateway.figures())
 
 
 def _refuse_strangers(options: Options) -> None:
     from agentlightning.errors import ConfigError
-    from agentlightning.server import is_loopback
+    from agentlightning.server.app import is_loopback
 
     token = options.token or ""
     if not token.isascii() or not token.isprintable() or " " in token:
@@ -276,7 +276,7 @@ async def _gateway(options: Options, store: LightningStoreBase, secret: str, sta
 
 def read_routing(path: Path | None) -> GatewayConfig:
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.settings import load_settings
+    from agentlightning.util.settings import load_settings
 
     return load_settings(GatewayConfig, toml=path)
 
@@ -291,7 +291,7 @@ def beside(db: str | None, suffix: str) -> Path:
 
 async def open_model(given: str) -> Policy:
     """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
-    from agentlightning.prepare import open_frozen
+    from agentlightning.training.setup import open_frozen
 
     name, equals, path = given.partition("=")
     return await open_frozen(name, path) if equals else await open_frozen(Path(given).name, given)
@@ -306,7 +306,7 @@ async def open_engines(given: Iterable[str], routing: GatewayConfig, stack: Asyn
         engines[policy.model] = policy
     if not routing.models:
         return engines
-    from agentlightning.prepare import open_models
+    from agentlightning.training.setup import open_models
 
     return engines | await open_models(routing.models, stack)
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from agentlightning.cli.app import Output, reported
+from agentlightning.cli.main import Output, reported
 from agentlightning.cli.train import Json
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentlightning.progress import Progress
     from agentlightning.store.base import LightningStoreBase, Pruned, Queue, Retention
-    from agentlightning.store.transfer.copying import Report
+    from agentlightning.store.export.copy import Report
+    from agentlightning.util.progress import Progress
 
 POSTGRES = ("postgresql:", "postgresql+", "postgres:")
 QUIET_SECONDS = 2.0
@@ -59,12 +59,12 @@ def register(app: typer.Typer) -> None:
 async def _opened(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
-    from agentlightning.gateway import verbatim
-    from agentlightning.store.journal import take_over
+    from agentlightning.gateway.recording import raw_exchange
+    from agentlightning.store.journal.store import take_over
 
     opened = _open_client(server, token, store) if server is not None else _open(store, create)
     try:
-        await take_over(opened, verbatim.read)
+        await take_over(opened, raw_exchange.read)
         yield opened
     finally:
         await opened.close()
@@ -81,7 +81,7 @@ def _open_client(server: str, token: str | None, store: str | None) -> Lightning
 def _open(store: str | None, create: bool) -> LightningStoreBase:
     """The database. One that is not there is made only where something is to be written to it."""
     from agentlightning.store import LightningStore
-    from agentlightning.store.sql.sqlite.database import locate
+    from agentlightning.store.sql.sqlite.backend import locate
 
     if store is None or not store.startswith(POSTGRES):
         path = locate(store)
@@ -99,7 +99,7 @@ def _run(
     """Do a verb's work; it returns the record for machines, and what prints it for people."""
     output = Output(as_json)
     with reported(output):
-        from agentlightning.progress import Progress
+        from agentlightning.util.progress import Progress
 
         async def main() -> tuple[dict[str, Any], Callable[[Console], None]]:
             with Progress(output.console) as progress:
@@ -139,7 +139,7 @@ def show(
     """Show one rollout: its attempts, its calls, what was said, and its reward."""
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        from agentlightning.cli.show import shown
+        from agentlightning.cli.rollout_text import shown
 
         async with _opened(store, server, token) as opened:
             found = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
@@ -160,7 +160,7 @@ def show(
 
 
 def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -> None:
-    from agentlightning.cli.quantities import show_size
+    from agentlightning.cli.units import show_size
 
     by_status = {name.partition(".")[2]: count for name, count in counts.items() if name.startswith("rollouts.")}
     shown = "  ".join(f"{count:,} {status}" for status, count in by_status.items() if count)
@@ -197,7 +197,7 @@ def prune(
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        from agentlightning.cli.quantities import retention_from
+        from agentlightning.cli.units import retention_from
 
         spared = () if server is not None else _in_use(store)
         retention = replace(retention_from(older_than, keep, max_size), spare=spared)
@@ -216,8 +216,8 @@ def prune(
 
 def _in_use(store: str | None) -> tuple[str, ...]:
     """What the ids of rollouts begin with that the run needs whose store this is."""
-    from agentlightning.run_dir import rollouts_in_use
-    from agentlightning.store.sql.sqlite.database import locate
+    from agentlightning.store.sql.sqlite.backend import locate
+    from agentlightning.training.run_dir import rollouts_in_use
 
     if store is not None and store.startswith(POSTGRES):
         return ()
@@ -268,7 +268,7 @@ async def _finished(store: LightningStoreBase) -> int:
 
 
 def _told(pruned: Pruned) -> str:
-    from agentlightning.cli.quantities import show_size
+    from agentlightning.cli.units import show_size
 
     return f"{pruned.rollouts:,} rollouts with {pruned.spans:,} spans, {show_size(pruned.bytes)}"
 
@@ -306,7 +306,7 @@ async def _say_later(progress: Progress, name: str) -> None:
 
 
 def _show_vacuum(before: int, after: int, console: Console) -> None:
-    from agentlightning.cli.quantities import show_size
+    from agentlightning.cli.units import show_size
 
     console.print(f"{show_size(before)} before, {show_size(after)} now")
 
@@ -332,7 +332,7 @@ def export_(
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        from agentlightning.store.transfer import export_store
+        from agentlightning.store.export import export_store
 
         filters: dict[str, Any] = {"status_in": _known(status, "status"), "mode_in": _known(mode, "mode")}
         async with _opened(store, server, token) as opened:
@@ -384,7 +384,7 @@ def _report(progress: Progress, name: str) -> Report:
 
 
 def _show_exported(file: Path, exported: Any, console: Console) -> None:
-    from agentlightning.cli.quantities import show_size
+    from agentlightning.cli.units import show_size
 
     console.print(
         f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources "
@@ -407,8 +407,8 @@ def import_(
     """
 
     async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        from agentlightning.store.transfer import import_store
-        from agentlightning.store.transfer.copying import check_source
+        from agentlightning.store.export import import_store
+        from agentlightning.store.export.copy import check_source
 
         check_source(file)  # before a database is made for it
         async with _opened(store, server, token, create=True) as opened:

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentlightning.cli.app import Output, reported
-from agentlightning.rejection import describe_reasons
-from agentlightning.result import TrainingResult
-from agentlightning.statistics import Gain
+from agentlightning.cli.main import Output, reported
+from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.rejection import describe_reasons
+from agentlightning.training.result import TrainingResult
 
 Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
 Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
@@ -55,10 +55,10 @@ def train(
     with reported(output, lambda: directory):
         from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
-        from agentlightning.progress import Progress
-        from agentlightning.settings import dump_toml, load_settings
         from agentlightning.store.http.client import LightningStoreClient
         from agentlightning.trainer import Trainer
+        from agentlightning.util.progress import Progress
+        from agentlightning.util.settings import dump_toml, load_settings
 
         shortcuts = {"agent": agent, "reward": reward, "data.train": dataset, "policy.model": model, "run.seed": seed}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]

@@ -1,8 +1,9 @@
 """Credit assignment: how much better than expected each call of a rollout was."""
 
 from agentlightning.credit.base import CreditRule, credit_rule, register
+from agentlightning.credit.group_relative import UniformCredit
 from agentlightning.credit.reinforce import ReinforceCredit
-from agentlightning.credit.samples import (
+from agentlightning.credit.training_samples import (
     Aggregate,
     CreditReport,
     group_trajectories,
@@ -10,7 +11,6 @@ from agentlightning.credit.samples import (
     rejections,
     training_samples,
 )
-from agentlightning.credit.uniform import UniformCredit
 
 __all__ = [
     "Aggregate",

@@ -1,7 +1,8 @@
 """What a credit rule is: from the rewards of a group of rollouts to one advantage for each of their calls.
 
-Rules are pure and know no tokens; `agentlightning.credit.samples` spreads their advantages over token trees. A rule
-is a frozen configuration with a `type`; adding one means a file with a class and a line in `agentlightning.credit`.
+Rules are pure and know no tokens; `agentlightning.credit.training_samples` spreads their advantages over token trees.
+A rule is a frozen configuration with a `type`; adding one means a file with a class and a line in
+`agentlightning.credit`.
 """
 
 from __future__ import annotations

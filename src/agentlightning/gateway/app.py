@@ -22,45 +22,45 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentlightning.gateway.agents import AgentRule, Agents
-from agentlightning.gateway.attempt_watch import AttemptWatch
-from agentlightning.gateway.attribution import MODE_TEMPERATURES, Attribution, Caller, Ids
-from agentlightning.gateway.backends import Backends
-from agentlightning.gateway.budget import Budgets
+from agentlightning.gateway.asgi import ClientGone, Outlet, read_body, read_headers
+from agentlightning.gateway.callers.agents import AgentRule, Agents
+from agentlightning.gateway.callers.attempt_watch import AttemptWatch
+from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
+from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller, Ids
+from agentlightning.gateway.callers.client_retries import Repeat
+from agentlightning.gateway.concurrency import Slots
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.contexts import AttemptContext, Contexts
-from agentlightning.gateway.conversation import Conversations
-from agentlightning.gateway.counters import Counters
-from agentlightning.gateway.dialects import messages
+from agentlightning.gateway.dialects.anthropic import messages
+from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
 from agentlightning.gateway.dialects.base import Dialect, Request
-from agentlightning.gateway.dialects.chat import CHAT
-from agentlightning.gateway.dialects.completions import COMPLETIONS
-from agentlightning.gateway.dialects.embeddings import EMBEDDINGS
-from agentlightning.gateway.dialects.messages import MESSAGES
-from agentlightning.gateway.dialects.responses import RESPONSES
-from agentlightning.gateway.direct import Direct, Line
-from agentlightning.gateway.forwarder import Forwarder
-from agentlightning.gateway.gate import Gates
-from agentlightning.gateway.kept import Kept
-from agentlightning.gateway.local_calls import LocalCalls
-from agentlightning.gateway.models import Models, json_reply, refusal
+from agentlightning.gateway.dialects.openai.chat import CHAT
+from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
+from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
+from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.response_store import Kept
+from agentlightning.gateway.errors import UNAVAILABLE, Problem, problem_of
+from agentlightning.gateway.forwarding.fast_path import Direct, Line
+from agentlightning.gateway.forwarding.service import Forwarder
+from agentlightning.gateway.forwarding.stored_responses import ask_provider
+from agentlightning.gateway.json_body import read_object
+from agentlightning.gateway.local.conversation import Conversations
+from agentlightning.gateway.local.on_policy import OnPolicy
+from agentlightning.gateway.local.service import LocalCalls
+from agentlightning.gateway.local.update_gate import Gates
+from agentlightning.gateway.metrics import Counters
+from agentlightning.gateway.models_api import Models, json_reply, refusal
 from agentlightning.gateway.offload import offload
-from agentlightning.gateway.on_policy import OnPolicy
-from agentlightning.gateway.parsing import read_object
-from agentlightning.gateway.problems import UNAVAILABLE, Problem, problem_of
-from agentlightning.gateway.provider import Path as ProviderPath
-from agentlightning.gateway.refusals import keep_refusal
-from agentlightning.gateway.repeats import Repeat
-from agentlightning.gateway.retrieval import ask_provider
+from agentlightning.gateway.recording.rejected_span import keep_refusal
 from agentlightning.gateway.routing import Routes
-from agentlightning.gateway.slots import Slots
-from agentlightning.gateway.translate import Translator
-from agentlightning.gateway.wire import ClientGone, Outlet, read_body, read_headers
+from agentlightning.gateway.translation.call import Translator
+from agentlightning.gateway.upstream.budget import Budgets
+from agentlightning.gateway.upstream.provider import Path as ProviderPath
+from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.policy.base import Engine
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.journal import JournaledStore
+from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import Transport, open_transport
-from agentlightning.transport.dial import Dial
+from agentlightning.transport.connector import Dial
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentlightning.gateway.agents import AgentRule
-from agentlightning.gateway.provider import Price, Provider
-from agentlightning.policy.servers import ServedModel
+from agentlightning.engine.servers.config import ServedModel
+from agentlightning.gateway.callers.agents import AgentRule
+from agentlightning.gateway.upstream.provider import Price, Provider
 
 _SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 """What is wrong may be a provider's key, or beside one."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.backends import Backends
 from agentlightning.gateway.config import Rule
-from agentlightning.gateway.problems import Problem, bad
-from agentlightning.gateway.provider import Price, Provider
+from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.policy.base import Engine
 
 _MAX_KNOWN: Final = 4096

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from agentlightning.policy.tool_calls.base import CallFormat, ParsedMessage, ParsedToolCall
+from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall
 from agentlightning.trajectory import TrainingSample
 
 __all__ = [

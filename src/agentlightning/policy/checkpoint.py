@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from agentlightning.errors import PolicyError
-from agentlightning.policy.weights import INPUT, OUTPUT
+from agentlightning.weight_sync.disk import INPUT, OUTPUT
 
 TRAINING_STATE = "training_state.pt"
 

@@ -17,16 +17,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.local.guided_decoding import Grammars
+from agentlightning.engine.local.kv_cache import vocabulary
+from agentlightning.engine.local.scheduler import TokenGenerator
+from agentlightning.engine.local.worker import EngineThread
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
 from agentlightning.policy.base import ENDING, RESHAPING, HeldTo, Sample, SamplingParams
-from agentlightning.policy.chat import HFChatFormat
-from agentlightning.policy.engine import EngineThread
-from agentlightning.policy.generate import TokenGenerator
-from agentlightning.policy.grammar import Grammars
-from agentlightning.policy.kv import vocabulary
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
-from agentlightning.policy.update import Updater
+from agentlightning.policy.updater import Updater
 from agentlightning.trajectory import TrainingSample
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from agentlightning.policy.sampling import COLDEST
+from agentlightning.engine.local.sampler import COLDEST
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from zlib import crc32
 
+from agentlightning.engine.servers.config import ServersConfig, open_servers
+from agentlightning.engine.servers.pool import Replicas
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ChatFormat, HeldTo, Policy, Sample, SamplingParams
-from agentlightning.policy.replicas import Replicas
-from agentlightning.policy.servers import ServersConfig, open_servers
-from agentlightning.policy.transfer.base import Lend, Lender
-from agentlightning.policy.transfer.choice import AUTO, DISK, choose
-from agentlightning.policy.weights import WeightsFolder
 from agentlightning.trajectory import TrainingSample
+from agentlightning.weight_sync.base import Lend, Lender
+from agentlightning.weight_sync.disk import WeightsFolder
+from agentlightning.weight_sync.select import AUTO, DISK, choose
 
 GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
 PROBE: Final = ({"role": "user", "content": "What is 2 + 3?"},)

@@ -6,21 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentlightning.runner.agent import load_agent
-    from agentlightning.runner.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
-    from agentlightning.runner.spec import AgentLike
+    from agentlightning.runner.agents.agent import load_agent
+    from agentlightning.runner.agents.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
+    from agentlightning.runner.agents.spec import AgentLike
+    from agentlightning.runner.runner import Runner
     from agentlightning.runner.tally import RunnerStatistics
-    from agentlightning.runner.worker import Runner
 
 _HOMES = {
-    "AgentLike": "spec",
-    "LitAgent": "litagent",
-    "Runner": "worker",
+    "AgentLike": "agents.spec",
+    "LitAgent": "agents.litagent",
+    "Runner": "runner",
     "RunnerStatistics": "tally",
-    "llm_rollout": "litagent",
-    "load_agent": "agent",
-    "prompt_rollout": "litagent",
-    "rollout": "litagent",
+    "llm_rollout": "agents.litagent",
+    "load_agent": "agents.agent",
+    "prompt_rollout": "agents.litagent",
+    "rollout": "agents.litagent",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 """The fakes we test with, shipped: what stands in for a model, so that tests of agents need none."""
 
-from agentlightning.testing.engine import ByteChatFormat, ScriptedEngine, read_chatml
+from agentlightning.testing.scripted_engine import ByteChatFormat, ScriptedEngine, read_chatml
 
 __all__ = ["ByteChatFormat", "ScriptedEngine", "read_chatml"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from agentlightning.resources import LLM, NamedResources, PromptTemplate
 from agentlightning.rollouts import AttemptedRollout
-from agentlightning.runner.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
+from agentlightning.runner.agents.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
 from agentlightning.tracing.emit import emit_message, emit_reward
 
 # -- that work -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentlightning.policy.tiny import make_tokenizer
+from agentlightning.models.tiny import make_tokenizer
 
 Architecture = Literal["llama", "qwen3", "gpt2", "mistral"]
 """mistral: with a sliding window of 16 tokens."""

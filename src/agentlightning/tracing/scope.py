@@ -106,9 +106,9 @@ def _holds(inside: Scope) -> bool:
 
 def process_scope() -> Scope | None:
     """The attempt that this whole process runs for, as its environment says; else None."""
-    from agentlightning.tracing import process  # it needs what is defined here
+    from agentlightning.tracing import process_scope  # it needs what is defined here
 
-    return process.scope_of_environment()
+    return process_scope.scope_of_environment()
 
 
 # -- inherited scopes --------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def entered(inside: Scope) -> Generator[Scope]:
 
 @cache
 def _install_outbound() -> None:
-    from agentlightning.tracing import outbound  # it reads the scope
+    from agentlightning.tracing import client_headers  # it reads the scope
 
-    outbound.install()
+    client_headers.install()
 
 
 @contextmanager

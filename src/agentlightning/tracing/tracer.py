@@ -36,7 +36,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace_id
 
 from agentlightning.span import AGENT_NAME, Span
-from agentlightning.tracing.otel import INSTRUMENTATION, plain_attributes, to_span
+from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, plain_attributes, to_span
 from agentlightning.tracing.scope import Scope, agent_in, current_agent, current_scope
 
 logger = logging.getLogger(__name__)

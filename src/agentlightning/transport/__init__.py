@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from agentlightning.transport.base import Answer, Arriving, Headers, Transport, TransportError
 
 if TYPE_CHECKING:
-    from agentlightning.transport.dial import Dial
+    from agentlightning.transport.connector import Dial
 
 __all__ = ["Answer", "Arriving", "Headers", "Transport", "TransportError", "open_transport"]
 
@@ -15,7 +15,7 @@ __all__ = ["Answer", "Arriving", "Headers", "Transport", "TransportError", "open
 def open_transport(dial: Dial | None = None) -> Transport:
     """A transport for the event loop that uses it first. Close it when done. `dial` says how connections are opened;
     None: through the proxies that the environment names. Raises ConfigError where it says what cannot be used."""
-    from agentlightning.transport.dial import Dial
+    from agentlightning.transport.connector import Dial
     from agentlightning.transport.pool import Pool
 
     return Pool(Dial.of() if dial is None else dial)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from agentlightning.transport.base import Headers, TransportError
 from agentlightning.transport.connection import Connection, HttpAnswer, Origin, head_bytes, request_bytes
-from agentlightning.transport.dial import Dial, Dialer
+from agentlightning.transport.connector import Dial, Dialer
 
 IDLE_SECONDS: Final = 55.0
 """A connection that was not used for so long is closed: many servers do so after a minute."""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.app import DIALECTS
-from agentlightning.gateway.kept import Recall
-from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.errors import Problem
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}, "strict": True}
 SHAPE = {"name": "x", "schema": {"type": "object"}}

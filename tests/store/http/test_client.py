@@ -23,11 +23,11 @@ from agentlightning.errors import (
 )
 from agentlightning.resources import PromptTemplate
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.http import calling, client, remote
-from agentlightning.testing.hub import Hub
+from agentlightning.store.http import client, client_operations, transport
+from agentlightning.testing.store_hub import Hub
 
 Store = LightningStoreBase
 
@@ -366,7 +366,7 @@ async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store
 
 async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("PAGE", "PAGE_OF_SPANS", "PAGE_OF_SORTED_SPANS"):
-        monkeypatch.setattr(calling, size, 10)
+        monkeypatch.setattr(client_operations, size, 10)
     await there.enqueue_many_rollouts([EnqueueRolloutRequest(n, rollout_id=f"r{n:02}") for n in range(35)])
 
     async def found(**wishes: Any) -> list[str]:
@@ -460,7 +460,7 @@ async def test_a_closed_client_is_closed_for_every_loop(there: LightningStoreCli
 async def test_a_forked_process_is_told_to_open_its_own(
     there: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote.os, "getpid", os.getppid)
+    monkeypatch.setattr(transport.os, "getpid", os.getppid)
     with pytest.raises(StoreClosedError, match="parent process"):
         await there.enqueue_rollout("task")
 

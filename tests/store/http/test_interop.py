@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 
 ROOT = Path(__file__).parents[3]

@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.http.api import OPERATIONS
 from agentlightning.store.http.openapi import document, table
+from agentlightning.store.http.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest
-from agentlightning.server import Server
+from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.http.api import OPERATIONS
-from agentlightning.store.http.rest import PAGE
-from agentlightning.store.observe import observed
-from agentlightning.testing.hub import Hub
+from agentlightning.store.http.operations import OPERATIONS
+from agentlightning.store.http.rest_endpoint import PAGE
+from agentlightning.store.instrumented import observed
+from agentlightning.testing.store_hub import Hub
 
 Store = LightningStoreBase
 BASE = "/v1/agl"

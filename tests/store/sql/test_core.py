@@ -16,9 +16,9 @@ from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
-from agentlightning.store.sql.queues import WINDOW, QueueState
+from agentlightning.store.sql.execution.unit_of_work import Unit
+from agentlightning.store.sql.lifecycle.claim_queue import WINDOW, QueueState
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.unit import Unit
 
 ADD_A_SPAN = """
 import asyncio, sys
@@ -175,9 +175,9 @@ async def test_two_stores_of_one_process_see_what_the_other_changed(tmp_path: Pa
 async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.unit.KEPT_BYTES", 20_000)
-    monkeypatch.setattr("agentlightning.store.sql.hot.HOT_BYTES", 20_000)
-    monkeypatch.setattr("agentlightning.store.sql.spans.IDS_BYTES", 2_000)
+    monkeypatch.setattr("agentlightning.store.sql.execution.unit_of_work.KEPT_BYTES", 20_000)
+    monkeypatch.setattr("agentlightning.store.sql.spans.recent.HOT_BYTES", 20_000)
+    monkeypatch.setattr("agentlightning.store.sql.spans.write.IDS_BYTES", 2_000)
     store = SqlStore(tmp_path / "store.db")
     made = await store.enqueue_many_rollouts([EnqueueRolloutRequest({"text": "x" * 500}) for _ in range(100)])
     claimed = await store.dequeue_many_rollouts(limit=100)
@@ -198,7 +198,7 @@ async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
 async def test_the_log_beside_the_database_does_not_grow_with_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.sqlite.checkpoints.LOG_BYTES", 500_000)
+    monkeypatch.setattr("agentlightning.store.sql.sqlite.checkpointer.LOG_BYTES", 500_000)
     store = SqlStore(tmp_path / "store.db")
     ids = await started(store)
     for _ in range(60):
@@ -209,7 +209,7 @@ async def test_the_log_beside_the_database_does_not_grow_with_what_is_written(
 
 
 async def test_a_store_closes_while_its_log_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.sqlite.checkpoints.LOG_BYTES", 0)
+    monkeypatch.setattr("agentlightning.store.sql.sqlite.checkpointer.LOG_BYTES", 0)
     for number in range(20):
         store = SqlStore(tmp_path / "store.db")
         await store.enqueue_rollout(number)

@@ -13,9 +13,9 @@ from agentlightning.errors import StoreError
 from agentlightning.span import PROMPT_TOKEN_IDS, SUPERSEDED, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.sql.migrations import STEPS, Schema, Step, migrate
-from agentlightning.store.sql.schema import SCHEMA_VERSION
-from agentlightning.store.sql.sqlite import guard
-from agentlightning.store.sql.sqlite.migration import SqliteSchema
+from agentlightning.store.sql.sqlite import version_guard
+from agentlightning.store.sql.sqlite.schema import SqliteSchema
+from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 
 VERSIONS = Path(__file__).parent
 """version_N.sql is a store as version N wrote it: a rollout that succeeded with one span, and one that waits."""
@@ -164,7 +164,7 @@ async def test_a_process_that_has_an_older_store_open_writes_no_more_once_a_newe
     store = LightningStore(tmp_path / "store.db")
     rollout = await store.start_rollout("a task")
     newer = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
-    guard.allow(newer, SCHEMA_VERSION + 1)
+    version_guard.allow(newer, SCHEMA_VERSION + 1)
     bring_up(newer, SCHEMA_VERSION + 1, {SCHEMA_VERSION + 1: lambda schema: None})
     for call in (
         lambda: store.enqueue_rollout("another"),

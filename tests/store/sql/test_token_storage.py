@@ -10,9 +10,9 @@ import pytest
 
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore, LightningStoreBase
-from agentlightning.store.sql.sqlite import guard, shrinking
+from agentlightning.store.sql.spans.token_blocks import BLOCK
+from agentlightning.store.sql.sqlite import vacuum, version_guard
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.tokens import BLOCK
 
 
 def blocks_in(path: Path) -> int:
@@ -105,15 +105,15 @@ async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkey
     path = tmp_path / "store.db"
     store = await emptied(path)
     other = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)  # waits for nobody
-    guard.allow(other)
+    version_guard.allow(other)
     sizes: list[int] = []
 
     def pause(seconds: float) -> None:
         other.execute("INSERT INTO queues (name) VALUES (?)", [f"queue {len(sizes)}"])
         sizes.append(other.execute("PRAGMA page_count").fetchone()[0])
 
-    monkeypatch.setattr(shrinking, "PAGES_AT_ONCE", 16)
-    monkeypatch.setattr(shrinking.time, "sleep", pause)
+    monkeypatch.setattr(vacuum, "PAGES_AT_ONCE", 16)
+    monkeypatch.setattr(vacuum.time, "sleep", pause)
     full = pragma(path, "page_count")
     await store.vacuum()
     assert len(sizes) > 3

@@ -15,8 +15,8 @@ import pytest
 from agentlightning.errors import StoreClosedError
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import LightningStore
+from agentlightning.store.sql.execution.unit_of_work import Unit
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.unit import Unit
 
 
 class HeldCommits:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from agentlightning.gateway.answer import Answer, Piece
-from agentlightning.gateway.constraint import Constraint
-from agentlightning.gateway.kept import Recall
-from agentlightning.gateway.problems import Problem
+from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.local.answer import Answer, Piece
 from agentlightning.policy.base import Message, SamplingParams
 
 Body = bytes | dict[str, Any]

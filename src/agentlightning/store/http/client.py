@@ -30,9 +30,9 @@ from agentlightning.store.base import (
     SortOrder,
     Unset,
 )
-from agentlightning.store.http.calling import CallingStore, Page
-from agentlightning.store.http.remote import Remote, Settings
-from agentlightning.store.http.wire import as_kept, span_fields
+from agentlightning.store.http.client_operations import CallingStore, Page
+from agentlightning.store.http.encoding import as_kept, span_fields
+from agentlightning.store.http.transport import Remote, Settings
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 
 SLICE_SECONDS: Final = 25.0

@@ -14,9 +14,9 @@ from msgspec import Struct
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.api import OPERATIONS, Operation
-from agentlightning.store.http.refusals import Refusal
-from agentlightning.store.http.wire import BASE, Resources, version
+from agentlightning.store.http.encoding import BASE, Resources, version
+from agentlightning.store.http.errors import Refusal
+from agentlightning.store.http.operations import OPERATIONS, Operation
 
 _REF: Final = "#/components/schemas/{name}"
 _INTRODUCTION: Final = (

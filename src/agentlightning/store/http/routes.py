@@ -8,14 +8,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.ingest.agent_events import event_routes, read_event
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.api import OPERATIONS
-from agentlightning.store.http.batches import PROTOCOL_HEADER, Batches
-from agentlightning.store.http.events import event_routes, read_event
+from agentlightning.store.http.asgi import admit, answer, headers_of, only_get, presented_key, refuse
+from agentlightning.store.http.batch_endpoint import PROTOCOL_HEADER, Batches
+from agentlightning.store.http.encoding import BASE, MAX_BODY_BYTES, PROTOCOL, encode, version
 from agentlightning.store.http.openapi import document
-from agentlightning.store.http.requests import admit, answer, headers_of, only_get, presented_key, refuse
-from agentlightning.store.http.rest import Endpoint, gathered
-from agentlightning.store.http.wire import BASE, MAX_BODY_BYTES, PROTOCOL, encode, version
+from agentlightning.store.http.operations import OPERATIONS
+from agentlightning.store.http.rest_endpoint import Endpoint, gathered
 
 __all__ = ["event_routes", "presented_key", "read_event", "store_routes"]
 

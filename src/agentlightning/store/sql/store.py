@@ -26,15 +26,18 @@ from agentlightning.rollouts import (
 from agentlightning.span import Span
 from agentlightning.store.base import UNSET, FilterLogic, SortOrder, Unset
 from agentlightning.store.ids import claimed_id
-from agentlightning.store.sql import codec, lifecycle, looking, span_reading, spans
-from agentlightning.store.sql.calls import AddSpans, Claim, Enqueue, Start, UpdateAttempt, repeated
-from agentlightning.store.sql.codec import Row
-from agentlightning.store.sql.looking import RolloutFilters
-from agentlightning.store.sql.ordering import Order, check_logic
-from agentlightning.store.sql.span_reading import SpanQuery
-from agentlightning.store.sql.unit import Unit
-from agentlightning.store.sql.upkeep import Upkeep
-from agentlightning.store.sql.waiting import Wait
+from agentlightning.store.sql import queries
+from agentlightning.store.sql.administration import Upkeep
+from agentlightning.store.sql.commands.rollouts import AddSpans, Claim, Enqueue, Start, UpdateAttempt, repeated
+from agentlightning.store.sql.commands.wait import Wait
+from agentlightning.store.sql.execution.unit_of_work import Unit
+from agentlightning.store.sql.lifecycle import transitions
+from agentlightning.store.sql.queries import RolloutFilters
+from agentlightning.store.sql.sort_order import Order, check_logic
+from agentlightning.store.sql.spans import read, write
+from agentlightning.store.sql.spans.read import SpanQuery
+from agentlightning.store.sql.tables import mapping
+from agentlightning.store.sql.tables.mapping import Row
 
 CHUNK: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
@@ -63,7 +66,7 @@ class SqlStore(Upkeep):
     ) -> AttemptedRollout:
         _check_claimer(worker_id, claim_id)
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
-        made = codec.new_rollout(request, self.clock.wall())
+        made = mapping.new_rollout(request, self.clock.wall())
         return await self.write(Start(made, rollout_id is not None, worker_id, claim_id))
 
     async def enqueue_rollout(
@@ -79,13 +82,13 @@ class SqlStore(Upkeep):
         priority: int = 0,
     ) -> Rollout:
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
-        made = codec.new_rollout(request, self.clock.wall())
+        made = mapping.new_rollout(request, self.clock.wall())
         named = () if rollout_id is None else (rollout_id,)
         return await self.write(Enqueue("enqueue_rollout", (made,), named), itemgetter(0))
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         now = self.clock.wall()
-        made = [codec.new_rollout(request, now) for request in rollouts]
+        made = [mapping.new_rollout(request, now) for request in rollouts]
         named = [request.rollout_id for request in rollouts if request.rollout_id is not None]
         return await self.write(Enqueue("enqueue_many_rollouts", made, named)) if made else []
 
@@ -98,7 +101,7 @@ class SqlStore(Upkeep):
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
         _check_claimer(worker_id, claim_id)
-        codec.check_texts(queues, "queues")
+        mapping.check_texts(queues, "queues")
         claimed = await self.await_parked(Claim("dequeue_rollout", 1, worker_id, queues, claim_id), timeout or 0.0)
         return claimed[0] if claimed else None
 
@@ -116,14 +119,14 @@ class SqlStore(Upkeep):
         if limit == 0:
             return []
         _check_claimer(worker_id, claim_id)
-        codec.check_texts(queues, "queues")
+        mapping.check_texts(queues, "queues")
         call = Claim("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
         return await self.await_parked(call, timeout or 0.0)
 
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
-        codec.check_text(rollout_id, "rollout_id")
+        mapping.check_text(rollout_id, "rollout_id")
         _check_claimer(worker_id, claim_id)
 
         def start(unit: Unit) -> AttemptedRollout:
@@ -131,29 +134,29 @@ class SqlStore(Upkeep):
             if before:
                 return before[0].rollout.to_attempted(before[0])
             attempt_id = None if claim_id is None else claimed_id(claim_id, 0)
-            return lifecycle.claim(unit, unit.rollout(rollout_id), worker_id, attempt_id)
+            return transitions.claim(unit, unit.rollout(rollout_id), worker_id, attempt_id)
 
         return await self.do("start_attempt", start, [rollout_id], [] if worker_id is None else [worker_id])
 
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
-        codec.check_text(rollout_id, "rollout_id")
-        codec.dump(reason, "reason")
+        mapping.check_text(rollout_id, "rollout_id")
+        mapping.dump(reason, "reason")
 
         def requeue(unit: Unit) -> Rollout:
             rollout = unit.rollout(rollout_id)
             if rollout.status not in WAITING:
-                lifecycle.requeue(unit, rollout, reason)
+                transitions.requeue(unit, rollout, reason)
             return rollout.to_rollout()
 
         return await self.do("requeue_rollout", requeue, [rollout_id])
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        codec.check_text(rollout_id, "rollout_id")
+        mapping.check_text(rollout_id, "rollout_id")
 
         def cancel(unit: Unit) -> Rollout:
             rollout = unit.rollout(rollout_id)
             if rollout.status not in FINISHED:
-                lifecycle.cancel(unit, rollout)
+                transitions.cancel(unit, rollout)
             return rollout.to_rollout()
 
         return await self.do("cancel_rollout", cancel, [rollout_id])
@@ -178,12 +181,12 @@ class SqlStore(Upkeep):
     ) -> list[Rollout]:
         any_of = check_logic(filter_logic)
         filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
-        many, skip = codec.check_cursor(after, limit, offset)
+        many, skip = mapping.check_cursor(after, limit, offset)
         newest_first = newest_first and sort_by is None
         order = Order.of("rollouts", sort_by, "desc" if newest_first else sort_order, after)
         return await self.read(
             "query_rollouts",
-            lambda connection: looking.rollouts(connection, filters, order, after, many, skip),
+            lambda connection: queries.rollouts(connection, filters, order, after, many, skip),
         )
 
     async def count_rollouts(
@@ -198,11 +201,11 @@ class SqlStore(Upkeep):
     ) -> int:
         any_of = check_logic(filter_logic)
         filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
-        return await self.read("count_rollouts", lambda connection: looking.count_rollouts(connection, filters))
+        return await self.read("count_rollouts", lambda connection: queries.count_rollouts(connection, filters))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        codec.check_text(rollout_id, "rollout_id")
-        return await self.read("get_rollout_by_id", lambda connection: looking.rollout(connection, rollout_id))
+        mapping.check_text(rollout_id, "rollout_id")
+        return await self.read("get_rollout_by_id", lambda connection: queries.rollout(connection, rollout_id))
 
     async def update_rollout(
         self,
@@ -215,16 +218,16 @@ class SqlStore(Upkeep):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Rollout:
-        codec.check_text(rollout_id, "rollout_id")
+        mapping.check_text(rollout_id, "rollout_id")
         for name, value in (("mode", mode), ("resources_id", resources_id)):
             if not isinstance(value, Unset) and value is not None:
-                codec.check_text(value, name)
+                mapping.check_text(value, name)
         new: dict[str, Any] = {
-            "input": input if isinstance(input, Unset) else codec.dump(input, "input"),
+            "input": input if isinstance(input, Unset) else mapping.dump(input, "input"),
             "mode": mode,
             "resources_id": resources_id,
-            "config": config if isinstance(config, Unset) else codec.config_text(config),
-            "metadata": metadata if isinstance(metadata, Unset) else codec.dump_dict(metadata, "metadata"),
+            "config": config if isinstance(config, Unset) else mapping.config_text(config),
+            "metadata": metadata if isinstance(metadata, Unset) else mapping.dump_dict(metadata, "metadata"),
         }
         given = {name: value for name, value in new.items() if not isinstance(value, Unset)}
 
@@ -237,7 +240,7 @@ class SqlStore(Upkeep):
                 for name, value in given.items():
                     setattr(rollout, name, value)
             if not isinstance(status, Unset):
-                lifecycle.set_status(unit, rollout, codec.check_rollout_status(status))
+                transitions.set_status(unit, rollout, mapping.check_rollout_status(status))
             return rollout.to_rollout()
 
         return await self.do("update_rollout", change, [rollout_id])
@@ -246,7 +249,7 @@ class SqlStore(Upkeep):
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
         rows: list[Row] = await self.await_parked(Wait(rollout_ids, minimum), timeout)
-        return [codec.to_rollout(row) for row in rows]
+        return [mapping.to_rollout(row) for row in rows]
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
@@ -259,25 +262,25 @@ class SqlStore(Upkeep):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Attempt]:
-        codec.check_text(rollout_id, "rollout_id")
-        codec.check_page(limit, offset)
+        mapping.check_text(rollout_id, "rollout_id")
+        mapping.check_page(limit, offset)
         order = Order.of("attempts", sort_by, sort_order)
-        found = await self.read("query_attempts", lambda connection: looking.attempts(connection, rollout_id))
+        found = await self.read("query_attempts", lambda connection: queries.attempts(connection, rollout_id))
         return order.page(found, limit, offset)
 
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
-        codec.check_texts(rollout_ids, "rollout_ids")
+        mapping.check_texts(rollout_ids, "rollout_ids")
         return await self.read(
-            "get_latest_attempts", lambda connection: looking.latest_attempts(connection, rollout_ids)
+            "get_latest_attempts", lambda connection: queries.latest_attempts(connection, rollout_ids)
         )
 
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
-        codec.check_text(attempt_id, "attempt_id")
-        return await self.read("get_attempt", lambda connection: looking.attempt(connection, attempt_id))
+        mapping.check_text(attempt_id, "attempt_id")
+        return await self.read("get_attempt", lambda connection: queries.attempt(connection, attempt_id))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        codec.check_text(rollout_id, "rollout_id")
-        return await self.read("get_latest_attempt", lambda connection: looking.latest_attempt(connection, rollout_id))
+        mapping.check_text(rollout_id, "rollout_id")
+        return await self.read("get_latest_attempt", lambda connection: queries.latest_attempt(connection, rollout_id))
 
     async def update_attempt(
         self,
@@ -289,16 +292,16 @@ class SqlStore(Upkeep):
         last_heartbeat_time: float | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Attempt:
-        codec.check_text(rollout_id, "rollout_id")
-        codec.check_text(attempt_id, "attempt_id")
+        mapping.check_text(rollout_id, "rollout_id")
+        mapping.check_text(attempt_id, "attempt_id")
         if status is not UNSET:
-            codec.check_attempt_status(status)
+            mapping.check_attempt_status(status)
         if worker_id is not UNSET:
-            codec.check_text(worker_id, "worker_id")
+            mapping.check_text(worker_id, "worker_id")
         if last_heartbeat_time is not UNSET:
-            codec.check_time(last_heartbeat_time, "last_heartbeat_time")
+            mapping.check_time(last_heartbeat_time, "last_heartbeat_time")
         if metadata is not UNSET:
-            codec.dump_dict(metadata, "metadata")
+            mapping.dump_dict(metadata, "metadata")
         return await self.write(UpdateAttempt(rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata))
 
     # -- spans -----------------------------------------------------------------------------------------------------
@@ -312,9 +315,9 @@ class SqlStore(Upkeep):
     async def _add_spans(self, name: str, added: Sequence[Span], alone: bool = False) -> Any:
         if not added:
             return []
-        groups = spans.group_by_attempt(added)
+        groups = write.group_by_attempt(added)
 
-        def finish(kept: list[spans.Kept]) -> list[Span] | Span:
+        def finish(kept: list[write.Kept]) -> list[Span] | Span:
             answers: list[Any] = [None] * len(added)
             for group, each in zip(groups, kept, strict=True):
                 group.read(each, answers)
@@ -322,11 +325,11 @@ class SqlStore(Upkeep):
 
         return await self.write(AddSpans(name, groups), finish)
 
-    async def add_packs(self, packed: Sequence[spans.PackedSpans]) -> list[tuple[str, str]]:
+    async def add_packs(self, packed: Sequence[write.PackedSpans]) -> list[tuple[str, str]]:
         """`add_many_spans` for spans that somebody has packed; returns the ids of superseded attempts among theirs."""
         if not packed:
             return []
-        kept = await self.write(AddSpans("add_packs", [spans.SpanGroup.of(each) for each in packed]))
+        kept = await self.write(AddSpans("add_packs", [write.SpanGroup.of(each) for each in packed]))
         everything = zip(packed, kept, strict=True)
         return [(each.rollout_id, each.attempt_id) for each, said in everything if said.superseded]
 
@@ -363,10 +366,10 @@ class SqlStore(Upkeep):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Span]:
-        codec.check_text(rollout_id, "rollout_id")
+        mapping.check_text(rollout_id, "rollout_id")
         if attempt_id is not None:
-            codec.check_text(attempt_id, "attempt_id")
-        codec.check_cursor(after, limit, offset)
+            mapping.check_text(attempt_id, "attempt_id")
+        mapping.check_cursor(after, limit, offset)
         exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
         parts = {
             "name": name_contains,
@@ -381,31 +384,29 @@ class SqlStore(Upkeep):
             found = self.hot.spans(rollout_id, attempt_id)
             if found is not None:
                 return asked.page(found)
-        return await self.read("query_spans", lambda connection: span_reading.query(connection, asked))
+        return await self.read("query_spans", lambda connection: read.query(connection, asked))
 
     async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
-        codec.check_texts(rollout_ids, "rollout_ids")
+        mapping.check_texts(rollout_ids, "rollout_ids")
         for start in range(0, len(rollout_ids), CHUNK):
             chunk = list(rollout_ids[start : start + CHUNK])
-            found = await self.read(
-                "iter_spans", lambda connection, chunk=chunk: span_reading.latest_spans(connection, chunk)
-            )
+            found = await self.read("iter_spans", lambda connection, chunk=chunk: read.latest_spans(connection, chunk))
             for rollout_id in chunk:
                 yield rollout_id, found[rollout_id]
 
 
 def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
     if worker_id is not None:
-        codec.check_text(worker_id, "worker_id")
+        mapping.check_text(worker_id, "worker_id")
     if claim_id is not None:
-        codec.check_text(claim_id, "claim_id")
+        mapping.check_text(claim_id, "claim_id")
 
 
 def _check_pair(pair: tuple[str, str]) -> None:
     if isinstance(pair, str) or len(pair) != 2:
         raise ConfigError(f"rollout_attempt_ids: {pair!r} is no pair of a rollout_id and an attempt_id")
-    codec.check_text(pair[0], "rollout_id")
-    codec.check_text(pair[1], "attempt_id")
+    mapping.check_text(pair[0], "rollout_id")
+    mapping.check_text(pair[1], "attempt_id")
 
 
 def _reserve(unit: Unit, pairs: Sequence[tuple[str, str]]) -> list[int]:

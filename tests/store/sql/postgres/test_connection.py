@@ -10,10 +10,10 @@ import psycopg
 import pytest
 from sqlalchemy import delete, select
 
-from agentlightning.store.sql.database import Insert, Statement, Update
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.connection import PostgresConnection
-from agentlightning.store.sql.schema import given, queues
+from agentlightning.store.sql.tables.backend import Insert, Statement, Update
+from agentlightning.store.sql.tables.schema import given, queues
 
 ADD = Insert(queues, ("name", "max_open"), unique=("name",))
 PUT = Insert(queues, ("name", "max_open"), unique=("name",), replace=("max_open",))

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from agentlightning.errors import StoreError
-from agentlightning.store.sql.migrations import version_2, version_3, version_4
+from agentlightning.store.sql.migrations import v2, v3, v4
 from agentlightning.store.sql.migrations.base import Schema
-from agentlightning.store.sql.schema import SCHEMA_VERSION
+from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 
 __all__ = ["STEPS", "Schema", "Step", "migrate"]
 
 Step = Callable[[Schema], None]
 
-STEPS: Final[Mapping[int, Step]] = {2: version_2.migrate, 3: version_3.migrate, 4: version_4.migrate}
+STEPS: Final[Mapping[int, Step]] = {2: v2.migrate, 3: v3.migrate, 4: v4.migrate}
 """version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
 
 

@@ -19,6 +19,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("psycopg", "postgres") from error
 
-from agentlightning.store.sql.postgres.database import PostgresDatabase
+from agentlightning.store.sql.postgres.backend import PostgresDatabase
 
 __all__ = ["PostgresDatabase"]

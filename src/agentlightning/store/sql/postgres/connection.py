@@ -14,8 +14,6 @@ from sqlalchemy import Table, text
 
 from agentlightning.errors import StoreError
 from agentlightning.store.clock import GAP_SECONDS, Clock
-from agentlightning.store.sql import statements
-from agentlightning.store.sql.database import Insert, Row, Statement, Update
 from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.dialect import (
     DIALECT,
@@ -28,10 +26,12 @@ from agentlightning.store.sql.postgres.dialect import (
 )
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import payloads
-from agentlightning.store.sql.schema import rollouts
+from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update
+from agentlightning.store.sql.tables.schema import rollouts
 
 if TYPE_CHECKING:
-    from agentlightning.store.sql.postgres.database import PostgresDatabase
+    from agentlightning.store.sql.postgres.backend import PostgresDatabase
 
 STEPS: Final = (64, 32, 16, 8)
 """Rows in one statement: few different ones, so that each is prepared once."""

@@ -12,8 +12,8 @@ from sqlalchemy import LargeBinary, Table
 from sqlalchemy.dialects.postgresql import psycopg as dialects
 from sqlalchemy.dialects.postgresql.base import PGDDLCompiler, PGTypeCompiler
 
-from agentlightning.store.sql import schema
-from agentlightning.store.sql.database import Insert, Update
+from agentlightning.store.sql.tables import schema
+from agentlightning.store.sql.tables.backend import Insert, Update
 
 _SERVERS: Final = (
     "CREATE TABLE servers (server TEXT PRIMARY KEY, number BIGINT NOT NULL, "

@@ -17,8 +17,8 @@ from typing import Any, Final
 import psycopg
 from psycopg import pq, sql
 
-from agentlightning.store.sql.database import Wake
 from agentlightning.store.sql.postgres.errors import ConnectError
+from agentlightning.store.sql.tables.backend import Wake
 
 logger = logging.getLogger(__name__)
 

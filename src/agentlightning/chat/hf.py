@@ -1,0 +1,284 @@
+"""A chat format over a Hugging Face tokenizer: text by its chat template, tool calls as that template writes them.
+
+Responsible for turning messages into text, text into tokens, and an answer back into content and tool calls. It
+never samples and never guesses: a tokenizer without a chat template is refused, and what is not a well-formed tool
+call stays in the content.
+
+Which format of tool calls a model has, its template shows: it is given a conversation with a call, and the format that
+reads this very call back is the one. A tokenizer that declares how its answers are read is believed before that, and
+an option before both. Of a template that writes no call for us we take the format whose marker it mentions, or Hermes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+
+from agentlightning.chat.literals import Literals
+from agentlightning.chat.text_encoder import TextEncoder
+from agentlightning.chat.tool_calls import FORMATS, named
+from agentlightning.chat.tool_calls.format import CallFormat, MarkedFormat, Tools, read_whole
+from agentlightning.chat.tool_calls.hermes import HERMES
+from agentlightning.chat.tool_calls.response_template import declared
+from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, find_layout
+from agentlightning.errors import ConfigError
+from agentlightning.policy.base import Message, ParsedMessage
+
+_PROBE: Final = KEY
+_TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_SHORT_IDS: Final = IDS
+_BEGUN: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
+"""The marker that a prompt ends with."""
+_RESERVED: Final = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""What transformers takes for itself, beside the variables of a template."""
+_MOST_VIEWS: Final = 64
+_LONG_IDS: Final = ("call_probe1",)
+
+
+class HFChatFormat:
+    """`ChatFormat` over a transformers tokenizer.
+
+    `eos_token_ids` are added to what the tokenizer, the `generation_config.json` beside it and its template say.
+    `tool_calls` names the format of tool calls (a key of `tool_calls.FORMATS`); None finds it out.
+    Raises ConfigError where the tokenizer has no chat template or no token that ends a turn, and for an unknown format.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tool_calls: str | None = None) -> None:
+        self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"the tokenizer of {self._name} has no chat template; use an instruction-tuned model, or set "
+                "`chat_template` in its tokenizer_config.json (or put a chat_template.jinja beside it)"
+            )
+        # Ours is not the trainer's, which may change what it pads and cuts. It is read from several threads.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._encoder = TextEncoder(self._tokenizer)
+        self.options: dict[str, Any] = {}
+        """Variables of the template (`with_options`)."""
+        self._views: dict[str, HFChatFormat] = {}
+        self._literals: Literals | None = None
+        """None while the template is still being looked at."""
+        self._backend = self._encoder.backend
+        self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
+        """How the model writes tool calls; `tool_calls.name` says which format was found."""
+        self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
+        self.markers: dict[str, int] = _markers(self._tokenizer)
+        """Text -> id of the tokens that are no part of a text."""
+        self._find_tool_calls(tool_calls is not None)
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        turns = self._turn_markers()
+        self._literals = Literals(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as text. Raises ConfigError, in the template's words, on messages it cannot hold."""
+        if self.tool_calls.short_ids:
+            messages = [_with_ids(message, self.tool_calls) for message in messages]
+        if any("tool_calls" in message for message in messages) and self._wants_objects:
+            messages = [_with_objects(message) for message in messages]
+        if self._literals is not None:
+            messages, tools = self._literals.guard(messages, tools)
+        try:
+            return self._apply(messages, tools, add_generation_prompt)
+        except _TEMPLATE_ERRORS as error:
+            raise ConfigError(f"the chat template of {self._name} cannot hold these messages: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of rendered text: special tokens are recognised, none is added. What looks like one in the messages
+        that were rendered is text (`policy.literals`)."""
+        return self._literals.encode(text) if self._literals is not None else self._encoder.encode(text)
+
+    def literal(self, text: str) -> str:
+        """A text to be put into a rendered one, in which nothing is a special token."""
+        return self._literals.literal(text) if self._literals is not None else text
+
+    def plain(self, text: str) -> str:
+        """A rendered text as people read it."""
+        return self._literals.plain(text) if self._literals is not None else text
+
+    def least_tokens(self, text: str, most: int) -> int:
+        """How many tokens a rendered text has at least, without encoding far more than `most`."""
+        return self._encoder.least(self.plain(text), most)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def with_options(self, options: Mapping[str, Any]) -> HFChatFormat:
+        """The same format, with variables for its template: `enable_thinking`, say. Raises ConfigError for a name that
+        is not the template's to read."""
+        if taken := sorted(_RESERVED & options.keys()):
+            raise ConfigError(f"chat_template_kwargs sets {', '.join(taken)}, which is no variable of a template")
+        key = json.dumps(options, sort_keys=True)
+        if (view := self._views.get(key)) is None:
+            view = copy.copy(self)
+            view.options = dict(options)
+            if len(self._views) < _MOST_VIEWS:
+                self._views[key] = view
+        return view
+
+    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
+        """Content and tool calls of an answer; `tools` say what type an argument has, where its text does not."""
+        return read_whole(self.tool_calls, self.plain(text), tools)
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=generate,
+            tokenize=False,
+            **self.options,
+        )
+
+    @cached_property
+    def _wants_objects(self) -> bool:
+        """Whether the template writes tool-call arguments given as an object (most) or as JSON text (a few)."""
+        text = self._probed({_PROBE: 1})
+        return _PROBE in text and f"'{_PROBE}'" not in text
+
+    def _probed(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
+        """What the template writes for a turn of one call for each id; "" where it refuses."""
+        function = {"name": NAME, "arguments": arguments}
+        calls = [{"id": name, "type": "function", "function": function} for name in ids]
+        asked: Message = {"role": "user", "content": "?"}
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            before = self._apply([asked], None, True)
+            text = self._apply([asked, turn], None, False)
+        except _TEMPLATE_ERRORS:
+            return ""
+        # Some templates begin a thought for the model that they leave out of a turn without one.
+        return text.removeprefix(before if text.startswith(before) else _BEGUN.sub("", before))
+
+    def _find_tool_calls(self, chosen: bool) -> None:
+        """See the module. `chosen`: which format it is, an option says."""
+        arguments = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
+        text = self._probed(arguments)
+        if not chosen:
+            read = (format for format in FORMATS.values() if self._reads(format, text))
+            self.tool_calls = declared(self._tokenizer) or next(read, None) or self._mentioned()
+        if _PROBE in text:
+            two = self._probed(arguments, _SHORT_IDS)
+            long = self._probed(arguments, _LONG_IDS) != ""
+            found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
+            self.tool_calls = replace(found, layout=find_layout(found, text, two, self._ends()))
+
+    def _mentioned(self) -> CallFormat:
+        """The format whose marker stands in the template, where no call could be had from it."""
+        template = str(self._tokenizer.chat_template)
+        marked = (format for format in FORMATS.values() if isinstance(format, MarkedFormat))
+        return next((format for format in marked if format.opening in template), HERMES)
+
+    def _reads(self, format: CallFormat, text: str) -> bool:
+        for end in self._ends():
+            text = text.partition(end)[0]
+        calls = read_whole(format, text).tool_calls
+        return [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]
+
+    def _ends(self) -> list[str]:
+        """What ends a turn, as text."""
+        return [end for token in self.eos_token_ids if (end := self.decode([token]))]
+
+    def _turn_markers(self) -> frozenset[str]:
+        """What the template writes around turns, and what ends one."""
+        asked: Message = {"role": "user", "content": _PROBE}
+        said: Message = {"role": "assistant", "content": _PROBE}
+        try:
+            text = self._apply([asked, said, asked], None, True)
+        except _TEMPLATE_ERRORS:
+            text = ""
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        found = [marker for marker in added if marker.strip() and marker in text]
+        return frozenset([*_unpaired(self._tokenizer, found), *self._ends()])
+
+    def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
+        found = {*given, *self._generation_eos(), *self._template_eos()}
+        if self._tokenizer.eos_token_id is not None:
+            found.add(int(self._tokenizer.eos_token_id))
+        if not found:
+            raise ConfigError(
+                f"the tokenizer of {self._name} names no token that ends a turn; set `eos_token` in its "
+                "tokenizer_config.json"
+            )
+        return frozenset(found)
+
+    def _generation_eos(self) -> list[int]:
+        path = Path(self._name) / "generation_config.json"
+        if not path.is_file():
+            return []
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        return [] if eos is None else [int(token) for token in (eos if isinstance(eos, list) else [eos])]
+
+    def _template_eos(self) -> list[int]:
+        """The special token that the template writes right after an assistant's answer."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        _, found, after = self.render(turn, add_generation_prompt=False).partition(_PROBE)
+        tokens = self.encode(after.lstrip()) if found else []
+        return [token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder]
+
+
+def _unpaired(tokenizer: Any, markers: Iterable[str]) -> list[str]:
+    """Without tags that come in pairs; `<s>` and `</s>` are none."""
+    known: set[str] = {*tokenizer.get_added_vocab()}
+    tags = {name for marker in known if len(name := marker.removeprefix("</")) > len("s>") and marker != name}
+    return [each for each in markers if each.removeprefix("</") not in tags and each[1:] not in tags]
+
+
+def _markers(tokenizer: Any) -> dict[str, int]:
+    """Those that llguidance takes for such: special tokens, and others that look like them. Some tokenizers add runs of
+    spaces as tokens too, which are text."""
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    return {
+        token.content: number
+        for number, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+
+
+def _with_ids(message: Message, format: CallFormat) -> Message:
+    """With ids that the template takes, the same ones for calls and their results."""
+    if isinstance(name := message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": format.fit_id(name)}
+    if calls := message.get("tool_calls"):
+        calls = [{**call, "id": format.fit_id(call.get("id") or "")} for call in calls]
+        message = {**message, "tool_calls": calls}
+    return message
+
+
+def _with_objects(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as an object. What is not a JSON object stays the text it is: the model did write that."""
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": value}} if isinstance(value, dict) else call

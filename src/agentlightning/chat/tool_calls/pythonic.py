@@ -1,0 +1,240 @@
+"""Calls written as Python: `[get(city="Bern"), wait()]`, as Llama 4 and small Llama 3.2 models write them.
+
+The list is the whole answer, bare or between `<|python_start|>` and `<|python_end|>`. Arguments are named, and
+constants; they are given as JSON, numbers spelled as they were. JSON's words for constants are taken too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from agentlightning.chat.lark import Lark
+from agentlightning.chat.tool_calls.format import (
+    Before,
+    Layout,
+    Malformed,
+    MarkedFormat,
+    ParsedToolCall,
+    Reading,
+    Tools,
+    Unfinished,
+)
+from agentlightning.chat.tool_calls.parameters import read_parameters
+from agentlightning.chat.tool_calls.partial_json import is_text, skip_space
+
+START: Final = "<|python_start|>"
+END: Final = "<|python_end|>"
+MOST_NESTED: Final = 100
+"""Lists and objects within each other."""
+
+LONG: Final = 1000
+"""Characters."""
+
+_NAME: Final = re.compile(r"[^\W\d]\w*(?:[.\-]\w+)*")
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+_CUT_NUMBER: Final = re.compile(r"-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z")
+_WORDS: Final = {
+    **{"True": "true", "False": "false", "None": "null"},
+    **{"true": "true", "false": "false", "null": "null"},
+}
+_STRING: Final = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
+_ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
+_ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
+
+
+class Pythonic(MarkedFormat):
+    __slots__ = ()
+
+    @property
+    def opening(self) -> str:
+        return START
+
+    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        parameters = read_parameters(schema)
+        if parameters is None or not all(_NAME.fullmatch(each.name) for each in parameters):
+            return None
+        written = [(f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.needed) for each in parameters]
+        return _listed(lark, written)
+
+    def read_unmarked(self, text: str, before: Before) -> Reading:
+        if before != "start":
+            raise Malformed("only an answer that begins so is a list of calls")
+        return Reading(0, *_read_list(text, skip_space(text, 0)))
+
+    def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+        calls, end = _read_list(text, skip_space(text, start))
+        after = skip_space(text, end)
+        if text.startswith(END, after):
+            return calls, after + len(END)
+        if END.startswith(text[after:]):
+            raise Unfinished(f"{END} may follow")
+        return calls, end
+
+
+def _value(lark: Lark, schema: Mapping[str, Any]) -> str:
+    """A constant. JSON is one that is read, but Python has other words for a few."""
+    if schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}:
+        return lark.rule('"True"', '"False"')
+    return lark.json(schema)
+
+
+def _listed(lark: Lark, items: list[tuple[str, bool]]) -> str:
+    """Items in their order with commas between them; those that are not needed may be left out."""
+    first, later = '""', '""'
+    for item, needed in reversed(items):
+        # `first`: what may come where nothing has come yet; `later`: where something has.
+        alone = f"{item} {later}"
+        first = alone if needed else lark.rule(alone, first)
+        later = lark.rule(f'", " {alone}') if needed else lark.rule(f'", " {alone}', later)
+    return first
+
+
+def _read_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
+    """The calls in the list at `start`, and where it ends; an empty list calls nothing, and is none."""
+    if len(text) - start > LONG and "]" not in text[start:]:
+        raise Unfinished("a long list has no end yet")  # Not to read it from its start with every token.
+    reader = _Reader(text, start)
+    reader.take("[")
+    calls = [reader.call()]
+    while reader.more("]"):
+        calls.append(reader.call())
+    return tuple(calls), reader.position
+
+
+def read_python_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
+    """The one call at `start`, and where it ends. Raises Malformed or Unfinished."""
+    reader = _Reader(text, start)
+    return reader.call(), reader.position
+
+
+class _Reader:
+    """Reads forward from a position. Every method raises Malformed, or Unfinished where the text ends too early."""
+
+    def __init__(self, text: str, position: int) -> None:
+        self._text = text
+        self.position = position
+
+    def call(self) -> ParsedToolCall:
+        name = self._match(_NAME, "a name")
+        self.take("(")
+        arguments: dict[str, str] = {}
+        if not self._ends(")"):
+            self._argument(arguments)
+            while self.more(")"):
+                self._argument(arguments)
+        written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+        return ParsedToolCall(name, "{" + written + "}")
+
+    def take(self, character: str) -> None:
+        if self._peek() != character:
+            raise Malformed(f"{character} is missing")
+        self.position += 1
+
+    def more(self, end: str) -> bool:
+        """Take a comma, and whether another element follows; else `end` is taken."""
+        if self._ends(end):
+            return False
+        self.take(",")
+        return not self._ends(end)
+
+    def _ends(self, end: str) -> bool:
+        if self._peek() != end:
+            return False
+        self.position += 1
+        return True
+
+    def _peek(self) -> str:
+        self.position = skip_space(self._text, self.position)
+        if self.position == len(self._text):
+            raise Unfinished("more must follow")
+        return self._text[self.position]
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+        self._peek()
+        if (found := pattern.match(self._text, self.position)) is None:
+            raise Malformed(f"{what} is missing")
+        if self._text[found.end() :] in ("", ".", "-"):  # A name goes on after these.
+            raise Unfinished(f"{what} may go on")
+        self.position = found.end()
+        return found[0]
+
+    def _argument(self, arguments: dict[str, str]) -> None:
+        key = self._match(_NAME, "the name of an argument")
+        self.take("=")
+        arguments[key] = self._value(0)
+
+    def _value(self, depth: int) -> str:
+        """A constant, as JSON."""
+        if depth > MOST_NESTED:
+            raise Malformed("it is nested too deeply")
+        match self._peek():
+            case "'" | '"':
+                return json.dumps(self._string(), ensure_ascii=False)
+            case "[":
+                return self._list(depth)
+            case "{":
+                return self._dict(depth)
+            case character if character == "-" or character.isdigit():
+                return self._number()
+            case _:
+                word = self._match(_NAME, "a value")
+        if word not in _WORDS:
+            raise Malformed(f"{word} is no constant")
+        return _WORDS[word]
+
+    def _number(self) -> str:
+        if _CUT_NUMBER.match(self._text, self.position):
+            raise Unfinished("the number may go on")
+        return self._match(_NUMBER, "a number")
+
+    def _string(self) -> str:
+        if (found := _STRING.match(self._text, self.position)) is None:
+            raise Unfinished("a string is not closed")
+        self.position = found.end()
+        # Two escapes may spell the two halves of one character.
+        written = _ESCAPE.sub(_unescape, found[1] or found[2] or "")
+        text = written.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        if not is_text(text):
+            raise Malformed("it holds half a character")
+        return text
+
+    def _list(self, depth: int) -> str:
+        self.take("[")
+        if self._ends("]"):
+            return "[]"
+        values = [self._value(depth + 1)]
+        while self.more("]"):
+            values.append(self._value(depth + 1))
+        return f"[{', '.join(values)}]"
+
+    def _dict(self, depth: int) -> str:
+        self.take("{")
+        if self._ends("}"):
+            return "{}"
+        items = [self._item(depth)]
+        while self.more("}"):
+            items.append(self._item(depth))
+        return "{" + ", ".join(items) + "}"
+
+    def _item(self, depth: int) -> str:
+        if self._peek() not in "'\"":
+            raise Malformed("a key is a string")
+        key = json.dumps(self._string(), ensure_ascii=False)
+        self.take(":")
+        return f"{key}: {self._value(depth + 1)}"
+
+
+def _unescape(found: re.Match[str]) -> str:
+    two, four, eight, octal, other = found.groups()
+    if digits := two or four or eight:
+        number = int(digits, 16)
+        return chr(number) if number < 0x110000 else "�"
+    if octal:
+        return chr(int(octal, 8))
+    return _ESCAPED.get(other, other if other in "'\"\\/" else "\\" + other)
+
+
+PYTHONIC: Final = Pythonic("pythonic")

@@ -1,0 +1,68 @@
+"""The providers a command already uses, as its environment says: so that its calls are recorded and go where they
+always went.
+
+Called by `agl run` where neither a model nor routes are given. It reads the environment and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pydantic import SecretStr
+
+from agentlightning.gateway.config import GatewayConfig, Rule
+from agentlightning.gateway.upstream.provider import Provider
+
+OPENAI_URL: Final = "https://api.openai.com/v1"
+ANTHROPIC_URL: Final = "https://api.anthropic.com"
+_OPENAI_URLS: Final = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
+_OPENAI_MODELS: Final = ("gpt-*", "o[0-9]*", "chatgpt-*", "codex-*", "text-embedding-*")
+
+
+def inherited_config(environment: Mapping[str, str]) -> GatewayConfig | None:
+    """Routes to the providers whose keys or URLs the environment holds; None where it holds none.
+
+    With one provider every model is its own. With both, models are told apart by their names: Claude is Anthropic's,
+    and what is neither Claude nor a model of OpenAI's goes to the one whose URL is not the usual one.
+    """
+    openai, anthropic = _openai(environment), _anthropic(environment)
+    providers = tuple(provider for provider in (openai, anthropic) if provider is not None)
+    if not providers:
+        return None
+    if openai is None or anthropic is None:
+        rules: tuple[Rule, ...] = (Rule(provider=providers[0].name),)
+    elif anthropic.base_urls != (ANTHROPIC_URL,) and openai.base_urls == (OPENAI_URL,):
+        rules = (*(Rule(model=model, provider="openai") for model in _OPENAI_MODELS), Rule(provider="anthropic"))
+    else:
+        rules = (Rule(model="claude*", provider="anthropic"), Rule(provider="openai"))
+    return GatewayConfig(providers=providers, routes=rules)
+
+
+def _openai(environment: Mapping[str, str]) -> Provider | None:
+    key = environment.get("OPENAI_API_KEY")
+    url = next((environment[name] for name in _OPENAI_URLS if environment.get(name)), None)
+    if not key and not url:
+        return None
+    return Provider(
+        name="openai",
+        base_urls=(url or OPENAI_URL,),
+        api_key=SecretStr(key) if key else None,
+        paths=("chat/completions", "completions", "responses", "embeddings"),
+        retries=0,  # whoever calls repeats as it always did
+    )
+
+
+def _anthropic(environment: Mapping[str, str]) -> Provider | None:
+    key, token = environment.get("ANTHROPIC_API_KEY"), environment.get("ANTHROPIC_AUTH_TOKEN")
+    url = environment.get("ANTHROPIC_BASE_URL")
+    if not key and not token and not url:
+        return None
+    return Provider(
+        name="anthropic",
+        dialect="anthropic",
+        base_urls=(url or ANTHROPIC_URL,),
+        api_key=SecretStr(key) if key else None,
+        headers={} if key or not token else {"authorization": f"Bearer {token}"},
+        retries=0,
+    )

@@ -1,0 +1,98 @@
+"""One rollout in words: what was asked, what was said, what it was worth. Pure; `agl store show` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.span import Span
+from agentlightning.tracing.emit import get_reward_value
+from agentlightning.util.printable import printable
+
+WIDTH: Final = 160
+"""Characters of a message that are shown."""
+
+
+def shown(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    """Lines: the rollout, then each attempt with its spans in order. What agents have written moves no cursor."""
+    yield from map(printable, _lines(rollout, attempts, spans))
+
+
+def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    mode = f", {rollout.mode}" if rollout.mode else ""
+    yield f"{rollout.rollout_id} {rollout.status}{mode}"
+    yield f"  task     {_short(rollout.input)}"
+    if command := rollout.metadata.get("command"):
+        yield f"  command  {_short(command)}"
+    for attempt in attempts:
+        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_took(attempt)}"
+        error = attempt.metadata.get("error")
+        if isinstance(error, dict):
+            yield f"  error    {_short(cast('dict[str, Any]', error).get('message'))}"
+        for span in spans:
+            if span.attempt_id == attempt.attempt_id:
+                yield from _span(span)
+
+
+def _took(attempt: Attempt) -> str:
+    return "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
+
+
+def _span(span: Span) -> Iterator[str]:
+    values = span.attributes
+    number = f"  {span.sequence_id:>3}"
+    if names.OPERATION_NAME in values and names.REQUEST_MODEL in values:
+        yield from _call(span, number)
+    elif (reward := get_reward_value(span)) is not None:
+        yield f"{number} reward {reward}"
+    elif names.MESSAGE_BODY in values:
+        yield f"{number} {_short(values[names.MESSAGE_BODY])}"
+    elif names.EXCEPTION_MESSAGE in values:
+        yield f"{number} {values.get(names.EXCEPTION_TYPE)}: {_short(values[names.EXCEPTION_MESSAGE])}"
+    else:
+        yield f"{number} {span.name}"
+
+
+def _call(span: Span, number: str) -> Iterator[str]:
+    values = span.attributes
+    agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
+    paid = values.get(names.COST)
+    cost = f", ${paid:.4f}" if isinstance(paid, int | float) else ""
+    tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
+    yield f"{number} {span.name}{agent}: {tokens}{cost}"
+    asked, said = _messages(values.get(names.INPUT_MESSAGES)), _messages(values.get(names.OUTPUT_MESSAGES))
+    yield from (f"        {line}" for message in (*asked[-1:], *said) for line in _message(message))
+    if span.status_code == "ERROR":
+        yield f"        failed: {_short(span.status_message or values.get(names.ERROR_TYPE))}"
+
+
+def _messages(text: Any) -> list[dict[str, Any]]:
+    try:
+        found = orjson.loads(text) if isinstance(text, str) else text
+    except orjson.JSONDecodeError:
+        return []
+    return [message for message in cast("list[Any]", found or []) if isinstance(message, dict)]
+
+
+def _message(message: dict[str, Any]) -> Iterator[str]:
+    role = str(message.get("role", "?"))
+    for part in message.get("parts") or ():
+        kind = part.get("type")
+        if kind == "tool_call":
+            yield f"{role:<10} {part.get('name')}({_short(part.get('arguments'))})"
+        elif kind == "tool_call_response":
+            yield f"{role:<10} {_short(part.get('response'))}"
+        else:
+            thinks = " (thinks)" if kind == "reasoning" else ""
+            yield f"{role:<10}{thinks} {_short(part.get('content', kind))}"
+
+
+def _short(value: Any) -> str:
+    """A value on one line."""
+    text = value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
+    line = " ".join(text.split())
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."

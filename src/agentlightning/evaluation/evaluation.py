@@ -1,0 +1,167 @@
+"""Evaluation: how good an agent is on tasks, as a number that knows its uncertainty.
+
+A task whose rollout failed or gave no reward is part of the result: it is counted by its reason, never read as 0.0,
+and the interval holds whatever reward it would have had. Where one number must decide (a comparison, the choice of a
+checkpoint), such a task counts as the lowest reward, so that an agent that crashes never beats one that answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import total_ordering
+from typing import Any
+
+from agentlightning.assemble import scalar_reward
+from agentlightning.errors import RewardError
+from agentlightning.evaluation.intervals import Gain, lowest_means, mean_interval, paired_gain
+from agentlightning.training.rejection import FAILED, MISSING_REWARD, Rejection, describe_reasons, rejection
+from agentlightning.training.rollout_source import Collected, RolloutPlan, RolloutSource
+from agentlightning.trajectory import Trajectory
+
+WITHOUT_REWARD = (
+    "return a number from the agent, call agl.emit_reward, or give a reward function (reward=..., --reward)"
+)
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """The reward of each task. Compares and prints like its `score`.
+
+    >>> agl.Evaluation(rewards=(1.0, 0.0, None)).mean
+    0.5
+    """
+
+    rewards: tuple[float | None, ...]
+    """One for each task, in the order of the tasks; None: the rollout failed, or gave no reward that can be used."""
+    seconds: float = 0.0
+    reasons: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many tasks have no reward, for each reason: `failed`, `missing_reward`, `bad_reward` ..."""
+
+    @property
+    def known(self) -> list[float]:
+        """The rewards of the tasks that have one."""
+        return [reward for reward in self.rewards if reward is not None]
+
+    @property
+    def missing(self) -> int:
+        """Tasks without a reward, those whose rollout failed included."""
+        return len(self.rewards) - len(self.known)
+
+    @property
+    def failed(self) -> int:
+        """Tasks whose rollout failed."""
+        return self.reasons.get(FAILED, 0)
+
+    @property
+    def mean(self) -> float:
+        """The mean reward over the tasks that have one. Raises RewardError when none has."""
+        if not self.known:
+            counted = f" ({describe_reasons(self.reasons)})" if self.reasons else ""
+            raise RewardError(f"none of {len(self.rewards)} tasks has a reward{counted}; {WITHOUT_REWARD}")
+        return sum(self.known) / len(self.known)
+
+    @property
+    def score(self) -> float:
+        """The mean with every task that has no reward at the lowest one possible: 0 where rewards lie between 0 and 1,
+        else the lowest one seen. Equals `mean` where every task has a reward. Raises RewardError when none has."""
+        return lowest_means(self.rewards)[0] if self.missing and self.known else self.mean
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% confidence interval of the mean over all tasks, whatever reward those without one would have had."""
+        return mean_interval(self.rewards)
+
+    def __float__(self) -> float:
+        return self.score
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Evaluation):
+            return self._comparable == other._comparable
+        return isinstance(other, float | int) and self._comparable == other
+
+    def __lt__(self, other: Evaluation | float) -> bool:
+        return float(self) < float(other)
+
+    def __hash__(self) -> int:
+        return hash(self._comparable)
+
+    @property
+    def _comparable(self) -> float | tuple[float | None, ...]:
+        return self.score if self.known else self.rewards
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        if not self.missing:
+            return f"{self.mean:.3f} (95% interval {low:.3f} to {high:.3f}, {len(self.known)} tasks)"
+        why = describe_reasons(self.reasons) or f"{self.missing} missing"
+        return (
+            f"{self.mean:.3f} on {len(self.known)} of {len(self.rewards)} tasks, {why}; {self.score:.3f} with those at"
+            f" the lowest reward (95% interval {low:.3f} to {high:.3f})"
+        )
+
+
+def compare(before: Evaluation, after: Evaluation) -> Gain:
+    """The paired gain over the tasks that have a reward in both; its interval covers the others."""
+    return paired_gain(before.rewards, after.rewards)
+
+
+def gain_of(before: Evaluation, after: Evaluation) -> Gain:
+    """The same, where nothing may be comparable: its numbers are then NaN."""
+    if any(b is not None and a is not None for b, a in zip(before.rewards, after.rewards, strict=True)):
+        return compare(before, after)
+    return Gain(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, before.missing, after.missing)
+
+
+async def evaluate_tasks(
+    source: RolloutSource,
+    tasks: Sequence[Any],
+    *,
+    name: str,
+    resources_id: str,
+    reward_weights: Mapping[str, float] | None = None,
+    max_failed_share: float | None = None,
+    require_reward: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+    on_collected: Callable[[Collected], Awaitable[None]] | None = None,
+) -> Evaluation:
+    """One rollout for each task; `name` makes their ids, so that asking again continues.
+
+    Raises TrainingStopped as `RolloutSource.collect` does where too many rollouts fail, and with `require_reward`
+    RewardError where rollouts succeed and not one has a reward that can be used.
+    """
+    plans = [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(tasks)]
+    collected = await source.collect(
+        plans,
+        resources_id=resources_id,
+        mode="val",
+        check=lambda trajectories: _without_reward(trajectories, reward_weights),
+        max_failed_share=max_failed_share,
+        max_rejected_share=1.0,
+        on_progress=on_progress,
+    )
+    if require_reward and collected.rejected and not collected.trajectories:
+        first = collected.rejected[0]
+        raise RewardError(
+            f"none of {len(plans)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
+            f" {first.rollout_id}: {first.message}"
+        )
+    if on_collected is not None:
+        await on_collected(collected)
+    rewards = {each.group: scalar_reward(each.reward, reward_weights) for each in collected.trajectories}
+    return Evaluation(tuple(rewards.get(plan.group) for plan in plans), collected.seconds, collected.left_out)
+
+
+def _without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
+    found: list[Rejection] = []
+    for each in trajectories:
+        try:
+            reward = scalar_reward(each.reward, weights)
+        except RewardError as error:
+            found.append(rejection(each.rollout_id, error))
+        else:
+            if reward is None:
+                found.append(Rejection(each.rollout_id, MISSING_REWARD, f"it has no reward: {WITHOUT_REWARD}"))
+    return found

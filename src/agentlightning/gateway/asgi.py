@@ -1,0 +1,121 @@
+"""The bare ASGI connection: a body in, a whole reply or a stream of events out.
+
+Written against ASGI itself because every model call of every agent passes here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from agentlightning.gateway.errors import Problem
+from agentlightning.util.decompression import CodingError, inflated
+
+_JSON: Final = (b"content-type", b"application/json")
+_STREAM: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The caller hung up."""
+
+
+def read_headers(scope: Scope) -> dict[str, str]:
+    """Headers by lower-case name."""
+    return headers_by_name(scope["headers"])
+
+
+def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """By lower-case name. Of one that is repeated the last counts, but `baggage`, a list, which is joined."""
+    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    if len(found) < len(headers) and "baggage" in found:
+        found["baggage"] = ",".join(value.decode("latin-1") for name, value in headers if name == b"baggage")
+    return found
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
+    """The whole body, inflated. Raises Problem 413 above `limit` bytes, 415 for a coding that is not known, and
+    ClientGone where the caller hung up."""
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > limit:
+            raise _too_large(limit)
+    body = b"".join(parts)
+    if "content-encoding" not in headers:
+        return body
+    try:
+        return await inflated(body, headers["content-encoding"], limit)
+    except CodingError as error:
+        code = "body_too_large" if error.status == 413 else "content_encoding"
+        raise Problem(error.status, str(error), code=code) from None
+
+
+def _too_large(limit: int) -> Problem:
+    return Problem(413, f"the body is larger than {limit} bytes; shorten the conversation", code="body_too_large")
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the caller hangs up."""
+    message: MutableMapping[str, Any] = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+class Outlet:
+    """Where a reply goes. `in_pieces` False: what comes as a stream is sent in one piece, since HTTP/1.0 knows no
+    chunks."""
+
+    def __init__(self, send: Send, in_pieces: bool = True) -> None:
+        self._send = send
+        self._held: list[bytes] | None = None if in_pieces else []
+        self.started = False
+        self.passed: Sequence[tuple[bytes, bytes]] = ()
+        """Further headers: the request's id, or those of a provider's answer that the caller sees."""
+
+    async def whole(
+        self, status: int, body: bytes, retry: bool | None = None, retry_after: float | None = None
+    ) -> None:
+        """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request, `retry_after` in how many
+        seconds at the soonest."""
+        headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.passed]
+        if retry is not None:
+            headers.append((b"x-should-retry", b"true" if retry else b"false"))
+        if retry_after is not None:
+            headers.append((b"retry-after", b"%d" % math.ceil(retry_after)))
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def write(self, events: bytes) -> None:
+        """Some more of a stream of events."""
+        if self._held is not None:
+            self.started = True
+            self._held.append(events)
+            return
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self.passed]})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def close(self) -> None:
+        if self._held is not None:
+            body = b"".join(self._held)
+            headers = [*_STREAM, (b"content-length", str(len(body)).encode()), *self.passed]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            return await self._send({"type": "http.response.body", "body": body})
+        await self._send({"type": "http.response.body", "body": b""})

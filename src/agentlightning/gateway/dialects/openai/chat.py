@@ -1,0 +1,292 @@
+"""The chat-completions dialect: OpenAI's `/v1/chat/completions`.
+
+What we cannot honour and would change what is sampled is refused by name. Fields we do not know change nothing: they
+are accepted, ignored and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.openai import common
+from agentlightning.gateway.dialects.openai.legacy_functions import modernised, with_function_call
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.validation import (
+    OPENAI_PARAMS,
+    OPENAI_REFUSED,
+    as_arguments,
+    expect,
+    ignored,
+    integer,
+    kind_of,
+    optional,
+    read_json,
+    refuse,
+    sampling_params,
+    short,
+    top_logprobs,
+)
+from agentlightning.gateway.errors import bad
+from agentlightning.gateway.local.answer import Answer, CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
+from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
+from agentlightning.policy.base import Message, SamplingParams
+
+_KNOWN: Final = frozenset(
+    {
+        *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user"),
+        *("stream", "stream_options", "n", "logprobs", "top_logprobs", "chat_template_kwargs"),
+        *("return_token_ids", "continue_final_message", "add_generation_prompt", *common.HELD_FIELDS),
+    }
+)
+_OF_TOKENS: Final = frozenset({"return_token_ids"})
+"""What no other dialect's provider can tell: ignored where a request is to be translated."""
+_ROLES: Final = ("assistant", "system", "tool", "user")
+
+_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_REFUSED,
+    "best_of": (1,),
+    "chat_template": (),
+    "modalities": (["text"],),
+    "audio": (),
+}
+
+
+_LOCAL: Final[dict[str, tuple[Any, ...]]] = {
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    **dict.fromkeys(common.HELD_FIELDS, ()),
+}
+"""What only a model of our own can be asked, for `refuse` where a request is to be translated."""
+
+
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
+    """See `Read`."""
+    asked = read_json(body)
+    data, legacy = modernised(asked)
+    refuse(data, _REFUSED | _LOCAL if attachments else _REFUSED)
+    tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
+    choice = data.get("tool_choice")
+    tools, barred = (None, tools) if choice == "none" else (tools, None)
+    constraint = common.read_constraint(
+        tools,
+        common.tool_choice(choice, nested=True),
+        optional(data, "parallel_tool_calls", bool),
+        *common.content_format(data),
+    )
+    common.include_usage(data)
+    logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
+    if top and not logprobs:
+        raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
+    token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
+    messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
+    return Request(
+        model=optional(data, "model", str),
+        messages=messages,
+        tools=tools,
+        barred=barred,
+        params=sampling_params(
+            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs or token_ids), "the request"
+        ),
+        n=integer(data, "n", 1, 128) or 1,
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=logprobs,
+        constraint=constraint,
+        prefill=prefill,
+        template=optional(data, "chat_template_kwargs", dict) or {},
+        legacy=legacy,
+        token_ids=token_ids,
+        unknown=ignored(data, _KNOWN - _OF_TOKENS if attachments else _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
+        asked=asked,
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _messages(value: Any, attachments: bool) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise bad("messages", "messages must be a list with at least one message")
+    return [_message(index, message, attachments) for index, message in enumerate(value)]
+
+
+def _begun(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
+    """(the messages, what the answer is to begin with): the last one, where it is to be gone on with, as vLLM has it.
+    Raises Problem 400 where that is none of the assistant's words."""
+    goes_on = bool(optional(data, "continue_final_message", bool))
+    generate = optional(data, "add_generation_prompt", bool)
+    if goes_on and generate:
+        raise bad("add_generation_prompt", "continue_final_message needs add_generation_prompt=false")
+    if not goes_on and generate is False:
+        raise bad("add_generation_prompt", "add_generation_prompt=false cannot be honoured here; leave it out")
+    if not goes_on:
+        return messages, ""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
+        raise bad("continue_final_message", "continue_final_message asks for a last message of the assistant, of text")
+    return messages[:-1], last["content"]
+
+
+def _message(index: int, message: Any, attachments: bool) -> Message:
+    where = f"messages[{index}]"
+    role = message.get("role") if isinstance(message, dict) else None
+    role = "system" if role == "developer" else role
+    if role not in _ROLES:
+        raise bad("messages", f"{where} has the role {short(role)}; use {', '.join(_ROLES)} or developer")
+    read: Message = {"role": role, "content": _content(where, message.get("content"), attachments)}
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = _tool_calls(where, calls)
+    for key in ("tool_call_id", "name"):
+        if message.get(key) is not None:
+            read[key] = expect(f"{where}.{key}", message[key], str)
+    # Kept apart from the content: templates that show what a model thought read it by this name.
+    if role == "assistant" and isinstance(thought := message.get("reasoning_content"), str) and thought:
+        read["reasoning_content"] = thought
+    return read
+
+
+def _content(where: str, content: Any, attachments: bool) -> Content:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Part] = []
+    for part in expect(f"{where}.content", content, list):
+        kind = kind_of(part)
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if isinstance(text, str):
+            parts.append(text_part(text))
+        elif attachments and (found := parts_of(part)) is not None:
+            parts += found
+        else:
+            raise bad("messages", f"{where}.content has a part of type {short(kind)}; this model reads text only")
+    return content_of(parts)
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    return [_tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(expect(where, calls, list))]
+
+
+def _tool_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad("messages", f"{where} must be an object with function.name and function.arguments")
+    function = {"name": function["name"], "arguments": as_arguments(function.get("arguments"))}
+    return {"id": optional(call, "id", str), "type": "function", "function": function}
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Writes the reply to one request."""
+
+    head: Head
+    logprobs: bool = False
+    legacy: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
+    """A stream ends with a chunk of its own for the usage."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        choices = [self._choice(answer) for answer in answers]
+        reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
+        return orjson.dumps(reply | self._prompt(answers))
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
+        return b"".join(common.event(chunk | self._prompt(answers)) for chunk in opened)
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        logprobs = self._logprobs(answer.logprobs_of_piece)
+        delta = _delta(piece)
+        delta = with_function_call(delta) if delta and self.legacy else delta
+        return b"" if delta is None else common.event(self._chunk(answer, delta, None, logprobs))
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        closing = [
+            self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.logprobs_of_rest)) for answer in answers
+        ]
+        return common.ending(closing, self._usage(answers), apart=self.include_usage)
+
+    def _reason(self, answer: Answer) -> str:
+        reason = answer.finish_reason
+        return "function_call" if self.legacy and reason == "tool_calls" else reason
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        head = self.head
+        used: dict[str, Any] = common.usage(head.prompt_tokens, drawn_tokens(answers))
+        if head.cached_tokens is not None:
+            used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
+        if head.thought_tokens is not None:
+            used["completion_tokens_details"] = {"reasoning_tokens": head.thought_tokens}
+        return used
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        message = {**answer.message, "refusal": None}
+        return {
+            "index": answer.index,
+            "message": with_function_call(message) if self.legacy else message,
+            "finish_reason": self._reason(answer),
+            "logprobs": self._logprobs(answer.logprobs_of_all),
+        } | self._token_ids(answer.token_ids)
+
+    def _chunk(
+        self, answer: Answer, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        ids, answer.written_ids = answer.written_ids, []
+        choice |= self._token_ids(ids)
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
+        content = listed() if self.logprobs or self.token_ids else []
+        return {"content": content, "refusal": None} if content and self.logprobs else None
+
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self.token_ids else {}
+
+    def _prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
+
+
+def _delta(piece: Piece) -> dict[str, Any] | None:
+    """What a piece adds; None where this dialect has no word for it."""
+    match piece:
+        case str():
+            return {"content": piece}
+        case Thought():
+            return {"reasoning_content": piece.text}
+        case Refusal():
+            return {"refusal": piece.text}
+        case ToolCall():
+            return {"tool_calls": [{"index": piece.index, **piece.wire()}]}
+        case CallBegun():
+            begun = ToolCall(piece.index, piece.id, piece.name, "")
+            return {"tool_calls": [{"index": piece.index, **begun.wire()}]}
+        case CallPart():
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+        case _:
+            return None
+
+
+def _reply(request: Request, head: Head) -> Reply:
+    return Reply(head, request.logprobs, request.legacy, request.token_ids, common.include_usage(request.asked))
+
+
+CHAT: Final = Dialect(
+    operation="chat",
+    id_prefix="chatcmpl-",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    refusal=common.refusal,
+    error_event=common.error_event,
+)

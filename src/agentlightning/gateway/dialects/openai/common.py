@@ -1,0 +1,177 @@
+"""What OpenAI's dialects have in common: function tools, tool choice, formats, errors and events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from agentlightning.gateway.dialects.output_constraint import (
+    JSON_OBJECT,
+    Constraint,
+    Shape,
+    json_schema,
+    strict_arguments,
+)
+from agentlightning.gateway.dialects.validation import expect, kind_of, optional, short
+from agentlightning.gateway.errors import Problem, bad
+
+Tools = list[dict[str, Any]]
+"""Function tools, as chat completions has them."""
+
+
+def function_tools(
+    data: Mapping[str, Any], function_of: Callable[[dict[str, Any]], Any]
+) -> tuple[Tools | None, tuple[str, ...]]:
+    """(function tools, names of the kinds of tools that only a hosted service has and that are left out).
+
+    `function_of` takes the function out of a tool on the wire.
+    """
+    tools: Tools = []
+    dropped: list[str] = []
+    for index, tool in enumerate(optional(data, "tools", list) or ()):
+        kind = kind_of(tool)
+        if kind is None:
+            raise bad("tools", f"tools[{index}] must be an object with the type function")
+        if kind != "function":
+            dropped.append(f"tools.{kind}")
+            continue
+        function = function_of(tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad("tools", f"tools[{index}] must have a function with a name")
+        tools.append(
+            {**tool, "function": function} if "function" in tool else {"type": "function", "function": function}
+        )
+    return tools or None, tuple(dropped)
+
+
+def read_constraint(
+    tools: Tools | None,
+    choice: tuple[bool, frozenset[str] | None],
+    parallel: bool | None,
+    content: Shape | None,
+    content_field: str,
+) -> Constraint:
+    """The shape an answer is asked to have. `choice` says whether a call is needed, and of which tools."""
+    needs_call, names = choice
+    known = {tool["function"]["name"] for tool in tools or ()}
+    if needs_call and not tools:
+        raise bad("tool_choice", "tool_choice asks for a tool call, and the request offers no function tools")
+    if missing := sorted((names or frozenset()) - known):
+        raise bad("tool_choice", f"tool_choice names {', '.join(missing)}, which is not among the request's tools")
+    return Constraint(
+        needs_call=needs_call,
+        names=names,
+        one_call=parallel is False and bool(tools),
+        arguments=strict_arguments(tools),
+        content=content,
+        content_field=content_field,
+    )
+
+
+def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
+    """(whether a call is needed, the only tools that may be called). `nested`: chat completions puts what it says of
+    a kind of choice below the name of the kind, responses does not."""
+    if value in (None, "auto", "none"):
+        return False, None
+    if value == "required":
+        return True, None
+    kind = kind_of(value)
+    said = value.get(kind) if nested and kind else value
+    if kind == "function" and isinstance(said, dict) and isinstance(said.get("name"), str):
+        return True, frozenset({said["name"]})
+    if kind == "allowed_tools" and isinstance(said, dict) and said.get("mode") in ("auto", "required"):
+        names = [_allowed_name(tool) for tool in expect("tool_choice.tools", said.get("tools"), list)]
+        return said["mode"] == "required", frozenset(names)
+    raise bad(
+        "tool_choice", f"tool_choice={short(value)} cannot be honoured here; use auto, none, required or a function"
+    )
+
+
+def _allowed_name(tool: Any) -> str:
+    said = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = said.get("name") if isinstance(said, dict) else None
+    return expect("tool_choice.tools.name", name, str)
+
+
+def text_format(where: str, value: Any, nested: bool) -> Shape | None:
+    """What is asked for by a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
+    kind = kind_of(value)
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON_OBJECT
+    said = value.get("json_schema") if kind == "json_schema" and nested else value
+    if kind == "json_schema" and isinstance(said, dict):
+        return json_schema(f"{where}.schema", said.get("schema"))
+    name = where.partition(".")[0]
+    raise bad(name, f"{where}={short(value)} cannot be honoured here; use the type text, json_object or json_schema")
+
+
+HELD_FIELDS = ("structured_outputs", "guided_json")
+"""vLLM's words for a format of the content."""
+
+
+def content_format(data: Mapping[str, Any]) -> tuple[Shape | None, str]:
+    """(what content must be, the field that says so): `response_format`, or what vLLM's clients say instead. Raises
+    Problem 400 on what cannot be honoured."""
+    guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
+    said = {name: value for name, value in outputs.items() if value is not None and value is not False}
+    if other := sorted(said.keys() - {"json", "json_object"}):
+        raise bad("structured_outputs", f"structured_outputs.{other[0]} cannot be honoured here; use json")
+    if guided is None and not said:
+        return text_format("response_format", data.get("response_format"), nested=True), "response_format"
+    name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", said.get("json"))
+    if schema is None:
+        return JSON_OBJECT, name
+    return json_schema(f"{name}.json", _parsed(schema)), name
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema may come as text."""
+    try:
+        return orjson.loads(schema) if isinstance(schema, str) else schema
+    except orjson.JSONDecodeError:
+        return schema
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(problem: Problem) -> bytes:
+    """The body of an error reply."""
+    return orjson.dumps({"error": problem.error()})
+
+
+def error_event(problem: Problem) -> bytes:
+    """A failure after the stream has begun; the official SDK raises APIError on it."""
+    return event({"error": problem.error()})
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def include_usage(data: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with a chunk that has no choice and the usage. Raises Problem 400 on what is no
+    option."""
+    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
+    return bool(expect("stream_options.include_usage", wanted, bool)) if wanted is not None else False
+
+
+def ending(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
+    """The last chunks of a stream. The usage comes in a chunk of its own (`apart`) only where that was asked for, since
+    a plain loop over `chunk.choices[0]` fails on it; some frameworks count by it all the same, so that it is otherwise
+    on the last chunk that has a choice."""
+    *others, last = chunks
+    final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
+    return b"".join(map(event, [*others, *final])) + DONE
+
+
+def usage(prompt_tokens: int, drawn: int) -> dict[str, int]:
+    """Tokens of the prompts, each counted once, and of all answers."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn}

@@ -1,0 +1,169 @@
+"""The completions dialect: OpenAI's `/v1/completions`, with prompts as text or as token ids.
+
+A prompt is taken as it stands: no template, and no token put before it that it does not name. Tools and formats are
+not known here. Without `max_tokens` an answer has at most 16 tokens, as this wire has always had it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.openai import common
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.validation import (
+    OPENAI_PARAMS,
+    OPENAI_REFUSED,
+    ignored,
+    integer,
+    optional,
+    read_json,
+    refuse,
+    sampling_params,
+    short,
+    top_logprobs,
+)
+from agentlightning.gateway.errors import bad
+from agentlightning.gateway.local.answer import Answer, Piece
+from agentlightning.gateway.local.logprobs import Token
+from agentlightning.policy.base import ChatFormat, SamplingParams
+
+_KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
+_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_REFUSED,
+    **dict.fromkeys(common.HELD_FIELDS, ()),
+    "chat_template_kwargs": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (0,),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (False,),
+}
+_DEFAULT: Final = SamplingParams(max_tokens=16)
+_MAX_PROMPTS: Final = 1024
+
+
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
+    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+    data = read_json(body)
+    refuse(data, _REFUSED)
+    common.include_usage(data)
+    token_ids = bool(optional(data, "return_token_ids", bool))
+    logprobs = None if data.get("logprobs") is False else data.get("logprobs")
+    top = top_logprobs(data, "logprobs") if logprobs is not None else 0
+    base = replace(_DEFAULT, top_logprobs=top, tells_logprobs=logprobs is not None or token_ids)
+    return Request(
+        model=optional(data, "model", str),
+        prompts=_prompts(data.get("prompt")),
+        params=sampling_params(data, OPENAI_PARAMS, base, "the request"),
+        n=integer(data, "n", 1, 128) or 1,
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=logprobs is not None,
+        token_ids=token_ids,
+        unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
+        asked=data,
+    )
+
+
+def _prompts(value: Any) -> tuple[str | list[int], ...]:
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
+        shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
+        raise bad("prompt", f"prompt={short(value)} must be {shapes}")
+    return tuple(prompts)
+
+
+def _is_prompt(value: Any) -> bool:
+    return (isinstance(value, str) and value != "") or _is_tokens(value)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Writes the reply to one request."""
+
+    head: Head
+    logprobs: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
+    offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
+    """Of each answer, where the text of the next token begins."""
+    _begun: set[int] = field(default_factory=set[int], init=False)
+    """Answers whose prompt has been written."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        choices = [
+            self._choice(answer, answer.content, answer.finish_reason, answer.drawn.tokens) for answer in answers
+        ]
+        return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        text = piece if isinstance(piece, str) else ""
+        return common.event(self._head() | {"choices": [self._choice(answer, text, None, answer.drawn.of_piece())]})
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        closing = [self._choice(answer, "", answer.finish_reason, answer.drawn.rest()) for answer in answers]
+        chunks = [self._head() | {"choices": [choice]} for choice in closing]
+        return common.ending(chunks, self._usage(answers), apart=self.include_usage)
+
+    def _head(self) -> dict[str, Any]:
+        head = self.head
+        return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        return common.usage(self.head.prompt_tokens, drawn_tokens(answers))
+
+    def _choice(self, answer: Answer, text: str, reason: str | None, tokens: Sequence[Token]) -> dict[str, Any]:
+        logprobs = self._logprobs(answer, tokens) if self.logprobs and tokens else None
+        choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        if self.token_ids:
+            choice["token_ids"] = [token for token, _, _ in tokens]
+            if answer.index not in self._begun:  # Once in a stream: it may be far longer than a piece.
+                self._begun.add(answer.index)
+                choice["prompt_token_ids"] = answer.prompt_token_ids
+        return choice
+
+    def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any]:
+        texts = [answer.chat.decode([token]) for token, _, _ in tokens]
+        *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
+        return {
+            "tokens": texts,
+            "token_logprobs": [value for _, value, _ in tokens],
+            "top_logprobs": _tops(answer.chat, tokens),
+            "text_offset": offsets,
+        }
+
+
+def _tops(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, float]] | None:
+    """At each place the likeliest tokens by their text, the likelier one where two have the same."""
+    if not any(top for _, _, top in tokens):
+        return None
+    return [{chat.decode([token]): value for token, value in reversed(top)} for _, _, top in tokens]
+
+
+def _reply(request: Request, head: Head) -> Reply:
+    return Reply(head, request.logprobs, request.token_ids, common.include_usage(request.asked))
+
+
+COMPLETIONS: Final = Dialect(
+    operation="text_completion",
+    id_prefix="cmpl-",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    refusal=common.refusal,
+    error_event=common.error_event,
+)

@@ -1,0 +1,33 @@
+"""The embeddings dialect: OpenAI's `/v1/embeddings`, passed on to providers. Our own engines make none."""
+
+from __future__ import annotations
+
+from typing import Final, NoReturn
+
+from agentlightning.gateway.dialects.base import Body, Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects.openai import common
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.validation import optional, read_json
+from agentlightning.gateway.errors import Problem
+
+
+def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> NoReturn:
+    """Raises Problem 404: who gets here asks an engine."""
+    model = optional(read_json(body), "model", str)
+    message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
+    raise Problem(404, message, code="model_not_supported", param="model")
+
+
+def _reply(request: Request, head: Head) -> Reply:
+    raise AssertionError("no request is ever read")
+
+
+EMBEDDINGS: Final = Dialect(
+    operation="chat",
+    id_prefix="embd-",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    refusal=common.refusal,
+    error_event=common.error_event,
+)

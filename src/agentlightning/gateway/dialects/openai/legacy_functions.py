@@ -1,0 +1,59 @@
+"""Function calling as OpenAI had it before tools: `functions`, `function_call`, and messages of the role function.
+
+Read as the tools they became, and written back in their own words. A call had no id then, so its name stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agentlightning.gateway.dialects.validation import expect, optional
+from agentlightning.gateway.errors import bad
+
+Json = dict[str, Any]
+
+
+def call_id(name: str) -> str:
+    """The id of a call that has none."""
+    return f"call_{name}"
+
+
+def modernised(data: Json) -> tuple[Json, bool]:
+    """(the request in terms of tools, whether it offers functions). Raises Problem 400 on what is none."""
+    functions, choice = optional(data, "functions", list), data.get("function_call")
+    found = {name: value for name, value in data.items() if name not in ("functions", "function_call")}
+    if isinstance(messages := data.get("messages"), list):
+        found["messages"] = [_message(message) for message in cast("list[Any]", messages)]
+    if not functions:
+        return found, False
+    if data.get("tools"):
+        raise bad("functions", "functions and tools are both set; give tools alone")
+    found["tools"] = [{"type": "function", "function": function} for function in functions]
+    if isinstance(choice, dict):
+        name = expect("function_call.name", cast("Json", choice).get("name"), str)
+        found["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif choice is not None:
+        found["tool_choice"] = choice
+    return found | {"parallel_tool_calls": False}, True
+
+
+def _message(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    known = cast("Json", message)
+    if known.get("role") == "function":
+        name = expect("messages.name", known.get("name"), str)
+        return {"role": "tool", "tool_call_id": call_id(name), "content": known.get("content")}
+    called = known.get("function_call")
+    if not isinstance(called, dict):
+        return known
+    call = {"id": call_id(str(cast("Json", called).get("name"))), "type": "function", "function": called}
+    return {key: value for key, value in known.items() if key != "function_call"} | {"tool_calls": [call]}
+
+
+def with_function_call(message: Mapping[str, Any]) -> Json:
+    """A message or a delta in the words of old: its first call as `function_call`."""
+    calls = cast("Sequence[Json]", message.get("tool_calls") or ())
+    found = {key: value for key, value in message.items() if key != "tool_calls"}
+    return found | {"function_call": calls[0]["function"]} if calls else found

@@ -1,0 +1,285 @@
+"""What a reply of the responses dialect looks like: items, whole or as the events that show them growing.
+
+Called by the dialect for each answer, of our engines and of providers alike. It knows the wire and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.dialects.base import Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.signed_reasoning import seal
+from agentlightning.gateway.local.answer import (
+    Answer,
+    CallBegun,
+    CallEnded,
+    CallPart,
+    Piece,
+    Refusal,
+    Sealed,
+    Thought,
+    ToolCall,
+)
+
+ID_PREFIX: Final = "resp_"
+_ENCRYPTED: Final = "reasoning.encrypted_content"
+
+
+@dataclass(slots=True)
+class Reply:
+    """Writes the reply to one request."""
+
+    head: Head
+    request: Request
+    items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
+    """Items of the output: all but the last are whole."""
+    _open: str | None = field(default=None, init=False)
+    """Type of the item that is under way, where it grows."""
+    _number: int = field(default=0, init=False)
+    """Of the next event."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        if not self.items:
+            self._fill(answer)
+        return orjson.dumps(self._final(answer))
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        begun = self._response("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def piece(self, answer: Answer, piece: Piece) -> bytes:
+        logprobs = answer.logprobs_of_piece() if self.request.logprobs else []
+        match piece:
+            case str():
+                return self._more_text(answer, piece, logprobs)
+            case Thought():
+                return self._more_thought(answer, piece.text)
+            case Sealed():
+                return self._seal(answer, piece)
+            case Refusal():
+                return self._more_refusal(answer, piece.text)
+            case ToolCall():
+                begun = self._begin_call(answer, CallBegun(piece.index, piece.id, piece.name))
+                return begun + self._more_arguments(piece.arguments) + self._end_call(piece)
+            case CallBegun():
+                return self._begin_call(answer, piece)
+            case CallPart():
+                return self._more_arguments(piece.text)
+            case CallEnded():
+                return self._end_call(piece.call)
+
+    def ending(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        begun = b""
+        if all(item["type"] == "reasoning" for item in self.items):  # A turn without words is still a message.
+            begun = self._close(answer) + self._begin_message(_text_part(""))
+        closed = self._close(answer, last=True)
+        final = self._final(answer)
+        return begun + closed + self._event(f"response.{final['status']}", response=final)
+
+    def _fill(self, answer: Answer) -> None:
+        """The items of an answer that nobody watched."""
+        for part in answer.parts():
+            match part:
+                case Thought():
+                    self.items.append(self._reasoning(part.text, "completed"))
+                case Sealed():
+                    self._seal(answer, part)
+                case str() | Refusal():
+                    said = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
+                    self.items.append(self._message(said, "completed"))
+                case ToolCall():
+                    self.items.append(_call(part, part.arguments, "completed"))
+                case _:
+                    pass
+        if all(item["type"] == "reasoning" for item in self.items):
+            self.items.append(self._message(_text_part(""), "completed"))
+        self._finish_last(answer)
+
+    def _finish_last(self, answer: Answer) -> None:
+        last = self.items[-1]
+        if last["type"] != "function_call" and answer.finish_reason == "length":
+            last["status"] = "incomplete"
+        said = [item["content"][0] for item in self.items if item["type"] == "message"]
+        if self.request.logprobs and len(said) == 1 and said[0]["type"] == "output_text":
+            said[0]["logprobs"] = answer.logprobs_of_all()
+
+    # -- text, refusals and thoughts ---------------------------------------------------------------------------------
+
+    def _more_text(self, answer: Answer, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        begun = self._open_message(answer, _text_part(""))
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return begun + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+
+    def _more_refusal(self, answer: Answer, text: str) -> bytes:
+        begun = self._open_message(answer, _refusal_part(""))
+        self.items[-1]["content"][0]["refusal"] += text
+        return begun + self._event("response.refusal.delta", **self._place(), delta=text)
+
+    def _open_message(self, answer: Answer, part: dict[str, Any]) -> bytes:
+        """Begin a message of one kind, unless it is under way."""
+        return b"" if self._open == part["type"] else self._close(answer) + self._begin_message(part)
+
+    def _begin_message(self, part: dict[str, Any]) -> bytes:
+        self._open = part["type"]
+        item = self._message(part, "in_progress")
+        self.items.append(item)
+        place = self._place()
+        return self._event(
+            "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
+        ) + self._event("response.content_part.added", **place, part=part)
+
+    def _more_thought(self, answer: Answer, text: str) -> bytes:
+        begun = b"" if self._open == "reasoning" else self._close(answer) + self._begin_thought()
+        content = self.items[-1]["content"]
+        if not content:
+            content.append({"type": "reasoning_text", "text": ""})
+        content[0]["text"] += text
+        return begun + self._event("response.reasoning_text.delta", **self._place(), delta=text)
+
+    def _begin_thought(self) -> bytes:
+        self._open = "reasoning"
+        self.items.append(self._reasoning("", "in_progress"))
+        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+
+    def _seal(self, answer: Answer, piece: Sealed) -> bytes:
+        """A thought that comes back as it is, where the caller asked for what it needs for that."""
+        if _ENCRYPTED not in (self.request.asked.get("include") or ()):
+            return self._close(answer) if self._open == "reasoning" else b""
+        last = self.items[-1] if self.items else {}
+        begun = b""
+        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no words.
+            begun = self._close(answer) + self._begin_thought()
+        self.items[-1]["encrypted_content"] = seal(piece.block)
+        return begun + self._close(answer)
+
+    def _close(self, answer: Answer, last: bool = False) -> bytes:
+        """End the text or the thought that is under way."""
+        if self._open is None:
+            if last and self.items:
+                self._finish_last(answer)
+            return b""
+        opened, self._open = self._open, None
+        item = self.items[-1]
+        item["status"] = "completed"
+        if last:
+            self._finish_last(answer)
+        whole = self._part_done(opened, item["content"][0]) if item["content"] else b""
+        return whole + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _part_done(self, opened: str, part: dict[str, Any]) -> bytes:
+        place = self._place()
+        if opened == "reasoning":
+            return self._event("response.reasoning_text.done", **place, text=part["text"])
+        if opened == "refusal":
+            said = self._event("response.refusal.done", **place, refusal=part["refusal"])
+        else:
+            said = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+        return said + self._event("response.content_part.done", **place, part=part)
+
+    # -- tool calls ------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, answer: Answer, call: CallBegun) -> bytes:
+        closed = self._close(answer)
+        item = _call(ToolCall(call.index, call.id, call.name, ""), "", "in_progress")
+        self.items.append(item)
+        return closed + self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _more_arguments(self, text: str) -> bytes:
+        return self._event("response.function_call_arguments.delta", **self._item(), delta=text)
+
+    def _end_call(self, call: ToolCall) -> bytes:
+        item = self.items[-1] = _call(call, call.arguments, "completed")
+        said = {"name": call.name, "arguments": call.arguments}
+        return self._event("response.function_call_arguments.done", **self._item(), **said) + self._event(
+            "response.output_item.done", output_index=len(self.items) - 1, item=item
+        )
+
+    # -- parts of events ---------------------------------------------------------------------------------------------
+
+    def _item(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _place(self) -> dict[str, Any]:
+        return self._item() | {"content_index": 0}
+
+    def _message(self, part: dict[str, Any], status: str) -> dict[str, Any]:
+        return {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+    def _reasoning(self, text: str, status: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        return {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": status, "content": content}
+
+    def _name(self, prefix: str) -> str:
+        """The id of the next item."""
+        return f"{prefix}{self.head.id.removeprefix(ID_PREFIX)}{len(self.items)}"
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **data}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(event))
+
+    def _final(self, answer: Answer) -> dict[str, Any]:
+        cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
+        response = self._response("incomplete" if cut else "completed")
+        head = self.head
+        used, drawn = head.prompt_tokens, drawn_tokens([answer])
+        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cached_now_tokens or 0}
+        return response | {
+            "incomplete_details": {"reason": cut} if cut else None,
+            "output": self.items,
+            "usage": {
+                "input_tokens": used,
+                "input_tokens_details": cached,
+                "output_tokens": drawn,
+                "output_tokens_details": {"reasoning_tokens": head.thought_tokens or 0},
+                "total_tokens": used + drawn,
+            },
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked, params = self.request.asked, self.request.params
+        return {
+            "id": self.head.id,
+            "object": "response",
+            "created_at": self.head.created,
+            "status": status,
+            "model": self.head.model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.get("instructions"),
+            "metadata": asked.get("metadata") or {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "previous_response_id": asked.get("previous_response_id"),
+            "store": asked.get("store") is not False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "max_output_tokens": params.max_tokens,
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _refusal_part(text: str) -> dict[str, Any]:
+    return {"type": "refusal", "refusal": text}
+
+
+def _call(call: ToolCall, arguments: str, status: str) -> dict[str, Any]:
+    name = f"fc_{call.id.partition('_')[2] or call.id}"
+    head = {"id": name, "type": "function_call", "call_id": call.id, "name": call.name}
+    return head | {"arguments": arguments, "status": status}

@@ -1,0 +1,418 @@
+"""A call that its provider can read as it came: passed on nearly unread, answered as it comes, and recorded.
+
+The model's name is replaced, what the record needs is asked for, and what the caller did not ask for is taken out of
+the answer again; all else, images and fields nobody here knows among them, passes as it is. An answer is recorded
+before its last bytes go out, so that nothing an agent has heard is lost. Who is asked, and how often, is
+`gateway.sending`; calls in another dialect than the provider's are `gateway.translate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, cast
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.gateway.asgi import Outlet
+from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.recording.otel_messages import (
+    OPERATIONS,
+    as_json,
+    asked_attributes,
+    reshaped,
+    said_messages,
+)
+from agentlightning.gateway.recording.provider_response import READERS, Choice, Heard, event_data, hear, loads
+from agentlightning.gateway.routing import Route
+from agentlightning.gateway.upstream.call import Ask, Call
+from agentlightning.gateway.upstream.failures import shown_text
+from agentlightning.gateway.upstream.provider import Path
+from agentlightning.span import Span, new_span_id
+
+Json = dict[str, Any]
+Keep = Callable[[list[Span]], Awaitable[None] | None]
+"""What it was given survives the end of this process when it returns None, or else once that was awaited. Raises
+StoreError."""
+
+_PASSED_HEADERS: Final = frozenset({"anthropic-beta", "openai-beta", "openai-organization", "openai-project"})
+_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed", "message_stop", "error"})
+"""Types of the events that end a stream."""
+
+
+def written(request: Mapping[str, Any]) -> bytes:
+    """A request as it is sent. Raises Problem 400 for one that is nested deeper than can be written."""
+    try:
+        return orjson.dumps(request)
+    except TypeError as error:
+        raise Problem(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
+
+
+def can_forward(path: Path, route: Route) -> bool:
+    """Whether the provider of a route reads calls of this path as they are."""
+    return route.provider is not None and route.provider.serves(path)
+
+
+@dataclass(slots=True)
+class Forward:
+    """One call to a provider in its own dialect. `run` it once."""
+
+    path: Path
+    route: Route
+    caller: Caller
+    data: Json
+    """The request."""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of the request, by lower-case name."""
+    trace_id: str = ""
+    forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the attempt's resources say of the sampling, whatever the agent asks for."""
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    heard: Heard = field(default_factory=Heard, init=False)
+    _strip: Strip = field(default_factory=lambda: Strip(), init=False)
+    recorded: bool = field(default=False, init=False)
+    _asked: Ask | None = field(default=None, init=False)
+
+    @property
+    def strips(self) -> bool:
+        """Whether something was asked of the provider that is no business of the caller's."""
+        return bool(self._strip)
+
+    @property
+    def stream(self) -> bool:
+        return self.data.get("stream") is True
+
+    @property
+    def stored(self) -> bool:
+        """Whether its answer is one that its provider keeps, and its caller may retrieve."""
+        return self.path == "responses" and self.data.get("store") is not False
+
+    def call(self) -> Call:
+        """The call to the provider, not sent yet."""
+        assert self.route.backends is not None
+        return Call(self.route.backends, self._asked or self._ask())
+
+    def prepare(self) -> Self:
+        """Write the request, so that one that cannot be sent is refused before it is run. Raises Problem 400."""
+        self._asked = self._ask()
+        return self
+
+    async def run(self, keep: Keep, outlet: Outlet, call: Call | None = None) -> None:
+        """Ask, answer, record. Raises Problem where the provider fails, and what `keep` raises; a failure is recorded
+        as well. `call` is one that was started and has to be gone on with."""
+        call = call or self.call()
+        try:
+            async with call:
+                outlet.passed = call.passed_headers()
+                await (self._pass_stream if self.stream else self._pass_whole)(call, keep, outlet)
+        except BaseException as error:
+            await to_the_end(self.keep_failure(keep, call, error))
+            raise
+
+    def keep_failure(self, keep: Keep, call: Call, error: BaseException) -> Awaitable[None] | None:
+        """Record that it failed, unless it is recorded already. Is kept as `keep` has it."""
+        if self.recorded or not self.caller.attempt:
+            return None
+        self.recorded = True
+        return keep(self._failed(call, error))
+
+    # -- the request -----------------------------------------------------------------------------------------------
+
+    def _ask(self) -> Ask:
+        sent, attempt = self._changed(), self.caller.attempt
+        headers = [
+            (name.encode(), value.encode("latin-1"))
+            for name, value in self.headers.items()
+            if name in _PASSED_HEADERS and value
+        ]
+        return Ask(
+            self.path,
+            written(sent),
+            self.stream,
+            headers,
+            "/".join(attempt) if attempt else "",
+            attempt[0] if attempt else "",
+            self._most_tokens(sent),
+            self.route.price,
+            self.route.send_model,
+        )
+
+    def _most_tokens(self, sent: Json) -> int | None:
+        """How long all answers together can be; None where nobody says."""
+        if self.path == "embeddings":
+            return 0
+        limits = [limit for name in _LIMITS if isinstance(limit := sent.get(name), int) and limit > 0]
+        longest = max(limits, default=self.route.provider.max_output_tokens if self.route.provider else 0)
+        prompts = sent.get("prompt")
+        several = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
+        return longest * several * _drawn(sent)
+
+    def _changed(self) -> Json:
+        """The request as the provider gets it."""
+        sent = self.data | {"model": self.route.send_model}
+        for name, value in self.forced.items():
+            sent[self._name_of(name)] = value
+        provider = self.route.provider
+        if self.path in ("chat/completions", "completions"):
+            if self.stream:
+                self._ask_usage(sent)
+            if provider is not None and provider.token_ids:
+                self._ask_tokens(sent)
+        return sent
+
+    def _name_of(self, name: str) -> str:
+        """How this request calls a parameter of the sampling."""
+        if name == "stop" and self.path == "messages":
+            return "stop_sequences"
+        if name != "max_tokens":
+            return name
+        if self.path == "responses":
+            return "max_output_tokens"
+        return "max_completion_tokens" if "max_completion_tokens" in self.data else name
+
+    def _ask_usage(self, sent: Json) -> None:
+        options = sent.get("stream_options")
+        options = cast("Json", options) if isinstance(options, dict) else {}
+        if not options.get("include_usage"):
+            sent["stream_options"] = options | {"include_usage": True}
+            self._strip.usage = True
+
+    def _ask_tokens(self, sent: Json) -> None:
+        if not sent.get("return_token_ids"):
+            sent["return_token_ids"] = True
+            self._strip.token_ids = True
+        chat = self.path == "chat/completions"
+        if sent.get("logprobs") in (None, False) and (chat or sent.get("logprobs") is None):
+            sent["logprobs"] = True if chat else 0
+            self._strip.logprobs = True
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        body = self.take(call)
+        await self._keep(keep, call)
+        await outlet.whole(200, body)
+
+    def take(self, call: Call) -> bytes:
+        """Read a whole answer; returns what the caller is shown of it. Raises Problem where it cannot be read."""
+        body = call.body
+        try:
+            answer = loads(body)
+        except ValueError:
+            raise self._broken("sent an answer that is not JSON") from None
+        hear(READERS[self.path], self.heard, answer)
+        call.settle(self.heard.usage)
+        if self._strip and self._strip.take_out(answer):
+            body = orjson.dumps(answer)
+        return body
+
+    async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        last = list[bytes]()
+        async for events in call.events():
+            shown = [self._hear(event, last) for event in events]
+            if passed := b"".join(shown):
+                await outlet.write(passed)
+        self._check_whole(bool(last))
+        call.settle(self.heard.usage)
+        await self._keep(keep, call)
+        await outlet.write(b"".join(last) + call.rest)
+        await outlet.close()
+
+    def _hear(self, event: bytes, last: list[bytes]) -> bytes:
+        """What to show of an event now; `last` gathers what is shown when all is recorded."""
+        data = event_data(event)
+        hear(READERS[self.path], self.heard, data)
+        if self._strip and isinstance(data, dict):
+            event = self._strip.shown(event, cast("Json", data))
+        kind = cast("Json", data).get("type") if isinstance(data, dict) else None
+        if last or (data is None and b"[DONE]" in event) or (isinstance(kind, str) and kind in _LAST):
+            last.append(event)
+            return b""
+        return event
+
+    def _check_whole(self, ended: bool) -> None:
+        """Raises Problem where a stream ended without its end."""
+        if not ended and not any(choice.reason for choice in self.heard.choices.values()):
+            raise self._broken("ended its stream before the answer was whole")
+
+    def _broken(self, what: str) -> Problem:
+        name = self.route.provider.name if self.route.provider else ""
+        return Problem(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _keep(self, keep: Keep, call: Call) -> None:
+        await to_the_end(self.keep(keep, call))
+
+    def keep(self, keep: Keep, call: Call) -> Awaitable[None] | None:
+        """Record what was answered. Is kept as `keep` has it."""
+        self.recorded = True
+        return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
+
+    def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
+        """One for each answer. What the call cost is said once. `of_call`: `Call.attributes`; `first_id`: the id of the
+        first, from which those of the others follow."""
+        heard = self.heard
+        choices = [heard.choices[index] for index in sorted(heard.choices)] or [Choice()]
+        shared = self._attributes() | of_call
+        status = ("ERROR", self._hidden(heard.error)) if heard.error else ("OK", None)
+        spans: list[Span] = []
+        for choice in choices:
+            attributes = shared | self._choice_attributes(choice)
+            if spans:
+                attributes.pop(names.COST, None)
+                if choice.token_ids is None:
+                    attributes.pop(names.OUTPUT_TOKENS, None)
+            span_id = f"{(int(first_id, 16) + len(spans)) % 2**64:016x}" if first_id else new_span_id()
+            spans.append(self._span(attributes, now, *status, span_id=span_id))
+        return spans
+
+    def _hidden(self, text: str) -> str:
+        """A text of the provider's, never with its key in it."""
+        return shown_text(self.route.provider, text) if self.route.provider else text
+
+    def _choice_attributes(self, choice: Choice) -> Json:
+        said = said_messages(self.path, self.data, choice.index // _answers(self.data))
+        attributes: Json = {names.INPUT_MESSAGES: said}
+        if self.path == "embeddings":
+            return attributes
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
+        attributes[names.FINISH_REASONS] = [choice.reason or "error"]
+        prompt = choice.prompt_token_ids or self.heard.prompt_token_ids
+        drawn, logprobs = choice.token_ids, choice.logprobs
+        if not (
+            prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
+        ):
+            return attributes | {names.TOKENS: "none"}
+        if changed := reshaped({**self.data, **self.forced}):
+            attributes[names.RESHAPED] = changed
+        return attributes | {
+            names.TOKENS: "provider",
+            names.OUTPUT_TOKENS: len(drawn),
+            names.PROMPT_TOKEN_IDS: prompt,
+            names.RESPONSE_TOKEN_IDS: drawn,
+            names.LOGPROBS: logprobs,
+        }
+
+    def _failed(self, call: Call, error: BaseException) -> list[Span]:
+        """What was heard before it failed. It holds no tokens: there is nothing to learn from them."""
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if cancelled and error.args and isinstance(error.args[0], Problem):  # its attempt has ended
+            error, cancelled = error.args[0], False
+        kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
+        message = "the caller hung up before the answer was whole" if cancelled else str(error)
+        choice = self.heard.choices.get(0) or Choice()
+        choice.reason = None
+        attributes = self._attributes() | call.attributes()
+        attributes[names.ERROR_TYPE] = kind
+        attributes[names.INPUT_MESSAGES] = said_messages(self.path, self.data)
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
+        return [self._span(attributes, time.time(), "ERROR", message)]
+
+    def _attributes(self) -> Json:
+        heard, asked = self.heard, self.data.get("model")
+        attributes: Json = {
+            names.OPERATION_NAME: OPERATIONS[self.path],
+            names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
+            names.RESPONSE_MODEL: heard.model or self.route.send_model,
+            **asked_attributes({**self.data, **self.forced} if self.forced else self.data),
+            **self.caller.attributes(),
+        }
+        if heard.id:
+            attributes[names.RESPONSE_ID] = heard.id
+        return attributes
+
+    def _span(
+        self, attributes: Json, end_time: float, status: str, message: str | None, span_id: str | None = None
+    ) -> Span:
+        caller = self.caller
+        return Span(
+            rollout_id=caller.rollout_id or "",
+            attempt_id=caller.attempt_id or "",
+            name=f"{OPERATIONS[self.path]} {self.route.name}",
+            start_time=self.started,
+            end_time=end_time,
+            trace_id=caller.trace_id or self.trace_id,
+            span_id=span_id or new_span_id(),
+            parent_id=caller.parent_id,
+            status_code=status,
+            status_message=message,
+            attributes=attributes,
+        )
+
+
+@dataclass(slots=True)
+class Strip:
+    """What was asked of the provider for the record, and is no business of the caller's."""
+
+    usage: bool = False
+    token_ids: bool = False
+    logprobs: bool = False
+
+    def __bool__(self) -> bool:
+        return self.usage or self.token_ids or self.logprobs
+
+    def take_out(self, answer: Any) -> bool:
+        """Of an answer or an event, in place; whether there was anything."""
+        if not isinstance(answer, dict) or not (self.token_ids or self.logprobs):
+            return False
+        found = cast("Json", answer)
+        changed = self.token_ids and found.pop("prompt_token_ids", None) is not None
+        choices = found.get("choices")
+        for choice in cast("list[Any]", choices) if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            given = cast("Json", choice)
+            if self.token_ids:
+                changed |= given.pop("token_ids", None) is not None
+                changed |= given.pop("prompt_token_ids", None) is not None
+            if self.logprobs and given.get("logprobs") is not None:
+                given["logprobs"] = None
+                changed = True
+        return changed
+
+    def shown(self, event: bytes, data: Json) -> bytes:
+        """An event as the caller sees it; nothing of the one that only says what was used."""
+        if self.usage and data.get("usage") and not data.get("choices"):
+            return b""
+        return b"data: " + orjson.dumps(data) + b"\n\n" if self.take_out(data) else event
+
+
+def _answers(asked: Json) -> int:
+    """How many answers a request asks for to each of its prompts."""
+    several = asked.get("n")
+    return max(1, several) if isinstance(several, int) else 1
+
+
+def _drawn(asked: Json) -> int:
+    """How many answers a provider draws for each prompt, and charges for."""
+    best = asked.get("best_of")
+    return max(_answers(asked), best) if isinstance(best, int) else _answers(asked)
+
+
+def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
+    """Whether what a provider calls tokens and log-probabilities can be kept as such."""
+    try:
+        _ = array("i", prompt), array("i", drawn), array("f", logprobs)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+async def to_the_end(work: Awaitable[None] | None) -> None:
+    """Wait for work that is finished even where its caller is cancelled meanwhile."""
+    if work is None:
+        return
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,0 +1,229 @@
+"""The part of the gateway that passes calls on to providers: finds the route, and sees to it that a caller that hangs
+up ends the call.
+
+Called by the gateway for each call, before its body is read as a request to our own engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import orjson
+from starlette.types import Receive, Scope
+
+from agentlightning import span as names
+from agentlightning.gateway.asgi import ClientGone, Outlet, until_gone
+from agentlightning.gateway.callers.agents import Agents
+from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
+from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.response_store import Kept
+from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.forwarding.passthrough import Forward, can_forward
+from agentlightning.gateway.forwarding.token_count import Counting, estimated_instead
+from agentlightning.gateway.json_body import PIECE, read_object
+from agentlightning.gateway.local.on_policy import OnPolicy, is_training
+from agentlightning.gateway.metrics import Counters
+from agentlightning.gateway.routing import Route, Routes
+from agentlightning.gateway.translation.call import Translator
+from agentlightning.gateway.upstream.call import Ask, Call
+from agentlightning.gateway.upstream.provider import COUNT_TOKENS, Path, Price, Usage
+from agentlightning.span import Span, new_trace_id
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.journal.store import JournaledStore
+
+logger = logging.getLogger(__name__)
+
+HANG_UP: Final = "agentlightning.hang_up"
+"""In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
+
+
+class _Led(NamedTuple):
+    """A call for which it is known where it goes."""
+
+    asked: dict[str, Any]
+    caller: Caller
+    route: Route
+
+
+class Forwarder:
+    """Serves the calls that go to a provider, as they are or translated; leaves all others alone."""
+
+    def __init__(
+        self,
+        table: Routes,
+        store: LightningStoreBase,
+        contexts: Contexts,
+        find_context: Callable[[Caller], Awaitable[AttemptContext]],
+        agents: Agents,
+        counters: Counters,
+        translator: Translator,
+        on_policy: OnPolicy,
+        kept: Kept,
+    ) -> None:
+        self._kept = kept
+        self._translator = translator
+        self._on_policy = on_policy
+        self._table = table
+        self._store = store
+        self._contexts = contexts
+        self._find_context = find_context
+        self._agents = agents
+        self._counters = counters
+        self._counting = Counting()
+        self.keep = self._await_store
+        self.keep_record: Callable[[bytes], Awaitable[None] | None] | None = None
+        """Where the store can read them: keeps an exchange as it was said (`gateway.verbatim`)."""
+        if isinstance(store, JournaledStore):
+            self.keep = store.keep
+            self.keep_record = store.keep_record if store.keeps_records else None
+            store.on_superseded = contexts.doubt
+
+    async def plan(
+        self, path: Path, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
+    ) -> Forward | None:
+        """The call to make, where it goes to a provider. `asked` is its body, None where that is no object. Raises
+        Problem where it cannot be made."""
+        if (led := self._lead(path, caller, headers, asked)) is None:
+            return None
+        context = None if caller.attempt is None else await self._find_context(caller)
+        return self._prepare(path, headers, led, context).prepare()
+
+    def plan_now(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
+        """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be
+        known is at hand; else None."""
+        attempt = caller.attempt
+        if attempt is None or (context := self._contexts.fresh(*attempt)) is None:
+            return None
+        led = self._lead(path, caller, headers, read_object(body)) if len(body) <= PIECE else None
+        if led is None or led.asked.get("stream") or not can_forward(path, led.route):
+            return None
+        return self._prepare(path, headers, led, context)
+
+    def _lead(
+        self, path: Path, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
+    ) -> _Led | None:
+        if asked is None:
+            return None
+        caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
+        model = caller.agent.model
+        if model is None and "model" in asked and not isinstance(asked["model"], str):
+            return None
+        route = self._table.resolve(model, caller.agent.name, path)
+        return _Led(asked, caller, route) if route.backends is not None else None
+
+    async def run(
+        self, forward: Forward, scope: Scope, receive: Receive, outlet: Outlet, call: Call | None = None
+    ) -> None:
+        """Make it and answer. Raises Problem, StoreError, and ClientGone where the caller hung up; a failure is
+        recorded as well. `call` is one that was started and has to be gone on with."""
+        with _ended_by_hanging_up(scope, receive):
+            await forward.run(self.keep, outlet, call)
+        self.count_usage(forward)
+
+    def count_usage(self, forward: Forward) -> None:
+        """An answer is whole: count what it used, and note who keeps it."""
+        if (usage := forward.heard.usage) is not None:
+            self._counters.prompt_tokens += usage.input_tokens
+            self._counters.response_tokens += usage.output_tokens
+        attempt, provider = forward.caller.attempt, forward.route.provider
+        if forward.stored and attempt is not None and provider is not None and forward.heard.id:
+            self._kept.note_provider(attempt, forward.heard.id, provider.name)
+
+    async def count(
+        self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, outlet: Outlet
+    ) -> bool:
+        """Whether it was a question how many tokens a prompt has for a provider, and is answered: by the provider, by
+        its tokenizer or by an estimate. Costs nothing, and is not recorded."""
+        if asked is None:
+            return False
+        agent = self._agents.identify(headers, asked, self._table)
+        route = self._table.resolve(agent.model, agent.name, "messages")
+        if route.backends is None:
+            return False
+        if caller.attempt is not None:
+            await self._find_context(caller)
+        if not can_forward("messages", route):
+            meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | asked, "")
+            await (await self._counting.count(route.backends, meant.data)).tell(outlet)
+            return True
+        sent = orjson.dumps(asked | {"model": route.send_model})
+        affinity = "/".join(caller.attempt or ())
+        ask = Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model)
+        try:
+            async with Call(route.backends, ask) as call:
+                call.settle(Usage())
+        except Problem as problem:
+            await estimated_instead(problem, asked).tell(outlet)
+        else:
+            await outlet.whole(200, call.body)
+        return True
+
+    def _prepare(self, path: Path, headers: Mapping[str, str], led: _Led, context: AttemptContext | None) -> Forward:
+        asked, caller, route = led
+        resource, forced, trace_id = "", dict[str, Any](), ""
+        if context is None:
+            self._counters.unattributed += 1
+        else:
+            resource, forced = context.sampling_parameters(route.name)
+            trace_id = context.trace_id
+            # A provider that reports tokens may serve what is trained; any other is a third party.
+            reports = route.provider is not None and route.provider.token_ids
+            if caller.temperature is not None and (reports or route.name in context.llms):
+                forced = {"temperature": caller.temperature, **forced}
+            if reports and is_training(context, caller.mode, route.name):
+                asked = self._on_policy.without(asked, forced)
+        trace_id = trace_id or new_trace_id()
+        if can_forward(path, route):
+            return Forward(path, route, caller, asked, headers, trace_id, forced)
+        translated = self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
+        if route.provider is not None:  # betas that the caller asks of the provider by its own name for them
+            translated.headers = {f"{route.provider.dialect}-beta": headers.get(f"{route.provider.dialect}-beta", "")}
+        return translated
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _await_store(self, spans: Sequence[Span]) -> None:
+        """For a store without a journal: what it returned from is on the disk. An attempt that was superseded takes no
+        more calls."""
+        for span in await self._store.add_many_spans(spans):
+            if names.SUPERSEDED in span.attributes:
+                self._contexts.doubt(span.rollout_id, span.attempt_id)
+
+
+@contextmanager
+def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
+    """Inside, a caller that hangs up ends the work of this task; raises ClientGone where one did."""
+    task, gone, left = asyncio.current_task(), list[bool](), list[bool]()
+    assert task is not None
+    end = partial(_end, task, gone, left)
+    tell = scope.get(HANG_UP)
+    watch = None
+    if tell is not None:
+        tell(end)
+    else:
+        watch = asyncio.create_task(until_gone(receive))
+        watch.add_done_callback(lambda watch: None if watch.cancelled() else end())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        left.append(True)
+        if tell is not None:
+            tell(None)
+        elif watch is not None:
+            watch.cancel()
+
+
+def _end(task: asyncio.Task[Any], gone: list[bool], left: list[bool]) -> None:
+    if not left:
+        gone.append(True)
+        task.cancel()

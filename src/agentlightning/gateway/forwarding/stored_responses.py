@@ -1,0 +1,34 @@
+"""Responses that a provider keeps: retrieved and deleted there, by the attempt that they were an answer to.
+
+Called by the gateway for `/v1/responses/{id}`, where the response is not one of ours. Whose it is, and who has it, is
+remembered in `gateway.kept` while the attempt goes on: a provider's key would open those of all.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from agentlightning.gateway.callers.attribution import Ids
+from agentlightning.gateway.upstream.failures import of_answer, of_transport
+from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.transport import TransportError
+
+
+async def ask_provider(backends: Backends, method: str, attempt: Ids, response_id: str) -> bytes:
+    """What the provider answers. Raises Problem."""
+    provider, backend = backends.provider, backends.choose("/".join(attempt))
+    try:
+        answer = await backends.transport.send(
+            method,
+            provider.url(backend.url, f"responses/{quote(response_id, safe='')}"),
+            backend.headers,
+            connect_seconds=provider.connect_seconds,
+            timeout_seconds=provider.timeout_seconds,
+        )
+        async with answer:
+            body = await answer.read()
+    except TransportError as error:
+        raise of_transport(provider, error).problem from error
+    if not 200 <= answer.status < 300:
+        raise of_answer(provider, answer.status, answer.headers, body).problem
+    return backends.redactor.answer(body)

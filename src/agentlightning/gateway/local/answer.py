@@ -1,0 +1,360 @@
+"""One answer while it is drawn: tokens in, text and tool calls out, nothing shown that may have to be taken back.
+
+Held back until it is known what it is: UTF-8 cut over tokens, text that may begin a stop string, whitespace and text
+that may begin or end a thought or begin a tool call. What has been shown piece by piece is in the end exactly
+`message`, however the tokens were cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentlightning.chat.tool_calls.format import CallReader, held_back
+from agentlightning.gateway.local.logprobs import Drawn, Likeliest, Token, token_logprobs
+from agentlightning.gateway.local.reasoning import Markers
+from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an answer, with the id we gave it."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def wire(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Some more of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A thought is whole, and its provider wants this back with it, unchanged."""
+
+    block: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Some more of why the model does not answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool call that will come in parts. Nothing else is shown until it has ended."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """Some more of the arguments of the call that is under way."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The call that was under way is whole."""
+
+    call: ToolCall
+
+
+Piece = str | ToolCall | Thought | Sealed | Refusal | CallBegun | CallPart | CallEnded
+"""Something to show: more content, a tool call (whole or in parts), more of a thought or of a refusal."""
+
+
+class Detokenizer:
+    """Text of tokens that arrive one by one.
+
+    Each step decodes a window that starts at a place where the text was whole, so that tokenizers which treat the
+    first token of a text differently do no harm.
+    """
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._tokens: list[int] = []
+        self._before = 0
+        self._shown = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that has become certain."""
+        self._tokens.extend(token_ids)
+        text = self._new_text()
+        if text.endswith("�"):
+            return ""
+        self._before, self._shown = self._shown, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """What is left: bytes that never became a character are shown as U+FFFD."""
+        text = self._new_text()
+        self._before = self._shown = len(self._tokens)
+        return text
+
+    def _new_text(self) -> str:
+        if self._shown == len(self._tokens):
+            return ""
+        whole = self._chat.decode(self._tokens[self._before :])
+        if self._shown == self._before:
+            return whole
+        return whole[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
+
+
+class StopFilter:
+    """Ends a text before the first stop string in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
+
+    def feed(self, text: str) -> str:
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        self._held += text
+        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            place, self.found = min(found)
+            return self._held[:place]
+        return self._release(len(self._held) - max(held_back(self._held, stop) for stop in self._stops))
+
+    def finish(self) -> str:
+        return "" if self.stopped else self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        shown, self._held = self._held[:length], self._held[length:]
+        return shown
+
+
+class ThoughtFilter:
+    """Tells the thought an answer may begin with from the rest; whitespace beside the markers is dropped."""
+
+    def __init__(self, markers: Markers | None) -> None:
+        self._markers = markers
+        self._held = ""
+        self._thinks = markers is not None and markers.opened
+        self._begun = markers is None or self._thinks
+        """Whether it is known what the answer begins with."""
+        self._trims = self._thinks
+        """Whitespace that comes next is beside a marker."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """(thought, content) that have become certain."""
+        self._held += text
+        if not self._begun:
+            self._begin()
+        self._trim()
+        thought = self._think() if self._thinks else ""
+        self._trim()
+        content = self._take(len(self._held)) if self._begun and not self._thinks else ""
+        return thought, content
+
+    def finish(self) -> tuple[str, str]:
+        rest = self._take(len(self._held))
+        return (rest.rstrip(), "") if self._thinks else ("", rest)
+
+    def _begin(self) -> None:
+        start, begins = self._markers.start if self._markers else "", self._held.lstrip()
+        if begins.startswith(start):
+            self._begun = self._thinks = self._trims = True
+            self._held = begins[len(start) :]
+        elif not start.startswith(begins):
+            self._begun = True
+
+    def _think(self) -> str:
+        end = self._markers.end if self._markers else ""
+        place = self._held.find(end)
+        if place < 0:
+            return self._take(len(self._held[: len(self._held) - held_back(self._held, end)].rstrip()))
+        thought = self._take(place).rstrip()
+        self._held = self._held[len(end) :]
+        self._thinks, self._trims = False, True
+        return thought
+
+    def _trim(self) -> None:
+        if self._trims and self._begun:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice of a reply while it grows."""
+
+    index: int
+    chat: ChatFormat
+    stops: tuple[str, ...] = ()
+    prompt_token_ids: Sequence[int] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end it beside those that end a turn; they are not shown."""
+    reads_calls: bool = True
+    """False where the request offered no tools: a tool call is then content like any other."""
+    one_call: bool = False
+    """At most one tool call was asked for."""
+    call_prefix: str = "call_"
+    """What the ids of its tool calls begin with."""
+    tools: Sequence[dict[str, Any]] | None = None
+    """Those the request offered: in some formats they say what type an argument has."""
+    held: bool = False
+    """No token was drawn that what was asked for forbids."""
+    begun: str = ""
+    """What the caller wrote of it: it goes on after that."""
+    legacy: bool = False
+    """The caller knows calls by their names alone (`dialects.legacy`)."""
+    thinks: Markers | None = None
+    """How the model marks a thought; None: nothing is told apart."""
+    thought: str = ""
+    content: str = ""
+    refused: bool = False
+    """The content is why the model does not answer."""
+    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    sample: Sample | None = None
+    received: int = 0
+    """Tokens fed so far."""
+    token_ids: list[int] = field(default_factory=list[int])
+    """These tokens; of a provider's answer nothing."""
+    written_ids: list[int] = field(default_factory=list[int])
+    """Of what was written last, where log-probabilities were asked for with it."""
+    drawn: Drawn = field(default_factory=Drawn, init=False)
+    _text: Detokenizer = field(init=False)
+    _stop: StopFilter = field(init=False)
+    _thoughts: ThoughtFilter = field(init=False)
+    _calls: CallReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._text = Detokenizer(self.chat)
+        self._stop = StopFilter(self.stops)
+        self._thoughts = ThoughtFilter(self.thinks)
+        self._calls = CallReader(self.chat.tool_calls, self.tools)
+
+    def feed(
+        self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()
+    ) -> list[Piece]:
+        """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
+        self.received += len(token_ids)
+        self.token_ids += token_ids
+        shown = [token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens]
+        pieces = self._show(self._stop.feed(self._text.feed(shown)))
+        if logprobs:
+            self.drawn.told(token_ids, logprobs, tops, len(pieces))
+        return pieces
+
+    def finish(self, sample: Sample) -> list[Piece]:
+        """What is left to show once the sample is whole."""
+        pieces = self.feed(sample.token_ids[self.received :]) if self.received < len(sample.token_ids) else []
+        self.sample = sample
+        self.drawn.complete(sample)
+        rest = self._stop.feed(self._text.finish()) + self._stop.finish()
+        pieces += self._show(rest)
+        thought, content = self._thoughts.finish()
+        pieces += self._keep_thought(thought) + self._show_content(content)
+        return pieces + (self._keep(self._calls.finish()) if self.reads_calls else [])
+
+    @property
+    def finish_reason(self) -> str:
+        """stop, length, or tool_calls where the answer ended by itself and calls tools."""
+        reason = self.sample.finish_reason if self.sample else "stop"
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the answer."""
+        return self._stop.found
+
+    @property
+    def engine_stops(self) -> tuple[str, ...]:
+        """Strings that end the drawing: those asked for, and what closes the only tool call."""
+        closing = self.chat.tool_calls.closing
+        return (*self.stops, closing) if closing and self.stops_after_call else self.stops
+
+    @property
+    def stops_after_call(self) -> bool:
+        """The first tool call ends the drawing. A model that thinks may write calls in its thoughts: it is let finish.
+        So is an answer that is held, which ends by itself and may say in its arguments what ends a call."""
+        return self.one_call and not self.held and self.thinks is None and self.chat.tool_calls.closing is not None
+
+    @property
+    def message(self) -> Message:
+        """The answer as an assistant message on the wire."""
+        message: Message = {"role": "assistant", "content": self.content or None if self.tool_calls else self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.wire() for call in self.tool_calls]
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        return message
+
+    def parts(self) -> list[Piece]:
+        """A whole answer, in order: thoughts, content, whole tool calls."""
+        parts: list[Piece] = [Thought(self.thought)] if self.thought else []
+        return [*parts, *([self.content] if self.content else []), *self.tool_calls]
+
+    def logprobs_of_piece(self) -> list[dict[str, Any]]:
+        """On the wire, of the next piece to be written."""
+        return self._written(self.drawn.of_piece())
+
+    def logprobs_of_rest(self) -> list[dict[str, Any]]:
+        """On the wire, of what no piece has shown."""
+        return self._written(self.drawn.rest())
+
+    def _written(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        self.written_ids = [token for token, _, _ in tokens]
+        return token_logprobs(self.chat, tokens)
+
+    def logprobs_of_all(self) -> list[dict[str, Any]]:
+        """On the wire."""
+        return token_logprobs(self.chat, self.drawn.tokens)
+
+    def _show(self, text: str) -> list[Piece]:
+        thought, content = self._thoughts.feed(text)
+        return self._keep_thought(thought) + self._show_content(content)
+
+    def _keep_thought(self, text: str) -> list[Piece]:
+        self.thought += text
+        return [Thought(text)] if text else []
+
+    def _show_content(self, text: str) -> list[Piece]:
+        if not self.reads_calls:
+            return self._keep([text] if text else [])
+        return self._keep(self._calls.feed(text))
+
+    def _keep(self, pieces: Sequence[str | ParsedToolCall]) -> list[Piece]:
+        return [self._keep_text(piece) if isinstance(piece, str) else self._keep_call(piece) for piece in pieces]
+
+    def _keep_text(self, text: str) -> str:
+        self.content += text
+        return text
+
+    def _keep_call(self, call: ParsedToolCall) -> ToolCall:
+        # The model refers to a call by the id it wrote itself, where it wrote one.
+        taken = {known.id for known in self.tool_calls}
+        name = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
+        name = f"call_{call.name}" if self.legacy else name
+        kept = ToolCall(len(self.tool_calls), name, call.name, call.arguments)
+        self.tool_calls.append(kept)
+        return kept

@@ -1,0 +1,113 @@
+"""From a request to what is drawn for it and kept of it: one answer and one record for each that was asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.callers.attribution import Caller, Ids
+from agentlightning.gateway.dialects.base import Dialect, Head, Request
+from agentlightning.gateway.errors import bad
+from agentlightning.gateway.local.answer import Answer
+from agentlightning.gateway.local.conversation import Conversations, Prompt, literal
+from agentlightning.gateway.local.prompt_limit import encode_within
+from agentlightning.gateway.local.reasoning import thought_markers
+from agentlightning.gateway.recording.local_span import Record
+from agentlightning.policy.base import ChatFormat, Engine, Message, SamplingParams
+from agentlightning.span import new_span_id
+
+
+def asked_messages(request: Request, engine: Engine) -> list[list[Message]]:
+    """The messages behind each prompt, for its span: a raw prompt is one message of the user."""
+    if not request.prompts:
+        begun: list[Message] = [{"role": "assistant", "content": request.prefill}] if request.prefill else []
+        return [request.messages + begun]
+    texts = [given if isinstance(given, str) else engine.chat.decode(given) for given in request.prompts]
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def chat_of(engine: Engine, request: Request) -> ChatFormat:
+    """How the conversation of a request is written. Raises Problem 400 for what the template cannot be asked."""
+    if request.template:
+        view: Callable[[Mapping[str, Any]], ChatFormat] | None = getattr(engine.chat, "with_options", None)
+        if view is None:
+            raise bad("chat_template_kwargs", f"chat_template_kwargs cannot be honoured by what serves {engine.model}")
+        try:
+            chat = view(request.template)
+        except ConfigError as error:
+            raise bad("chat_template_kwargs", str(error)) from None
+    else:
+        chat = engine.chat
+    if request.prefill and (markers := thought_markers(chat)) is not None and markers.opened:
+        raise bad("messages", f"answers of {engine.model} begin with a thought, and cannot go on with the last message")
+    return chat
+
+
+def prompts_of(
+    conversations: Conversations, attempt: Ids | None, request: Request, model: str, chat: ChatFormat, room: int
+) -> list[Prompt]:
+    """What the engine is given; takes long for long conversations, and may be called from any thread. Raises
+    ConfigError where the template cannot hold them, ContextLengthError where the context (`room`) surely cannot."""
+    if attempt and request.prompts:
+        return [conversations.raw_prompt(attempt, model, chat, given, room) for given in request.prompts]
+    if attempt:
+        asked = request.messages, request.tools
+        return [conversations.prompt(attempt, model, chat, *asked, room, request.prefill)]
+    if request.prompts:
+        return [
+            Prompt(encode_within(chat, given, room) if isinstance(given, str) else given) for given in request.prompts
+        ]
+    text = chat.render(request.messages, request.tools) + literal(chat, request.prefill)
+    return [Prompt(encode_within(chat, text, room))]
+
+
+def record_of(
+    dialect: Dialect,
+    caller: Caller,
+    request: Request,
+    head: Head,
+    prompt: Prompt,
+    asked: Sequence[Message],
+    trace_id: str,
+    overridden: tuple[str, ...] = (),
+) -> Record:
+    return Record(
+        rollout_id=caller.rollout_id or "",
+        attempt_id=caller.attempt_id or "",
+        trace_id=caller.trace_id or trace_id,
+        parent_id=caller.parent_id,
+        whose=caller.attributes(),
+        operation=dialect.operation,
+        response_id=head.id,
+        requested_model=request.model or head.model,
+        served_model=head.model,
+        messages=asked,
+        tools=request.tools,
+        prompt=prompt,
+        constraint=request.constraint,
+        start_time=time.time(),
+        span_id=new_span_id(),
+        overridden=overridden,
+    )
+
+
+def answer_of(
+    dialect: Dialect, request: Request, chat: ChatFormat, params: SamplingParams, index: int, prompt: Prompt
+) -> Answer:
+    return Answer(
+        index,
+        chat,
+        params.stop,
+        prompt.token_ids,
+        params.stop_token_ids,
+        reads_calls=request.tools is not None,
+        one_call=request.constraint.one_call,
+        call_prefix=dialect.call_prefix,
+        tools=request.tools,
+        held=params.held is not None,
+        thinks=None if request.prompts or request.prefill else thought_markers(chat),
+        begun=request.prefill,
+        legacy=request.legacy,
+    )

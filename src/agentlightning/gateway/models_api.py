@@ -1,0 +1,121 @@
+"""`/v1/models`: what is served, as OpenAI's and Anthropic's clients want to be told.
+
+Names of our own come first, then those of providers that may be asked for any of their models, as these say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
+from agentlightning.gateway.dialects.openai.chat import CHAT
+from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.forwarding.upstream_models import Listing, anthropic_model, openai_model, written_time
+from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.upstream.servers import Backends
+
+Json = dict[str, Any]
+
+_LONGEST_PAGE: Final = 1000
+
+
+class Models:
+    """The names of a routing table, for those whom `check` (of headers and the parameters of the path) lets in: it
+    raises Problem."""
+
+    def __init__(self, table: Routes, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
+        self._table = table
+        self._check = check
+        self._created = int(time.time())
+        self._listings: dict[Backends, Listing] = {}
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/models. Anthropic's `limit`, `after_id` and `before_id` are honoured; without a limit all come."""
+        dialect = dialect_of(request)
+        try:
+            self._check(request.headers, request.path_params)
+        except Problem as problem:
+            return refusal(request, problem)
+        models = await self._models(dialect)
+        if dialect == "openai":
+            patterns = self._table.patterns(dialect)
+            more = {"patterns": patterns} if patterns else {}
+            return json_reply({"object": "list", "data": list(models.values())} | more)
+        try:
+            return json_reply(_page(list(models.values()), request.query_params))
+        except Problem as problem:
+            return refusal(request, problem)
+
+    async def show(self, request: Request) -> Response:
+        """GET /v1/models/NAME. A name that a pattern fits is served though its provider may not list it: aliases are
+        not listed."""
+        dialect, name = dialect_of(request), request.path_params["model"]
+        try:
+            self._check(request.headers, request.path_params)
+            route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
+        except Problem as problem:
+            return refusal(request, problem)
+        listed = await self._models(dialect) if route.name == name else {}
+        return json_reply(listed.get(name) or self._own(dialect, route.name))
+
+    async def _models(self, dialect: Dialect) -> dict[str, Json]:
+        """By name."""
+        found = {name: self._own(dialect, name) for name in self._table.names(dialect)}
+        open_ended = self._table.open_ended(dialect)
+        lists = await asyncio.gather(*(self._listing(backends).models() for backends in open_ended))
+        shown = anthropic_model if dialect == "anthropic" else openai_model
+        for backends, models in zip(open_ended, lists, strict=True):
+            for model in models:
+                if model["id"] not in found and self._table.leads(model["id"], dialect, backends):
+                    found[model["id"]] = shown(model)
+        return found
+
+    def _listing(self, backends: Backends) -> Listing:
+        if (listing := self._listings.get(backends)) is None:
+            listing = self._listings[backends] = Listing(backends)
+        return listing
+
+    def _own(self, dialect: Dialect, name: str) -> Json:
+        if dialect == "anthropic":
+            return {"type": "model", "id": name, "display_name": name, "created_at": written_time(self._created)}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
+
+
+Dialect = Literal["openai", "anthropic"]
+
+
+def dialect_of(request: Request) -> Dialect:
+    """Whose client made it, where the path does not say."""
+    return "anthropic" if "anthropic-version" in request.headers else "openai"
+
+
+def _page(models: list[Json], query: Mapping[str, str]) -> Json:
+    """Raises Problem 400 for a limit that is none."""
+    limit, names = query.get("limit"), [model["id"] for model in models]
+    if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _LONGEST_PAGE):
+        raise bad("limit", f"limit={limit!r} is no number from 1 to {_LONGEST_PAGE}")
+    after, before = query.get("after_id"), query.get("before_id")
+    first = names.index(after) + 1 if after in names else 0
+    last = names.index(before) if before in names else len(names)
+    shown, more = models[first:last], False
+    if limit is not None and len(shown) > int(limit):
+        shown, more = (shown[-int(limit) :] if before in names and after is None else shown[: int(limit)]), True
+    edges = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "has_more": more, "first_id": edges[0], "last_id": edges[1]}
+
+
+def refusal(request: Request, problem: Problem) -> Response:
+    """An error as the caller's client knows it, where the path does not say whose client it is."""
+    dialect = MESSAGES if dialect_of(request) == "anthropic" else CHAT
+    return Response(dialect.refusal(problem), problem.status, media_type="application/json")
+
+
+def json_reply(content: Mapping[str, object]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,0 +1,155 @@
+"""One exchange -> its spans: one for each answer, with the exact tokens and what they were drawn with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.local.answer import Answer
+from agentlightning.gateway.local.conversation import Prompt
+from agentlightning.policy.base import Message, SamplingParams
+from agentlightning.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of the span of one answer before it is drawn."""
+
+    rollout_id: str
+    attempt_id: str
+    trace_id: str
+    parent_id: str | None
+    whose: dict[str, Any]
+    """What says who made the call (`Caller.attributes`)."""
+    operation: str
+    """OTel's name for what the dialect does."""
+    response_id: str
+    requested_model: str
+    served_model: str
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None
+    prompt: Prompt
+    constraint: Constraint
+    start_time: float
+    span_id: str
+    overridden: tuple[str, ...] = ()
+    """Sampling parameters that were not followed, for the sake of learning."""
+
+    def answered(self, answer: Answer, params: SamplingParams, end_time: float) -> Span:
+        """The span of a whole answer."""
+        sample = answer.sample
+        if sample is None:
+            raise ValueError("the answer has no sample yet")
+        attributes = self._attributes(answer, params) | {
+            names.FINISH_REASONS: [answer.finish_reason],
+            names.OUTPUT_TOKENS: len(sample.token_ids),
+            names.OUTPUT_MESSAGES: _output(answer, answer.finish_reason),
+            names.PROMPT_TOKEN_IDS: self.prompt.token_ids,
+            names.RESPONSE_TOKEN_IDS: list(sample.token_ids),
+            names.LOGPROBS: list(sample.logprobs),
+            names.POLICY_VERSION: sample.policy_version,
+        }
+        if sample.versions:
+            attributes[names.POLICY_VERSIONS] = [number for run in sample.versions for number in run]
+        if self.constraint:
+            verdict, violations = self.constraint.judge(answer)
+            attributes |= {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
+        return self._span(attributes, end_time, "OK", None)
+
+    def failed(self, answer: Answer, params: SamplingParams, end_time: float, type: str, message: str) -> Span:
+        """The span of an answer that never became whole, with the tokens there were. Nobody learns from it: an answer
+        that was cut off is none."""
+        attributes = self._attributes(answer, params) | {
+            names.OUTPUT_TOKENS: answer.received,
+            names.OUTPUT_MESSAGES: _output(answer, "error"),
+            names.ERROR_TYPE: type,
+        }
+        if answer.received:
+            attributes |= {
+                names.PROMPT_TOKEN_IDS: self.prompt.token_ids,
+                names.RESPONSE_TOKEN_IDS: list(answer.token_ids),
+            }
+        return self._span(attributes, end_time, "ERROR", message)
+
+    def _span(self, attributes: dict[str, Any], end_time: float, status: str, message: str | None) -> Span:
+        return Span(
+            rollout_id=self.rollout_id,
+            attempt_id=self.attempt_id,
+            name=f"{self.operation} {self.served_model}",
+            start_time=self.start_time,
+            end_time=end_time,
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            parent_id=self.parent_id,
+            status_code=status,
+            status_message=message,
+            attributes=attributes,
+        )
+
+    def _attributes(self, answer: Answer, params: SamplingParams) -> dict[str, Any]:
+        attributes: dict[str, Any] = {
+            names.OPERATION_NAME: self.operation,
+            names.PROVIDER_NAME: "agentlightning",
+            names.REQUEST_MODEL: self.requested_model,
+            names.RESPONSE_MODEL: self.served_model,
+            names.RESPONSE_ID: self.response_id,
+            names.REQUEST_TEMPERATURE: params.temperature,
+            names.REQUEST_TOP_P: params.top_p,
+            names.REQUEST_TOP_K: params.top_k,
+            names.INPUT_TOKENS: len(self.prompt.token_ids),
+            names.INPUT_MESSAGES: _json([_otel_message(message) for message in self.messages]),
+        }
+        optional = {
+            names.REQUEST_MAX_TOKENS: params.max_tokens,
+            names.REQUEST_SEED: params.seed,
+            names.REQUEST_STOP: list(params.stop) or None,
+            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
+            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+            names.OVERRIDDEN: list(self.overridden) or None,
+            names.RESHAPED: list(params.reshaping) or None,
+            names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
+            names.CONTINUES: self.prompt.continued_span,
+            names.DRIFT: self.prompt.drift or None,
+            names.DRIFT_REASON: self.prompt.reason,
+        }
+        return attributes | self.whose | {name: value for name, value in optional.items() if value is not None}
+
+
+def _output(answer: Answer, reason: str) -> str:
+    # OTel's finish reason of a message is singular.
+    message = _otel_message(answer.message) | {"finish_reason": "tool_call" if reason == "tool_calls" else reason}
+    return _json([message])
+
+
+def _otel_message(message: Message) -> dict[str, Any]:
+    if message["role"] == "tool":
+        response = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message["content"]}
+        return _named(message, [response])
+    text = message.get("content")
+    thought = message.get("reasoning_content")
+    parts: list[dict[str, Any]] = [{"type": "reasoning", "content": thought}] if thought else []
+    parts += [{"type": "text", "content": text}] if text else []
+    return _named(message, parts + [_otel_call(call) for call in message.get("tool_calls") or ()])
+
+
+def _named(message: Message, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    named: dict[str, Any] = {"role": message["role"], "parts": parts}
+    return named | {"name": message["name"]} if "name" in message else named
+
+
+def _otel_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        arguments = function["arguments"]
+    return {"type": "tool_call", "id": call.get("id"), "name": function["name"], "arguments": arguments}
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()

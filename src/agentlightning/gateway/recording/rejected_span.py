@@ -1,0 +1,73 @@
+"""Calls that were refused before anybody was asked: kept as spans, so that a rollout shows why its agent got nowhere.
+
+Called by the gateway with what it raises to the caller. A call that names no attempt, or one that does not exist, has
+nowhere to be kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from agentlightning import span as names
+from agentlightning.errors import StoreError
+from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.errors import problem_of
+from agentlightning.gateway.json_body import read_object
+from agentlightning.gateway.offload import offload
+from agentlightning.gateway.recording.otel_messages import OPERATIONS, said_messages
+from agentlightning.gateway.upstream.provider import Path
+from agentlightning.rollouts import trace_id_of
+from agentlightning.span import Span, new_span_id, new_trace_id
+from agentlightning.store.base import LightningStoreBase
+
+logger = logging.getLogger(__name__)
+
+LONGEST: Final = 256 * 1024
+"""Bytes of a refused request whose messages are kept with it."""
+
+_NOWHERE: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
+
+
+async def keep_refusal(
+    store: LightningStoreBase, path: Path, caller: Caller, body: bytes, error: Exception, started: float
+) -> None:
+    """Record a refused call where it has an attempt. A store that cannot is only mentioned: the caller has an error
+    already."""
+    problem = problem_of(error)
+    if caller.attempt is None or problem.code in _NOWHERE:
+        return
+    rollout_id, attempt_id = caller.attempt
+    asked = await offload(len(body), partial(read_object, body)) or {}
+    model = asked.get("model")
+    attributes = {
+        names.OPERATION_NAME: OPERATIONS[path],
+        names.ERROR_TYPE: problem.code or problem.type,
+        **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
+        **caller.attributes(),
+    }
+    if len(body) <= LONGEST:
+        with suppress(
+            AttributeError, KeyError, TypeError, ValueError, IndexError
+        ):  # it may be refused for its messages
+            attributes[names.INPUT_MESSAGES] = said_messages(path, asked)
+    span = Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        name=f"{OPERATIONS[path]} {model}" if isinstance(model, str) else OPERATIONS[path],
+        start_time=started,
+        end_time=time.time(),
+        trace_id=caller.trace_id or trace_id_of(attempt_id) or new_trace_id(),
+        span_id=new_span_id(),
+        parent_id=caller.parent_id,
+        status_code="ERROR",
+        status_message=problem.message,
+        attributes=attributes,
+    )
+    try:
+        await store.add_span(span)
+    except StoreError as failure:
+        logger.warning("a refused call could not be recorded: %s", failure)

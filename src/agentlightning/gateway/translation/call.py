@@ -1,0 +1,247 @@
+"""A call whose provider speaks another dialect: read as one of ours, asked in the provider's, answered in the caller's.
+
+`/v1/messages` and `/v1/responses` go to servers of chat completions, `/v1/chat/completions` and `/v1/responses` to
+Anthropic's, `/v1/chat/completions` and `/v1/messages` to those that serve only responses. Text, thoughts and tool calls
+stream as they come. `previous_response_id` works as with our own engines: the history is kept here and sent whole; so
+are the thoughts that a provider wants back (`gateway.sealed`). What is recorded is what the provider was asked and
+answered. Sending, repeating and hanging up are those of `gateway.forward`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from agentlightning import span as names
+from agentlightning.gateway.asgi import Outlet
+from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects.openai import responses_request
+from agentlightning.gateway.dialects.response_store import Kept
+from agentlightning.gateway.dialects.signed_reasoning import is_sealed, turn_key
+from agentlightning.gateway.dialects.validation import forced_params
+from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.forwarding.passthrough import Forward, Keep, written
+from agentlightning.gateway.local.answer import Piece
+from agentlightning.gateway.local.conversation import Prompt, extend_digest
+from agentlightning.gateway.metrics import Counters
+from agentlightning.gateway.recording.provider_response import READERS, Choice, event_data, hear, loads
+from agentlightning.gateway.routing import Route
+from agentlightning.gateway.translation.provider_answer import Told
+from agentlightning.gateway.translation.provider_events import RESPONSE_ENDS, Telling
+from agentlightning.gateway.translation.requests import body_of
+from agentlightning.gateway.translation.requests.base import given_params, split_stops, turns_of
+from agentlightning.gateway.upstream.call import Call
+from agentlightning.gateway.upstream.failures import broken, shown_text
+from agentlightning.gateway.upstream.provider import Path, Provider
+from agentlightning.policy.base import Message
+
+_ASKED_INSTEAD: Final[tuple[Path, ...]] = ("chat/completions", "messages", "responses")
+_LAST: Final = ("message_stop", *RESPONSE_ENDS)
+"""Types of the events that end a stream."""
+_LOST: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
+"""Names of fields that stand anywhere in a conversation and say nothing to other dialects -> how a request that has
+one has it, which no text in it can."""
+_UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
+
+
+class Translator:
+    """Makes translations. `kept` holds what later requests may name."""
+
+    def __init__(self, dialects: Mapping[Path, Dialect], kept: Kept, counters: Counters) -> None:
+        self._dialects = dialects
+        self._kept = kept
+        self._counters = counters
+
+    def translate(
+        self,
+        path: Path,
+        route: Route,
+        caller: Caller,
+        asked: Mapping[str, Any],
+        trace_id: str,
+        resource: str = "",
+        forced: Mapping[str, Any] | None = None,
+    ) -> Translation:
+        """`forced` is what the LLM resource of that name says of the sampling. Raises Problem 400 on what is no
+        request, or what the provider cannot be asked."""
+        provider = route.provider
+        assert provider is not None
+        instead = _path_for(path, provider)
+        dialect = self._dialects[path]
+        recall = self._kept.recall(caller.attempt)
+        request = replace(dialect.read(sent := written(asked), recall, attachments=True), asked=asked)
+        params = forced_params(request.params, resource, forced or {})
+        given = given_params(asked, params, forced or {})
+        body, lost = body_of(instead, request, provider, route.send_model, given, recall.blocks)
+        self._counters.count_unknown(lost + tuple(name for name, mark in _LOST.items() if mark in sent))
+        head = Head(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
+        return Translation(
+            instead,
+            route,
+            caller,
+            body,
+            trace_id=trace_id,
+            request=replace(request, params=params),
+            head=head,
+            reply=dialect.reply(replace(request, params=params), head),
+            telling=Telling(Told(0, stops=split_stops(instead, params.stop)[1], call_prefix=dialect.call_prefix), head),
+            kept=self._kept,
+        )
+
+
+@dataclass(slots=True)
+class Translation(Forward):
+    """One call in another dialect than its provider's: `path` and `data` are the provider's."""
+
+    request: Request = field(kw_only=True)
+    head: Head = field(kw_only=True)
+    reply: Reply = field(kw_only=True)
+    telling: Telling = field(kw_only=True)
+    kept: Kept = field(kw_only=True)
+    _opened: bool = field(default=False, init=False)
+
+    async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        self._hear_whole(call.body)
+        self._settle(call)
+        body = self.reply.whole([self.told])
+        await self._keep(keep, call)
+        self._remember(body)
+        await outlet.whole(200, body)
+
+    async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+        ended = False
+        async for events in call.events():
+            for event in events:
+                ended |= self._hear_event(event)
+            if pieces := self._news():
+                await outlet.write(self._written(pieces))
+        self._check_whole(ended)
+        self._settle(call)
+        ending = self._written(self._news(done=True)) + self.reply.ending([self.told])
+        await self._keep(keep, call)
+        self._remember(None)
+        await outlet.write(ending)
+        await outlet.close()
+
+    # -- hearing ---------------------------------------------------------------------------------------------------
+
+    def _hear_whole(self, body: bytes) -> None:
+        try:
+            answer = loads(body)
+        except ValueError as error:
+            raise broken(self._provider, f"its answer is not JSON: {error}") from None
+        self._take(answer)
+        if not self.heard.choices:
+            raise broken(self._provider, "its answer holds no choice")
+        self.told.news(done=True)
+
+    def _hear_event(self, event: bytes) -> bool:
+        """Whether it was the last. Raises Problem where the provider says that it failed."""
+        data = event_data(event)
+        if data is None:
+            if b"data:" in event and b"[DONE]" not in event:
+                raise broken(self._provider, "an event of its stream is not JSON")
+            return b"[DONE]" in event
+        self._take(data)
+        return isinstance(data, dict) and data.get("type") in _LAST
+
+    def _take(self, data: Any) -> None:
+        hear(READERS[self.path], self.heard, data)
+        self._check_failed()
+        self.telling.take(self.path, data)
+
+    def _news(self, done: bool = False) -> list[Piece]:
+        """What can be shown since the last time. Raises Problem where the provider has spoilt it."""
+        pieces = self.told.news(done)
+        if self.told.broken:
+            raise broken(self._provider, self.told.broken)
+        return pieces
+
+    def _written(self, pieces: Sequence[Piece]) -> bytes:
+        """The events of some pieces; before the first, those that open the reply."""
+        opening = b"" if self._opened else self.reply.opening([self.told])
+        self._opened = True
+        return opening + b"".join([self.reply.piece(self.told, piece) for piece in pieces])
+
+    def _check_failed(self) -> None:
+        """Raises Problem where the provider says, in the place of an answer, that it failed."""
+        if self.heard.error is not None:
+            message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
+            raise Problem(502, shown_text(self._provider, message), code="provider_error", retry=False)
+
+    @property
+    def told(self) -> Told:
+        return self.telling.told
+
+    @property
+    def _provider(self) -> Provider:
+        assert self.route.provider is not None
+        return self.route.provider
+
+    def _settle(self, call: Call) -> None:
+        call.settle(self.heard.usage)
+        if not self.heard.choices:
+            self.heard.choice(0)
+        if call.usage is not None:
+            self.head.prompt_tokens = call.usage.input_tokens
+            self.told.received = call.usage.output_tokens
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    def _attributes(self) -> dict[str, Any]:
+        asked = {names.REQUEST_MODEL: self.request.model or self.route.name, names.RESPONSE_ID: self.head.id}
+        return Forward._attributes(self) | asked
+
+    def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
+        if self.told.stopped:  # what nobody was shown is not recorded either
+            calls = dict(list(choice.calls.items())[: len(self.told.tool_calls)])
+            choice = replace(choice, text=[self.told.content], calls=calls, reason=self.told.finish_reason)
+        found = Forward._choice_attributes(self, choice)
+        constraint = self.request.constraint
+        if not constraint or choice.index > 0:
+            return found
+        verdict, violations = constraint.judge(self.told)
+        return found | {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
+
+    def _remember(self, body: bytes | None) -> None:
+        """Keep what a later request may name, and what the provider wants back."""
+        attempt, reply, told = self.caller.attempt, self.reply, self.told
+        if attempt is None:
+            return
+        if any(is_sealed(block) for block in told.blocks):
+            answered = turns_of(self.request.messages)[-1]
+            self.kept.keep_blocks(attempt, turn_key(answered, told.message), told.blocks)
+        if not isinstance(reply, responses_request.Reply):
+            return
+        stored = self.request.asked.get("store") is not False
+        body = reply.whole([told]) if body is None else body
+        self.kept.keep(
+            attempt,
+            self.head.id,
+            Prompt([], digests=_digests(self.request.messages)),
+            self.request.messages,
+            told.message,
+            body if stored else None,
+            reply.items if stored else (),
+            self.request.leading,
+        )
+
+
+def _path_for(path: Path, provider: Provider) -> Path:
+    """What the provider is asked instead. Raises Problem 400 where there is nothing."""
+    for instead in _ASKED_INSTEAD:
+        if path not in _UNTRANSLATED and provider.serves(instead):
+            return instead
+    message = f"the provider {provider.name!r} serves no /v1/{path}, and it cannot be put in other words"
+    raise Problem(400, message, code="path_not_supported", param="model")
+
+
+def _digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
+    digests = [b"agentlightning"]
+    for message in messages:
+        digests.append(extend_digest(digests[-1], message))
+    return tuple(digests)

@@ -1,0 +1,151 @@
+"""The body for OpenAI's responses, for models that are served nowhere else.
+
+Nothing is kept at the provider (`store` is false): the history is sent whole, and the reasoning items of earlier turns
+with it, as their `encrypted_content` came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.dialects.signed_reasoning import turn_key
+from agentlightning.gateway.local.conversation import same_meaning
+from agentlightning.gateway.translation.attachments import as_items, as_text
+from agentlightning.gateway.translation.requests.base import (
+    Blocks,
+    Extras,
+    Json,
+    foreign,
+    object_of,
+    refuse,
+    shape_of,
+    turns_of,
+)
+from agentlightning.gateway.translation.requests.chat import chat_extras
+from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.policy.base import Message
+
+_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
+"""Sampling parameters it has a word for."""
+
+
+def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
+    """The body of POST /v1/responses. Raises Problem 400 naming what it cannot be asked."""
+    known = {*_NAMES, "stop"}  # its answer is ended here
+    refuse([("n", request.n, request.n == 1), *foreign(params, known)], request, provider, "responses")
+    instructions, items = _items(turns_of(request.messages), blocks)
+    body: Json = {"model": model, "input": items, "store": False}
+    if instructions:
+        body["instructions"] = instructions
+    body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
+    body |= _tools(request)
+    if (shape := shape_of(request.asked)) is not None:
+        inner = object_of(shape, "json_schema")
+        body["text"] = {"format": {"type": shape["type"], **inner}}
+    if request.logprobs:
+        body["include"] = ["message.output_text.logprobs"]
+        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
+    if request.stream:
+        body["stream"] = True
+    return body
+
+
+def _items(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]]:
+    """(the system prompt, the items of the conversation)."""
+    instructions: list[str] = []
+    items: list[Json] = []
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        match message["role"]:
+            case "system" if not items:
+                instructions.append(as_text(content, "the system prompt"))
+            case "assistant":
+                items += _said(message, blocks(turn_key(messages[index - 1] if index else None, message)))
+            case "tool":
+                call_id = message.get("tool_call_id")
+                items.append({"type": "function_call_output", "call_id": call_id, "output": as_items(content)})
+            case role:
+                items.append({"role": role, "content": as_items(content)})
+    return "\n\n".join(filter(None, instructions)), items
+
+
+def _said(message: Message, before: list[Json]) -> list[Json]:
+    """A turn of the assistant: as the provider said it, where it is still the same; else with its thoughts first."""
+    if before and same_meaning(message_of(before)) == same_meaning(message):
+        return before
+    items = [item for item in before if item["type"] == "reasoning"]
+    if content := message.get("content"):
+        items.append({"role": "assistant", "content": as_items(content)})
+    return items + [_call(call) for call in message.get("tool_calls") or ()]
+
+
+def message_of(items: Sequence[Json]) -> Message:
+    """The items of a turn as a message: its words and its calls."""
+    texts: list[str] = []
+    calls: list[Json] = []
+    for item in items:
+        if item["type"] == "message":
+            parts = cast("list[Json]", item["content"])
+            texts += [part.get("text", part.get("refusal")) or "" for part in parts]
+        elif item["type"] == "function_call":
+            calls.append(
+                {"id": item["call_id"], "function": {"name": item["name"], "arguments": item["arguments"] or "{}"}}
+            )
+    return {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
+
+
+def _call(call: Json) -> Json:
+    function = call["function"]
+    said = {"name": function["name"], "arguments": function["arguments"]}
+    return {"type": "function_call", "call_id": call.get("id"), **said}
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+
+def _tools(request: Request) -> Json:
+    """A tool that does not say whether it is strict is strict here, and is not in chat completions."""
+    if request.barred:
+        return {"tools": [_tool(tool["function"]) for tool in request.barred], "tool_choice": "none"}
+    if not request.tools:
+        return {}
+    found: Json = {"tools": [_tool(tool["function"]) for tool in request.tools]}
+    if (choice := _choice(request.constraint)) is not None:
+        found["tool_choice"] = choice
+    if request.constraint.one_call:
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def _tool(function: Mapping[str, Any]) -> Json:
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    tool: Json = {"type": "function", "strict": bool(function.get("strict")), "parameters": parameters}
+    return tool | {key: function[key] for key in ("name", "description") if function.get(key) is not None}
+
+
+def _choice(constraint: Constraint) -> Any:
+    names = sorted(constraint.names) if constraint.names is not None else []
+    if constraint.needs_call and len(names) == 1:
+        return {"type": "function", "name": names[0]}
+    if constraint.names is None:
+        return "required" if constraint.needs_call else None
+    mode = "required" if constraint.needs_call else "auto"
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+# -- beside the conversation -------------------------------------------------------------------------------------------
+
+
+def responses_extras(request: Request, model: str) -> Extras:
+    """Who asks, how hard to think, which service, which cache."""
+    asked = request.asked
+    body, taken = chat_extras(request, model)
+    names = set(taken)
+    for name, (outer, inner) in (("reasoning_effort", ("reasoning", "effort")), ("verbosity", ("text", "verbosity"))):
+        if isinstance(value := asked.get(name), str):
+            body[outer] = {inner: value}
+            names.add(name)
+    return body, frozenset(names)

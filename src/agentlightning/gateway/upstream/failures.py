@@ -1,0 +1,139 @@
+"""What went wrong at a provider, as the caller is told: its status, its words without its key, and whether it is worth
+asking again.
+
+A call that the gateway has tried says `x-should-retry: false`: what could be repeated has been, here and with a budget,
+and a client that repeats it once more multiplies an outage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.redaction import without_secrets
+from agentlightning.transport import Headers, TransportError
+
+_REPEATED: Final = frozenset({500, 502, 503, 504, 529})
+_SAME: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
+"""What the caller can understand as its own affair."""
+_LONGEST_MESSAGE: Final = 2000
+_LONGEST_REST: Final = 86_400.0
+"""Seconds; nobody waits for a server that asks for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One try that failed."""
+
+    problem: Problem
+    """What the caller is told where it was the last."""
+    repeatable: bool
+    """Whether another try may succeed."""
+    sick: bool
+    """Whether it speaks against the server."""
+    unreachable: bool = False
+    rest_seconds: float | None = None
+    """For how long the server asked to be left alone."""
+
+
+def of_transport(provider: Provider, error: TransportError) -> Failure:
+    """A server that did not answer."""
+    whose = f"the provider {provider.name!r}"
+    text = shown_text(provider, str(error))
+    if error.reason == "timeout":
+        message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
+        return Failure(Problem(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
+    said, code = {
+        "tls": ("cannot be talked to in private", "provider_tls"),
+        "proxy": ("cannot be reached through its proxy", "proxy_refused"),
+        "connect": ("cannot be reached", "provider_unreachable"),
+        "closed": ("closed the connection before its answer was whole", "provider_closed"),
+        "protocol": ("sent what is no answer", "provider_protocol"),
+    }[error.reason]
+    problem = Problem(502, f"{whose} {said}: {text}", code=code, retry=False)
+    return Failure(
+        problem,
+        repeatable=error.reason in ("connect", "closed"),
+        sick=error.reason != "proxy",
+        unreachable=error.reason in ("connect", "tls"),
+    )
+
+
+def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
+    """A server that refused."""
+    message, code, param = (_shown(provider, text) for text in _said(body))
+    message = message or f"the provider {provider.name!r} answered with status {status}"
+    after = retry_after(headers)
+    if status in (401, 403):
+        # Its words name the key; and it is not the caller's key that was refused.
+        said = f"the provider {provider.name!r} refused the key it is configured with (status {status})"
+        return Failure(Problem(502, said, code="provider_key_refused", retry=False), repeatable=False, sick=False)
+    if status == 407:  # It is for whoever called the proxy, and that are we.
+        said = f"the provider {provider.name!r} cannot be reached through its proxy: it wants credentials, or others"
+        return Failure(Problem(502, said, code="proxy_refused", retry=False), repeatable=False, sick=False)
+    if status in _REPEATED:
+        problem = Problem(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
+        return Failure(problem, repeatable=True, sick=True, rest_seconds=after)
+    if status in _SAME or 400 <= status < 500:
+        problem = Problem(status, message, code=code, param=param, retry=False, retry_after=after)
+        return Failure(problem, repeatable=status == 429, sick=False, rest_seconds=after)
+    problem = Problem(502, f"the provider {provider.name!r} answered with status {status}", code="provider_protocol")
+    problem.retry = False
+    return Failure(problem, repeatable=False, sick=True)
+
+
+def broken(provider: Provider, what: str) -> Problem:
+    """An answer that came whole and cannot be read."""
+    message = f"the provider {provider.name!r} sent what cannot be read: {shown_text(provider, what)}"
+    return Problem(502, message, code="provider_protocol", retry=False)
+
+
+def retry_after(headers: Headers) -> float | None:
+    """Seconds that a server asks to wait: OpenAI's milliseconds, or HTTP's seconds or date."""
+    found = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    try:
+        if b"retry-after-ms" in found:
+            return _rest(float(found[b"retry-after-ms"]) / 1000)
+        if b"retry-after" not in found:
+            return None
+        text = found[b"retry-after"].decode("latin-1")
+        if text.replace(".", "", 1).isdecimal():
+            return _rest(float(text))
+        return _rest(parsedate_to_datetime(text).timestamp() - time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _rest(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else min(max(0.0, seconds), _LONGEST_REST)
+
+
+def _said(body: bytes) -> tuple[str, str | None, str | None]:
+    """(message, code, parameter) of an error reply in any of the usual shapes."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return "", None, None
+    error: Any = data.get("error", data) if isinstance(data, dict) else data
+    if not isinstance(error, dict):
+        return (error if isinstance(error, str) else ""), None, None
+    message = next((error[key] for key in ("message", "detail") if isinstance(error.get(key), str)), "")
+    code, param = error.get("code"), error.get("param")
+    return message, code if isinstance(code, str) else None, param if isinstance(param, str) else None
+
+
+def _shown(provider: Provider, text: str | None) -> str | None:
+    return None if text is None else shown_text(provider, text)
+
+
+def shown_text(provider: Provider, text: str) -> str:
+    """A text of a provider's as agents and spans see it: never with a key in it, and not longer than a page."""
+    text = without_secrets(provider, text)
+    return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."

@@ -1,0 +1,132 @@
+"""Events: what agents in any language post to their own attempt.
+
+An event is `{"event_type": "reward", "data": {"value": 1.0}}`. A reward becomes a reward span; any other type becomes
+a span of that name with its data as attributes, but for what only the gateway records. The caller proves with its key
+that the attempt is its own; what comes after the attempt has ended is kept, marked, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentlightning import span as names
+from agentlightning.errors import AgentLightningError, RewardError
+from agentlightning.rollouts import read_attempt_key, trace_id_of
+from agentlightning.span import MAX_REWARD, Span, new_span_id, new_trace_id, usable_reward
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.asgi import presented_key
+from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.errors import RequestError, refusal_of, status_of
+from agentlightning.tracing.agent_spans import agent_attributes, late_mark
+
+_MARKS: Final = {"superseded": names.SUPERSEDED, "late": names.LATE}
+MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
+_EVENT_PATHS: Final = (
+    "/rollout/{rollout_id}/attempt/{attempt_id}/events",
+    "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events",
+)
+
+
+class EventError(RequestError):
+    """An event that cannot be understood."""
+
+
+class KeyRefusedError(RequestError):
+    """A key that is missing or not this attempt's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 401)
+
+
+def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
+    """Routes for a Starlette application; `secret` is the one the attempts' keys are made with."""
+
+    async def post_event(request: Request) -> Response:
+        rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
+        try:
+            _check_key(request, secret, rollout_id, attempt_id)
+            span = read_event(await _body(request), rollout_id, attempt_id)
+            span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
+            kept = await store.add_span(span)
+        except AgentLightningError as error:
+            return _refusal(error)
+        marks = {name: bool(kept.attributes.get(mark)) for name, mark in _MARKS.items()}
+        return _json({"span_id": kept.span_id, "sequence_id": kept.sequence_id, **marks})
+
+    return [Route(path, post_event, methods=["POST"]) for path in _EVENT_PATHS]
+
+
+def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
+    """The span of a posted event. Raises EventError, or RewardError on a reward that cannot be used."""
+    try:
+        event = orjson.loads(body)
+        orjson.dumps(event)  # what is nested too deeply can be read, and not be kept
+    except orjson.JSONDecodeError as error:
+        raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
+    except orjson.JSONEncodeError as error:
+        raise EventError(f"the event cannot be kept: {error}; send flatter values") from None
+    kind = event.get("event_type") if isinstance(event, dict) else None
+    if not isinstance(kind, str) or not kind:
+        raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
+    name, attributes = _meaning(kind, event.get("data"))
+    now, trace_id = time.time(), trace_id_of(attempt_id) or new_trace_id()
+    return Span(rollout_id, attempt_id, name, now, now, trace_id=trace_id, span_id=new_span_id(), attributes=attributes)
+
+
+def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
+    """(name of the span, its attributes)."""
+    if kind == "reward":
+        return names.REWARD, _reward(data.get("value") if isinstance(data, dict) else data)
+    attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
+    if kind != "message":
+        return kind, attributes
+    body = attributes.get("message", attributes.get("content", attributes.get("body")))
+    text = body if isinstance(body, str) else orjson.dumps(data).decode()
+    return names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
+
+
+def _reward(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _usable(key, value[key]) for key in value}}
+    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _usable("value", value)}
+
+
+def _usable(name: str, value: Any) -> float:
+    reward = None if isinstance(value, bool) else usable_reward(value)
+    if reward is None:
+        shown = orjson.dumps(value).decode()[:80]
+        raise RewardError(
+            f"the reward {name}={shown} is no number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
+        )
+    return reward
+
+
+def _check_key(request: Request, secret: str, rollout_id: str, attempt_id: str) -> None:
+    key = presented_key(request.headers)
+    if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
+        raise KeyRefusedError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`")
+
+
+async def _body(request: Request) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_EVENT_BYTES:
+            raise EventError(f"the event is larger than {MAX_EVENT_BYTES} bytes; send less")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _refusal(error: AgentLightningError) -> Response:
+    return Response(encode(refusal_of(error)), status_of(error), media_type="application/json")
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,0 +1,214 @@
+"""What a server or a runner writes to its log: for people or, as JSON lines, for machines; and what was slow.
+
+Every line can say which rollout, attempt and worker it is about: `about(rollout_id=...)` says it of everything logged
+inside, `extra={"rollout_id": ...}` of one line. No key and no token ever reaches a log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import orjson
+
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.store.base import Queue
+from agentlightning.store.instrumented import Observed, ids_of
+from agentlightning.util.printable import printable
+
+logger = logging.getLogger(__name__)
+
+LogFormat = Literal["text", "json"]
+FIELDS: Final = (
+    "rollout_id",
+    "attempt_id",
+    "worker_id",
+    "queue",
+    "route",
+    "method",
+    "status",
+    "seconds",
+    "waited",
+    "decided",
+    "together",
+    "unreported",
+)
+"""What a line may carry beside its message."""
+LONGEST_LINE: Final = 500
+"""Characters of a message that quotes somebody."""
+SLOW_SECONDS: Final = 0.25
+SLOW_LINES: Final = 10
+"""Slow operations mentioned in one minute; the rest is counted."""
+
+_fields: ContextVar[Mapping[str, str]] = ContextVar("agentlightning_log_fields", default=MappingProxyType({}))
+_secrets = re.compile(r"agl-[\w:-]+\.[\w:-]+\.[0-9a-f]{8,}|(?<=[Bb]earer )[^\s'\"]+|(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
+
+
+@contextmanager
+def about(**fields: str | None) -> Generator[None]:
+    """Everything logged inside is about these ids."""
+    token = _fields.set({**_fields.get(), **{name: value for name, value in fields.items() if value is not None}})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+def configure(kind: LogFormat = "text", level: int = logging.INFO, *, secret: str | None = None) -> logging.Handler:
+    """Send this process' log to stderr. `secret` is blotted out wherever it would appear. Returns the handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(secret) if kind == "json" else TextFormatter(secret))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("agentlightning").setLevel(level)
+    return handler
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, secret: str | None = None) -> None:
+        super().__init__()
+        self._secret = secret
+
+    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        own = {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
+        return {**_fields.get(), **own}
+
+    def clean(self, text: str) -> str:
+        """Without keys, tokens and the passwords of URLs."""
+        if self._secret:
+            text = text.replace(self._secret, "[token]")
+        return _secrets.sub("[key]", text)
+
+    def trace(self, record: logging.LogRecord) -> str:
+        return self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, the ids it is about, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self.fields(record),
+        }
+        if trace := self.trace(record):
+            line["exception"] = trace
+        return self.clean(orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode())
+
+
+class TextFormatter(_Formatter):
+    """`18:05:07 WARNING message (rollout_id=...)`, on one line whatever the message quotes. The lines of a traceback
+    follow, indented, so that none of them looks like another message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = ", ".join(f"{name}={_short(value)}" for name, value in self.fields(record).items())
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        suffix = f" ({fields})" if fields else ""
+        line = f"{clock} {record.levelname:<7} {printable(record.getMessage() + suffix)}"
+        return self.clean("\n    ".join([line, *map(printable, self.trace(record).split("\n"))]).rstrip())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout", "delete_rollouts", "update_queue"})
+
+
+class ChangeLog:
+    """Mentions what somebody may ask about later: attempts that failed, rollouts that were cancelled or queued again,
+    what was removed, and the limits of queues. An observer of stores."""
+
+    def began(self, method: str) -> None:
+        """Nothing has changed yet."""
+
+    def ended(self, call: Observed) -> None:
+        if call.method in CHANGES and call.error is None and (text := _change(call)):
+            logger.info(text, extra=ids_of(call))
+
+
+def _change(call: Observed) -> str | None:
+    match call.method, call.result:
+        case "update_attempt", Attempt(status="failed" | "timeout" as status, metadata=metadata):
+            error = metadata.get("error")
+            what = f": {error.get('type')}: {error.get('message')}" if isinstance(error, dict) else ""
+            return f"an attempt ended as {status}{what}"[:LONGEST_LINE]
+        case "cancel_rollout", Rollout(status="cancelled"):
+            return "a rollout was cancelled"
+        case "requeue_rollout", Rollout(status="requeuing"):
+            return "a rollout was queued again"
+        case "delete_rollouts", int(number) if number:
+            return f"{number} rollouts were deleted"
+        case "update_queue", Queue(name=name, limit=limit):
+            return f"the queue {name!r} is " + ("unlimited" if limit is None else f"limited to {limit} open rollouts")
+        case _:
+            return None
+
+
+class SlowLog:
+    """Mentions what took longer than `seconds`, at most `SLOW_LINES` times a minute. An observer of stores."""
+
+    def __init__(self, seconds: float = SLOW_SECONDS) -> None:
+        self._limit = seconds
+        self._minute = 0
+        self._lines = 0
+        self._unreported = 0
+        self._parts: deque[tuple[str, float, float, int]] = deque(maxlen=SLOW_LINES)
+
+    def took(self, method: str, waited: float, decided: float, together: int) -> None:
+        """As `SqlStore.observe`, from the threads of the store: why a call will turn out to be slow."""
+        if waited + decided >= self._limit / 2:
+            self._parts.append((method, waited, decided, together))
+
+    def began(self, method: str) -> None:
+        """Nothing is slow yet."""
+
+    def ended(self, call: Observed) -> None:
+        if call.seconds >= self._limit and not call.waits:
+            how = "" if call.error is None else f" and failed with {type(call.error).__name__}"
+            self._mention(
+                f"slow: the store took {1000 * call.seconds:.0f} ms for {call.method}{how}",
+                {"method": call.method, "seconds": round(call.seconds, 4), **self._split(call), **ids_of(call)},
+            )
+
+    def _split(self, call: Observed) -> dict[str, Any]:
+        """How the time of a call was spent, if the store said so of one of this method that took about as long."""
+        said = [part for part in list(self._parts) if part[0] == call.method]
+        nearest = min(said, key=lambda part: abs(call.seconds - part[1] - part[2]), default=None)
+        if nearest is None or abs(call.seconds - nearest[1] - nearest[2]) > call.seconds / 2:
+            return {}
+        self._parts.remove(nearest)
+        return {"waited": round(nearest[1], 4), "decided": round(nearest[2], 4), "together": nearest[3]}
+
+    def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Told of each HTTP request; its time is without waiting for rollouts."""
+        if seconds >= self._limit:
+            self._mention(
+                f"slow: {method} {route} took {1000 * seconds:.0f} ms and was answered with {status}",
+                {"route": route, "method": method, "status": status, "seconds": round(seconds, 4)},
+            )
+
+    def _mention(self, message: str, fields: dict[str, Any]) -> None:
+        minute = int(time.monotonic() // 60)
+        if minute != self._minute:
+            self._minute, self._lines = minute, 0
+        self._lines += 1
+        if self._lines > SLOW_LINES:
+            self._unreported += 1
+            return
+        if self._unreported:
+            fields["unreported"], self._unreported = self._unreported, 0
+        logger.warning(message, extra=fields)

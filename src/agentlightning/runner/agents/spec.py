@@ -1,0 +1,184 @@
+"""What an agent was given as, in a form that travels to the process that runs it.
+
+`module:name` and `path/to/file.py:name` stay names; any other text, or a list of words, is a command; a live object
+becomes a name where another process can import it under that name, and is pickled otherwise. Nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+from msgspec import Struct
+
+from agentlightning.errors import AgentError
+from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
+
+AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str]
+"""Everything an agent may be given as."""
+
+FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
+_MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
+_FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
+
+
+class Reference(Struct, frozen=True, tag=True):
+    """Something in a module, by name."""
+
+    module: str
+    """A module's dotted name, or the path of a Python file."""
+    name: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.module.endswith(".py")
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+class Pickled(Struct, frozen=True, tag=True):
+    """A live object that no import leads to."""
+
+    data: bytes
+    label: str
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class CommandLine(Struct, frozen=True, tag=True):
+    """A program and its arguments."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+AgentSpec = Reference | Pickled | CommandLine
+
+
+def agent_spec(agent: AgentLike) -> AgentSpec:
+    """What was given, ready to travel. Nothing is imported. Raises AgentError for what cannot be an agent."""
+    if isinstance(agent, str):
+        return _reference(agent) or CommandLine(_words(agent))
+    if isinstance(agent, Sequence):
+        return CommandLine(tuple(str(word) for word in agent) or _words(""))
+    return _live(agent, "agent")
+
+
+def function_spec(function: Callable[..., Any] | str, role: str = "reward") -> Reference | Pickled:
+    """The same for a plain function, such as a reward. Raises AgentError."""
+    if not isinstance(function, str):
+        return _live(function, role)
+    reference = _reference(function)
+    if reference is None:
+        raise AgentError(f"{role} {function!r} is neither `module:function` nor `path/to/file.py:function`")
+    return reference
+
+
+def _reference(text: str) -> Reference | None:
+    match = _FILE.match(text) or _MODULE.match(text)
+    return Reference(match[1], match[2]) if match else None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise AgentError(f"agent {text!r} is no command line ({error}); {FORMS}") from error
+    if not words:
+        raise AgentError(f"the agent is an empty text; {FORMS}")
+    return words
+
+
+def _live(given: Any, role: str) -> Reference | Pickled:
+    if not callable(given) and not isinstance(given, LitAgent):
+        raise AgentError(not_an_agent(given, role))
+    label = f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
+    return _by_name(given) or Pickled(_pickle(given, label, role), label)
+
+
+def _by_name(given: Any) -> Reference | None:
+    """A reference another process can follow to the same object, if there is one."""
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or "<" in name or not importable(module):
+        return None
+    try:
+        return Reference(module, name) if resolve(sys.modules[module], name) is given else None
+    except AttributeError:
+        return None
+
+
+def importable(name: str) -> bool:
+    """Whether another process with the same `sys.path` finds the same module under this name."""
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
+        return False
+    path: Sequence[str] | None = None
+    spec = None
+    for end in range(1, name.count(".") + 2):
+        partial = ".".join(name.split(".")[:end])
+        spec = _find(partial, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and spec.origin == getattr(module, "__file__", None)
+
+
+def _find(name: str, path: Sequence[str] | None) -> Any:
+    # `importlib.util.find_spec` answers from sys.modules, where a module may sit that nobody else can import.
+    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _pickle(given: Any, label: str, role: str) -> bytes:
+    by_value = _unimportable_homes(given)
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(given)
+    except Exception as error:  # whatever a user's object raises while it is pickled
+        raise AgentError(
+            f"{role} {label} cannot be sent to the processes that run it: {type(error).__name__}: {error}. "
+            "Move it to a module and pass 'module:name', or make what it captures inside it"
+        ) from error
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _unimportable_homes(given: Any) -> list[ModuleType]:
+    inner = given.function if isinstance(given, FunctionAgent) else given
+    homes = {getattr(thing, "__module__", None) for thing in (inner, type(inner))}
+    modules = [sys.modules[home] for home in homes if isinstance(home, str) and home in sys.modules]
+    return [module for module in modules if module.__name__ != "__main__" and not _shipped(module.__name__)]
+
+
+def _shipped(module: str) -> bool:
+    return module in sys.builtin_module_names or importable(module)
+
+
+def resolve(module: ModuleType, name: str) -> Any:
+    """The object at a dotted name inside a module. Raises AttributeError."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def not_an_agent(found: Any, role: str) -> str:
+    """What to say about an object that cannot be called."""
+    if role == "agent" and hasattr(found, "run"):
+        kind = type(found).__qualname__
+        return f"the agent is an instance of {kind}; pass the class {kind} itself: each attempt makes its own"
+    return (
+        f"the {role} is {found!r}, a {type(found).__qualname__}, which cannot be called; "
+        "give a function, a LitAgent, or a class with a run method"
+    )

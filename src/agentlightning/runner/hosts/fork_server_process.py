@@ -1,0 +1,176 @@
+"""The zygote as its runner sees it: a process, a socket to it, and the few things it can be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from msgspec.structs import replace
+
+from agentlightning.errors import AgentError
+from agentlightning.rollouts import agent_process_environment
+from agentlightning.runner.hosts.agent_log import AgentLog
+from agentlightning.runner.hosts.messages import (
+    Exited,
+    Fork,
+    Frames,
+    FromZygote,
+    Kill,
+    Load,
+    Loaded,
+    LoadFailed,
+    WireError,
+    encode,
+)
+
+OnMessage = Callable[[Loaded | LoadFailed | Exited], None]
+
+CLOSE_SECONDS = 5.0
+HOME = str(Path(__file__).resolve().parents[2])
+"""Where this package is, which a relative entry of the Python path would not say in another directory."""
+BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.hosts.fork_server import main; main()"
+
+
+class ZygoteProcess:
+    """Started by `spawn`, heard from `attach` on, ended by `close`."""
+
+    def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
+        self._load = load
+        self._cwd = Path.cwd() if cwd is None else Path(cwd)
+        self.log = None if log is None else AgentLog(log)
+        self._frames: Frames[FromZygote] = Frames(FromZygote)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._on_message: OnMessage | None = None
+        self._on_lost: Callable[[], None] | None = None
+
+    @property
+    def spawned(self) -> bool:
+        return self._process is not None
+
+    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start the process and tell it what to import, with `variables` over our own. Needs no event loop. Raises
+        AgentError."""
+        if not self._cwd.is_dir():
+            raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
+        with theirs, _output(self.log) as output:
+            # A session of its own: Ctrl-C is for the runner, which then decides what becomes of the attempts.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=self._cwd,
+                env=agent_process_environment(os.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        load = replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {}))
+        self._tell(load, self._process.stdin)
+
+    def _tell(self, load: Load, stdin: IO[bytes] | None) -> None:
+        try:
+            if stdin is not None:
+                with stdin:
+                    stdin.write(encode(load))
+        except BrokenPipeError:
+            return  # it has ended already; `attach` sees that
+
+    def attach(self, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
+        """Listen, in the running loop."""
+        self._on_message, self._on_lost = on_message, on_lost
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+
+    @property
+    def _socket(self) -> socket.socket:
+        if self._control is None:
+            raise AgentError("the agent's processes are not running; call start() first")
+        return self._control
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        try:
+            for message in self._frames.feed(data):
+                if self._on_message is not None:
+                    self._on_message(message)
+        except WireError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            if self._on_lost is not None:
+                self._on_lost()
+
+    def fork(self, host_id: int) -> socket.socket:
+        """Ask for a host; our end of its socket. The host is there once it says `Ready`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._send(Fork(host_id), theirs)
+        ours.setblocking(False)
+        return ours
+
+    def kill(self, host_id: int) -> None:
+        """End a host with SIGKILL."""
+        self._send(Kill(host_id))
+
+    def _send(self, message: Fork | Kill, passed: socket.socket | None = None) -> None:
+        fds = [] if passed is None else [passed.fileno()]
+        try:
+            socket.send_fds(self._socket, [encode(message)], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # `on_lost` follows
+
+    @property
+    def output(self) -> str:
+        """Where what it prints can be read."""
+        return "on stderr" if self.log is None else f"in {self.log.path}"
+
+    def returncode(self) -> int | None:
+        """How it ended, once it has said goodbye."""
+        if self._process is None:
+            return None
+        try:
+            return self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    async def close(self) -> None:
+        """End the process and every host it has. Safe to call twice."""
+        if self._control is None or self._process is None:
+            return
+        if self._on_message is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        self._control = None
+        await asyncio.to_thread(_wait_or_kill, self._process)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _output(log: AgentLog | None) -> IO[Any]:
+    """Where agents print: the log, or our stderr. Never our stdout, which belongs to whoever reads our results."""
+    return open(os.dup(2), "wb") if log is None else open(log.path, "ab")
+
+
+def _python_path(cwd: Path) -> tuple[str, ...]:
+    path = [os.path.abspath(entry) for entry in sys.path]
+    here = str(cwd.resolve())
+    return tuple(path if here in path else [here, *path])

@@ -1,0 +1,122 @@
+"""Spans on their way from agents to the store: gathered while a write is under way, then written together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from agentlightning.errors import AgentLightningError, ConfigError, ConflictError, Failure, NotFoundError
+from agentlightning.rollouts import AttemptedRollout, trace_id_of
+from agentlightning.span import (
+    EXCEPTION,
+    EXCEPTION_MESSAGE,
+    EXCEPTION_STACKTRACE,
+    EXCEPTION_TYPE,
+    SUPERSEDED,
+    Span,
+    new_span_id,
+    new_trace_id,
+)
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.sanitize import storable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BATCH = 1000
+"""Spans in one write."""
+
+
+class Patience(Protocol):
+    """Carries an operation out, trying again where that helps."""
+
+    async def __call__(self, operation: Callable[[], Awaitable[T]], /) -> T: ...
+
+
+class SpanWriter:
+    """Writes spans in the order they were put. `on_fenced` is told the attempt of each span the store marked."""
+
+    def __init__(self, store: LightningStoreBase, patiently: Patience, on_fenced: Callable[[str], None]) -> None:
+        self._store = store
+        self._patiently = patiently
+        self._on_fenced = on_fenced
+        self._waiting: deque[Span] = deque()
+        self._arrived = asyncio.Event()
+        self._put = 0
+        self._done = 0
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def put(self, spans: Sequence[Span]) -> None:
+        """Take spans over."""
+        self._waiting.extend(spans)
+        self._put += len(spans)
+        self._arrived.set()
+
+    async def written(self) -> None:
+        """Wait until everything put so far is in the store."""
+        if self._done < self._put:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((self._put, future))
+            await future
+
+    async def run(self) -> None:
+        """Write until cancelled. Raises what the store raises, but for spans it does not want."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                await self._write(batch)
+                self._done += len(batch)
+                self._tell()
+
+    def _tell(self) -> None:
+        while self._waiters and self._waiters[0][0] <= self._done:
+            _, future = self._waiters.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    async def _write(self, batch: Sequence[Span], mended: bool = False) -> None:
+        try:
+            kept = await self._patiently(lambda: self._store.add_many_spans(batch))
+        except (ConfigError, ConflictError, NotFoundError) as error:
+            for span in batch if len(batch) > 1 else ():  # a refused span must not take those of others with it
+                await self._write([span])
+            if len(batch) == 1:
+                await self._write_otherwise(batch[0], error, mended)
+            return
+        for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
+            self._on_fenced(attempt_id)
+
+    async def _write_otherwise(self, span: Span, error: AgentLightningError, mended: bool) -> None:
+        """What can be stored of a refused span: whatever an agent emits, it does not end the runner."""
+        if isinstance(error, ConfigError) and not mended:
+            return await self._write([storable(span)], mended=True)
+        logger.warning("the store refuses span %r of attempt %s: %s", span.name, span.attempt_id, error)
+
+
+def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
+    """A failure as a span of its attempt, made now."""
+    now = time.time()
+    attributes = {
+        EXCEPTION_TYPE: failure.type,
+        EXCEPTION_MESSAGE: failure.message,
+        EXCEPTION_STACKTRACE: failure.traceback,
+    }
+    return Span(
+        claimed.rollout_id,
+        claimed.attempt.attempt_id,
+        EXCEPTION,
+        now,
+        now,
+        trace_id=trace_id_of(claimed.attempt.attempt_id) or new_trace_id(),
+        span_id=new_span_id(),
+        status_code="ERROR",
+        status_message=failure.message,
+        attributes=attributes,
+    )

@@ -1,0 +1,312 @@
+"""The short way of a model call from the socket to the gateway and back.
+
+uvicorn's own protocol serves every request; here those that go to the gateway, which are many, skip what they do not
+need: the cycle around an ASGI application, the router, and two writes where one will do; and where the gateway can
+serve a call without a task, the task. What is unusual (a body that
+is long or of unknown length, `Expect`, pipelining, HTTP/1.0) goes the long way, to the same code.
+
+Also guards the connections. Who may not call is known at the end of the head, and nothing of the body is kept then. An
+`Upgrade` is ignored, as HTTP allows: the request is served in HTTP/1.1, its body being its own. Bodies that have not
+come to their end are bounded in all. Connections on which nothing happens are closed: those between requests, and those
+whose request does not come to its end, which are answered with 408.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Final, cast
+
+import httptools
+from starlette.routing import Match, Route
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from agentlightning.server.fast_request import STATUS_LINES, Call
+from agentlightning.server.request_tracker import Door
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES: Final = 1024 * 1024
+"""Of a request that takes the short way."""
+MAX_HEAD_BYTES: Final = 65536
+IDLE_SECONDS: Final = 120.0
+"""Between the requests of a connection."""
+STALLED_SECONDS: Final = 30.0
+"""A request has so long for its head, and then for its body, besides the time it takes at the slowest."""
+SLOWEST: Final = 8192
+"""Bytes a second."""
+MAX_UNFINISHED_BYTES: Final = 1024**3
+"""Of all bodies together that have not come to their end."""
+_MAX_KNOWN_PATHS: Final = 16384
+_LONGEST_KNOWN_PATH: Final = 512
+_LONG: Final = b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error"}}'
+_FULL: Final = b'{"error":{"message":"too many uploads at once; try again in a moment","type":"overloaded_error"}}'
+_TUNNEL: Final = b'{"error":{"message":"this server is no proxy","type":"invalid_request_error"}}'
+_LATE: Final = b'{"error":{"message":"the request did not come to its end in time","type":"timeout_error"}}'
+
+
+class Shortcuts:
+    """Which paths take the short way: those of `routes` that are bare applications and take a POST. Where the endpoint
+    of one has a way `direct`, a call is first offered to that."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        door: Door,
+        stalled_seconds: float = STALLED_SECONDS,
+        max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
+    ) -> None:
+        self.door = door
+        self.stalled_seconds = stalled_seconds
+        self.max_unfinished_bytes = max_unfinished_bytes
+        self.unfinished_bytes = 0
+        """Of bodies that are coming in."""
+        self._routes = [route for route in routes if not inspect.isroutine(route.endpoint)]
+        self._known: dict[bytes, tuple[Route, dict[str, Any]]] = {}
+        self._watched: asyncio.TimerHandle | None = None
+
+    def find(self, url: bytes) -> tuple[Route, dict[str, Any]] | None:
+        """The route of a POST, where there is one; of a path without query and escapes only."""
+        known = self._known.get(url)
+        if known is not None:
+            return known
+        if b"?" in url or b"%" in url or not url.isascii():
+            return None
+        scope: Scope = {"type": "http", "method": "POST", "path": url.decode()}
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                known = route, found["path_params"]
+                if len(url) > _LONGEST_KNOWN_PATH:
+                    return known
+                if len(self._known) >= _MAX_KNOWN_PATHS:
+                    self._known.clear()
+                self._known[url] = known
+                return known
+        return None
+
+    def watch(self, connections: Collection[Any]) -> None:
+        """Look, as long as there are connections, at how long each has been silent."""
+        if self._watched is None:
+            seconds = min(5.0, self.stalled_seconds / 4)
+            self._watched = asyncio.get_running_loop().call_later(seconds, self._look, connections)
+
+    def _look(self, connections: Collection[Any]) -> None:
+        self._watched = None
+        now = asyncio.get_running_loop().time()
+        for each in list(connections):
+            if isinstance(each, ModelCalls):
+                each.check(now)
+        if connections:
+            self.watch(connections)
+
+
+class ModelCalls(HttpToolsProtocol):
+    """One connection."""
+
+    parser: Any
+    cycle: Any
+    """uvicorn's, or a `Call`; None before the first."""
+    shortcuts: Shortcuts
+    """Of the server; set in a subclass for each."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._upgrade: list[tuple[bytes, bytes]] = []
+        """The `Upgrade` that is ignored; the application may want to say something about it."""
+        self._reading = False
+        """A request is coming in."""
+        self._in_head = False
+        self._since = self.loop.time()
+        """When the connection came, the request began, its head was whole, or the last answer went."""
+        self._received = 0
+        """Bytes since then."""
+        self._unsent, self._unsent_since = -1, 0.0
+        """Bytes of the answer that the caller has not taken, and since when there are so many."""
+        self._held = 0
+        """Bytes of the body that is coming in."""
+        self._incoming: Call | None = None
+        """Its body is coming in."""
+        self._call: Call | None = None
+        """It is being answered."""
+
+    # -- the connection ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self.shortcuts.watch(self.connections)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        call, self._call, self._incoming = self._call, None, None
+        self._let_go()
+        super().connection_lost(exc)
+        if call is not None:
+            call.hang_up()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
+            return
+        self._received += len(data)
+        if self._in_head and self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.refuse(431, _LONG)
+
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read. At the end of a head that asks for another protocol it stops; what follows is the body
+        of that request all the same, and a parser that is not told of the wish reads it as such."""
+        rest = memoryview(data)
+        while not self.transport.is_closing():
+            try:
+                return self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+                self._ignore_upgrade()
+
+    def _ignore_upgrade(self) -> None:
+        parser, headers = self.parser, self.headers
+        if parser.get_method() == b"CONNECT":
+            return self.refuse(405, _TUNNEL)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        lines += [b"%s: %s\r\n" % header for header in map(_without_upgrade, headers) if header is not None]
+        self._upgrade = [header for header in headers if header[0] == b"upgrade"]
+        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+
+    def _hold(self, count: int) -> None:
+        """So many bytes more of a body have come."""
+        self._held += count
+        self.shortcuts.unfinished_bytes += count
+        if self.shortcuts.unfinished_bytes > self.shortcuts.max_unfinished_bytes and not self.transport.is_closing():
+            self.refuse(503, _FULL, b"retry-after: 1\r\n")
+
+    def _let_go(self) -> None:
+        self.shortcuts.unfinished_bytes -= self._held
+        self._held = 0
+
+    def check(self, now: float) -> None:
+        """Close what has been silent for too long."""
+        silent = now - self._since
+        if self._reading:
+            allowed = self.shortcuts.stalled_seconds + (0 if self._in_head else self._received / SLOWEST)
+            if silent >= allowed and not self.transport.is_closing():
+                self.refuse(408, _LATE)
+        elif self.flow.write_paused:
+            self._check_reader(now)
+        elif silent >= IDLE_SECONDS and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
+    def _check_reader(self, now: float) -> None:
+        """A caller that takes nothing of its answer any more keeps a slot, an engine and a connection waiting."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self._unsent:
+            self._unsent, self._unsent_since = unsent, now
+        elif now - self._unsent_since >= self.shortcuts.stalled_seconds:
+            self.transport.abort()
+
+    def refuse(self, status: int, body: bytes, headers: bytes = b"") -> None:
+        """Answer a request that is not whole, and close."""
+        cycle, self._incoming = self.cycle, None
+        self._let_go()
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                return self.transport.close()
+        self.transport.write(
+            b"%scontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
+            % (STATUS_LINES[status], len(body), headers, body)
+        )
+        self.transport.close()
+
+    # -- what the parser calls -----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._reading = self._in_head = True
+        self._since, self._received = self.loop.time(), 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the head comes again
+        if self._upgrade:
+            self.headers += self._upgrade
+            self._upgrade = []
+        self._in_head, self._since, self._received = False, self.loop.time(), 0
+        found = self.shortcuts.find(self.url) if self.parser.get_method() == b"POST" else None
+        if found is None or not self._is_usual():
+            return super().on_headers_complete()
+        route, path_params = found
+        self.cycle = self._incoming = call = Call(self, route, path_params, self.parser.should_keep_alive())
+        call.admit()
+
+    def _is_usual(self) -> bool:
+        if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
+            return False
+        if self.parser.get_http_version() != "1.1":
+            return False
+        for name, value in self.headers:
+            if name == b"content-length":
+                return len(value) < 8 and int(value) <= MAX_BODY_BYTES
+        return False
+
+    def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._incoming is None:
+            if not self.cycle.response_complete:
+                self._hold(len(body))
+            return super().on_body(body)
+        if self._incoming.parts is not None:
+            self._incoming.parts.append(body)
+            self._hold(len(body))
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._reading = False
+        self._let_go()
+        call, self._incoming = self._incoming, None
+        if self.transport.is_closing():
+            return
+        if call is None:
+            return super().on_message_complete()
+        self._call = call
+        call.begin()
+
+    def on_response_complete(self) -> None:
+        """Without a timer for each connection: they are all watched by one."""
+        self._call = None
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self._since = self.loop.time()
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+
+
+def _without_upgrade(header: tuple[bytes, bytes]) -> tuple[bytes, bytes] | None:
+    """The header without the wish for another protocol."""
+    name, value = header
+    if name in (b"upgrade", b"http2-settings"):
+        return None
+    if name != b"connection":
+        return header
+    wishes = [wish.strip() for wish in value.split(b",")]
+    return name, b", ".join(wish for wish in wishes if wish.lower() not in (b"upgrade", b"http2-settings"))

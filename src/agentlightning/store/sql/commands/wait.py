@@ -1,0 +1,56 @@
+"""Waiting for rollouts to finish, without looking at the database each time something else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.store.sql.commands.base import Call
+from agentlightning.store.sql.execution.unit_of_work import Unit
+from agentlightning.store.sql.execution.waiters import PARK, Parked
+from agentlightning.store.sql.tables import mapping, statements
+from agentlightning.store.sql.tables.mapping import Row
+
+
+class Wait(Call):
+    """One `wait_for_rollouts`. Its answer: the rows of the finished ones, in the order asked for."""
+
+    __slots__ = ("_ids", "_minimum", "_missing", "_pending")
+
+    writes = False
+
+    def __init__(self, rollout_ids: Sequence[str], minimum: int | None) -> None:
+        super().__init__("wait_for_rollouts")
+        mapping.check_texts(rollout_ids, "rollout_ids")
+        self._ids = list(dict.fromkeys(rollout_ids))
+        self._minimum = len(self._ids) if minimum is None else minimum
+        if not 0 <= self._minimum <= len(self._ids):
+            raise ConfigError(
+                f"minimum={minimum} of {len(self._ids)} rollouts can never be reached; leave it out for all"
+            )
+        self._pending: set[str] = set()
+        self._missing = 0
+
+    def run(self, unit: Unit) -> Any:
+        rows = self.at_timeout(unit)
+        if len(rows) >= self._minimum:
+            return rows
+        self._pending = set(self._ids).difference(row[1] for row in rows)
+        self._missing = self._minimum - len(rows)
+        return PARK
+
+    def at_timeout(self, unit: Unit) -> list[Row]:
+        rows = {row[1]: row for row in unit.connection.all(statements.FINISHED_AMONG, self._ids)}
+        if len(rows) < len(self._ids):
+            self._check_known(unit)
+        return [rows[rollout_id] for rollout_id in self._ids if rollout_id in rows]
+
+    def park(self, parked: Parked) -> None:
+        parked.add_wait(self, self._pending, self._missing)
+
+    def _check_known(self, unit: Unit) -> None:
+        known = {row[0] for row in unit.connection.all(statements.KNOWN_AMONG, self._ids)}
+        unknown = [rollout_id for rollout_id in self._ids if rollout_id not in known]
+        if unknown:
+            raise NotFoundError(f"no rollout {unknown[0]!r} in this store")

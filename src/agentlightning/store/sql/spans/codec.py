@@ -1,0 +1,352 @@
+"""Packs: the spans of one attempt that are written together, as one value.
+
+`pack` turns spans into bytes in the thread of the caller; `unpack` makes spans of them. What a pack leaves out is what
+the store decides or shares: the ids of the attempt, the sequence numbers, whether the attempt was superseded, and the
+blocks of long prompts (tokens.py). Nothing here reads or writes a database.
+
+A body without tokens is JSON, one list for each span:
+
+    [name, start, end, trace_id, parent_id, status_code, status_message, attributes, events, resource, tokens]
+
+where None is written `false` (so that a `null` can only come from an attribute), a list may stop after `attributes`,
+`resource` is `true` where it is that of the span before, and `tokens` counts what the span has: [1 where it begins with
+a chain of blocks, other prompt ids, response ids, log-probabilities], -1 where an attribute is absent. A body with
+tokens begins with a zero byte, the number of chains and the length of the JSON; then come the digest of each chain's
+last block, the JSON, and the numbers of all spans in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import repeat
+from struct import Struct as Layout
+from typing import Any, Final
+
+import orjson
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from agentlightning.errors import ConfigError
+from agentlightning.span import (
+    LOGPROBS,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    SUPERSEDED,
+    TOKEN_ATTRIBUTES,
+    Span,
+    SpanEvent,
+)
+from agentlightning.store.ids import new_hex, new_random
+from agentlightning.store.sql.spans import token_blocks
+from agentlightning.store.sql.spans.token_blocks import ChainCache, TokenBlock, TokenChain
+from agentlightning.store.sql.spans.validate import (
+    check_fields,
+    check_sequence_ids,
+    check_text,
+    is_usual,
+    refuse_not_finite,
+    refuse_unusual,
+)
+
+_header = Layout("<xII")
+ABSENT: Final = -1
+"""Count of a token attribute that a span does not have."""
+_has_null = re.compile(b"null").search  # a third faster than `in` on JSON text
+_TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
+_FEW: Final = 2
+_SHORT: Final = {8}
+"""Fields in a row that stops after `attributes`."""
+_chains = ChainCache()
+
+
+class Pack(Struct, frozen=True, gc=False):
+    """Some spans of one attempt, ready to be stored."""
+
+    span_ids: tuple[str, ...]
+    """One for each span; made here where the caller gave none."""
+    ids: bytes
+    """`span_ids` in a compact form, which `split_ids` reads."""
+    sequence_ids: tuple[int, ...]
+    """As asked for; 0 where the store gives the next."""
+    json: bytes
+    numbers: bytes = b""
+    chains: tuple[TokenChain, ...] = ()
+    """One for each prompt of at least a block, in the order of the spans."""
+
+    @property
+    def count(self) -> int:
+        return len(self.span_ids)
+
+    @property
+    def body(self) -> bytes:
+        """What `unpack` reads."""
+        if not self.chains and not self.numbers and self.json.startswith(b"["):
+            return self.json
+        heads = b"".join([chain.head for chain in self.chains])
+        return _header.pack(len(self.chains), len(self.json)) + heads + self.json + self.numbers
+
+    @property
+    def heads(self) -> set[bytes]:
+        """The digests of the chains that `body` refers to: what keeps their blocks from being collected."""
+        return {chain.head for chain in self.chains}
+
+    def blocks(self, known: Container[bytes] = ()) -> list[TokenBlock]:
+        """The blocks that `body` refers to, parents first; see `tokens.blocks_of` for `known`."""
+        return token_blocks.blocks_of(self.chains, known) if self.chains else []
+
+
+# -- spans to bytes --------------------------------------------------------------------------------------------------
+
+
+def pack(spans: Sequence[Span]) -> Pack:
+    """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
+    it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
+    rows: list[tuple[Any, ...]] = []
+    given: list[str] = []
+    sequence_ids: list[int] = []
+    texts: list[str] = []
+    numbers: list[bytes] = []
+    chains: list[TokenChain] = []
+    before: dict[str, Any] | None = None
+    for span in spans:
+        fields = astuple(span)
+        _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
+            fields
+        )
+        given.append(span_id)
+        sequence_ids.append(sequence_id)
+        texts += (name, trace_id, parent or "")
+        row = (
+            name,
+            start,
+            False if end is None else end,
+            trace_id,
+            False if parent is None else parent,
+            code,
+            False if message is None else message,
+            attributes,
+        )
+        if not is_usual(row):
+            check_fields(span)
+        if events or resource or not _TOKENS.isdisjoint(attributes):
+            row = _long_row(row, span, before, numbers, chains)
+        before = resource
+        rows.append(row)
+    made = b"" if any(given) else b"\0" + new_random(8 * len(given))
+    span_ids = split_ids(made) if made else tuple([span_id or new_hex() for span_id in given])
+    check_text(spans, span_ids, texts)
+    check_sequence_ids(spans, sequence_ids)
+    ids = made or join_ids(span_ids)
+    return Pack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(chains))
+
+
+def _long_row(
+    row: tuple[Any, ...],
+    span: Span,
+    previous: dict[str, Any] | None,
+    numbers: list[bytes],
+    chains: list[TokenChain],
+) -> tuple[Any, ...]:
+    """The row of a span that has events, a resource or tokens."""
+    attributes, counts = span.attributes, None
+    if not _TOKENS.isdisjoint(attributes):
+        attributes = attributes.copy()
+        counts = _take_tokens(span.attempt_id, attributes, numbers, chains)
+    events = [(event.name, event.timestamp, event.attributes) for event in span.events]
+    resource = bool(span.resource) and (span.resource == previous or span.resource)
+    return (*row[:-1], attributes, events, resource, counts or False)
+
+
+def _take_tokens(
+    attempt_id: str, attributes: dict[str, Any], numbers: list[bytes], chains: list[TokenChain]
+) -> tuple[int, int, int, int]:
+    """Move the token attributes to `numbers` and `chains`; returns how many there are. What is no list of numbers in
+    range stays where it is."""
+    chained, prompt_count = 0, ABSENT
+    prompt = token_blocks.pack_ids(attributes.get(PROMPT_TOKEN_IDS))
+    if prompt is not None:
+        chain, rest = _chains.cut(attempt_id, prompt)
+        if chain is not None:
+            chains.append(chain)
+            chained = 1
+        prompt_count = _taken(attributes, PROMPT_TOKEN_IDS, rest, numbers)
+    response = token_blocks.pack_ids(attributes.get(RESPONSE_TOKEN_IDS))
+    logprobs = token_blocks.pack_logprobs(LOGPROBS, attributes.get(LOGPROBS))
+    return (
+        chained,
+        prompt_count,
+        _taken(attributes, RESPONSE_TOKEN_IDS, response, numbers),
+        _taken(attributes, LOGPROBS, logprobs, numbers),
+    )
+
+
+def _taken(attributes: dict[str, Any], name: str, data: bytes | None, numbers: list[bytes]) -> int:
+    if data is None:
+        return ABSENT
+    del attributes[name]
+    numbers.append(data)
+    return len(data) // 4
+
+
+def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
+    try:
+        json = orjson.dumps(rows)
+    except TypeError as error:
+        for span in spans:
+            refuse_unusual(span)
+        raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
+    if _has_null(json):
+        for span in spans:
+            refuse_not_finite(span)
+    return json
+
+
+def select(whole: Pack, indexes: Iterable[int]) -> Pack:
+    """The spans at `indexes` alone: what is left where some are stored already."""
+    spans = unpack(
+        whole.body,
+        rollout_id="",
+        attempt_id="",
+        span_ids=whole.span_ids,
+        sequence_ids=whole.sequence_ids,
+        chains={chain.head: chain.ids for chain in whole.chains},
+    )
+    return pack([spans[index] for index in indexes])
+
+
+# -- bytes to spans --------------------------------------------------------------------------------------------------
+
+
+def heads_of(body: bytes) -> list[bytes]:
+    """The digests of the chains that a body needs, in the order of its spans, without reading the rest."""
+    if body.startswith(b"["):
+        return []
+    count, _ = _header.unpack_from(body)
+    start, size = _header.size, token_blocks.DIGEST
+    return [body[start + index * size : start + (index + 1) * size] for index in range(count)]
+
+
+def unpack(
+    body: bytes,
+    *,
+    rollout_id: str,
+    attempt_id: str,
+    span_ids: Sequence[str],
+    sequence_ids: Sequence[int],
+    superseded: bool = False,
+    chains: Mapping[bytes, bytes] | None = None,
+) -> list[Span]:
+    """The spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `tokens.join_blocks` makes them;
+    StoreError where one is missing."""
+    json, numbers = _open(body, chains or {})
+    rows = orjson.loads(json)
+    ids = rollout_id, attempt_id
+    if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
+        return _read_short(rows, ids, span_ids, sequence_ids, superseded)
+    spans: list[Span] = []
+    resource: dict[str, Any] = {}
+    for row, span_id, sequence_id in zip(rows, span_ids, sequence_ids, strict=True):
+        name, start, end, trace_id, parent, code, message, attributes = row[:8]
+        end, parent, message = _read((end, parent, message))
+        events: tuple[SpanEvent, ...] = ()
+        resource_of: dict[str, Any] = {}
+        if len(row) > 8:
+            events = tuple([SpanEvent(*event) for event in row[8]])
+            resource_of = resource.copy() if row[9] is True else row[9] or {}
+            if row[10]:
+                numbers.read(attributes, row[10], span_id)
+        resource = resource_of
+        if superseded:
+            attributes[SUPERSEDED] = True
+        many = start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource_of
+        spans.append(Span(*ids, name, *many))
+    return spans
+
+
+def _read_short(
+    rows: list[Any], ids: tuple[str, str], span_ids: Sequence[str], sequence_ids: Sequence[int], superseded: bool
+) -> list[Span]:
+    """Spans without events, resources and tokens: field by field, in half the time."""
+    if not len(rows) == len(span_ids) == len(sequence_ids):
+        raise ValueError(f"a pack of {len(rows)} spans has {len(span_ids)} ids and {len(sequence_ids)} numbers")
+    names, starts, ends, traces, parents, codes, messages, attributes = zip(*rows, strict=True)
+    if superseded:
+        for each in attributes:
+            each[SUPERSEDED] = True
+    owner = map(repeat, ids)
+    told = codes, _read(messages), attributes
+    return list(map(Span, *owner, names, starts, _read(ends), sequence_ids, traces, span_ids, _read(parents), *told))
+
+
+def _read(values: Sequence[Any]) -> list[Any]:
+    """None was written `false`."""
+    return [None if value is False else value for value in values]
+
+
+def _open(body: bytes, chains: Mapping[bytes, bytes]) -> tuple[bytes, _Numbers]:
+    if body.startswith(b"["):
+        return body, _Numbers(b"", (), chains)
+    heads = heads_of(body)
+    start = _header.size + token_blocks.DIGEST * len(heads)
+    end = start + _header.unpack_from(body)[1]
+    return body[start:end], _Numbers(body[end:], heads, chains)
+
+
+class _Numbers:
+    """The binary part of a body, read span by span."""
+
+    __slots__ = ("_chains", "_data", "_heads", "_start")
+
+    def __init__(self, data: bytes, heads: Sequence[bytes], chains: Mapping[bytes, bytes]) -> None:
+        self._data = data
+        self._heads = iter(heads)
+        self._chains = chains
+        self._start = 0
+
+    def read(self, attributes: dict[str, Any], counts: Sequence[int], span_id: str) -> None:
+        """Put back the token attributes of the next span."""
+        chained, prompt, response, logprobs = counts
+        if prompt != ABSENT:
+            ids = self._next(prompt)
+            if chained:
+                ids = self._chain(span_id) + ids
+            attributes[PROMPT_TOKEN_IDS] = token_blocks.read_ids(ids)
+        if response != ABSENT:
+            attributes[RESPONSE_TOKEN_IDS] = token_blocks.read_ids(self._next(response))
+        if logprobs != ABSENT:
+            attributes[LOGPROBS] = token_blocks.read_logprobs(self._next(logprobs))
+
+    def _next(self, count: int) -> bytes:
+        start, self._start = self._start, self._start + 4 * count
+        return self._data[start : self._start]
+
+    def _chain(self, span_id: str) -> bytes:
+        try:
+            return self._chains[next(self._heads)]
+        except KeyError:
+            raise token_blocks.missing_tokens(span_id) from None
+
+
+# -- ids -------------------------------------------------------------------------------------------------------------
+
+
+def join_ids(span_ids: Sequence[str]) -> bytes:
+    """Ids in a compact form: 8 bytes for each that is 16 hexadecimal digits as OpenTelemetry has them, else JSON."""
+    joined = "".join(span_ids)
+    if set(map(len, span_ids)) == {16}:
+        try:
+            packed = bytes.fromhex(joined)
+        except ValueError:
+            packed = b""
+        if packed.hex() == joined:
+            return b"\0" + packed
+    return orjson.dumps(span_ids)
+
+
+def split_ids(data: bytes) -> tuple[str, ...]:
+    """What `join_ids` was given."""
+    if data.startswith(b"["):
+        return tuple(orjson.loads(data))
+    digits = data[1:].hex()
+    return tuple([digits[start : start + 16] for start in range(0, len(digits), 16)])

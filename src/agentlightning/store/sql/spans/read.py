@@ -1,0 +1,240 @@
+"""Reading the spans of attempts from their packs: by rollout, by filters, page by page. packs.py says what is in a
+pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import Final
+
+import orjson
+
+from agentlightning.errors import NotFoundError
+from agentlightning.span import Span
+from agentlightning.store.sql.sort_order import NATURAL, Order
+from agentlightning.store.sql.spans import codec, token_blocks
+from agentlightning.store.sql.tables import mapping, statements
+from agentlightning.store.sql.tables.backend import Connection
+from agentlightning.store.sql.tables.mapping import Row
+from agentlightning.store.sql.tables.rows import AttemptState
+
+PACKS_AT_ONCE: Final = 16
+"""Packs of an attempt that are read at once."""
+
+
+def sequence_ids_of(row: Row) -> Sequence[int]:
+    """Of a row that begins as those of `statements.PACK` do."""
+    first, count, sequences = row[2], row[3], row[5]
+    return range(first, first + count) if sequences is None else orjson.loads(sequences)
+
+
+def unpack_rows(connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str) -> list[list[Span]]:
+    """The spans of each pack, from rows of `statements.PACK`."""
+    bodies = [bytes(row[7]) for row in rows]
+    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
+    try:
+        chains = read_chains(connection, rows, bodies)
+        return [
+            codec.unpack(
+                body,
+                **ids,
+                span_ids=codec.split_ids(bytes(row[6])),
+                sequence_ids=sequence_ids_of(row),
+                superseded=bool(row[4]),
+                chains=chains,
+            )
+            for row, body in zip(rows, bodies, strict=True)
+        ]
+    except mapping.UNREADABLE as error:
+        what = f"a span of attempt {attempt_id!r} of rollout {rollout_id!r}"
+        raise mapping.damaged(what, rollout_id, error) from error
+
+
+def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[bytes]) -> dict[bytes, bytes]:
+    """The tokens of the long prompts of some packs."""
+    heads: dict[bytes, None] = {}
+    keys: list[int] = []
+    for row, body in zip(rows, bodies, strict=True):
+        found = codec.heads_of(body)
+        if found:
+            heads.update(dict.fromkeys(found))
+            keys.append(row[0])
+    if not keys:
+        return {}
+    blocks = (
+        (bytes(digest), bytes(parent), bytes(ids)) for digest, parent, ids in connection.all(statements.BLOCKS_OF, keys)
+    )
+    return token_blocks.join_blocks(heads, blocks)
+
+
+def spans_by_id(connection: Connection, attempt: AttemptState, span_ids: set[str]) -> dict[str, Span]:
+    """Those of an attempt that are in the database."""
+    keys = [
+        row[0]
+        for row in connection.all(statements.HEADERS_OF, attempt.key)
+        if not span_ids.isdisjoint(codec.split_ids(bytes(row[6])))
+    ]
+    rows = connection.all(statements.PACKS_BY_KEY, keys)
+    unpacked = unpack_rows(connection, rows, attempt.rollout.rollout_id, attempt.attempt_id)
+    return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
+
+
+def _has(name: str, value: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: field_of(span) == value
+
+
+def _contains(name: str, part: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: part in (field_of(span) or "")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanQuery:
+    """What `query_spans` asks for."""
+
+    rollout_id: str
+    attempt_id: str | None
+    after: str | None
+    limit: int
+    offset: int
+    exact: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """The value that a field of a span must have."""
+    parts: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """The text that a field of a span must contain."""
+    any_of: bool = False
+    """One of these filters is enough."""
+    order: Order = NATURAL
+
+    @property
+    def filters(self) -> list[Callable[[Span], bool]]:
+        exact = [_has(name, value) for name, value in self.exact.items() if value is not None]
+        return exact + [_contains(name, part) for name, part in self.parts.items() if part is not None]
+
+    def page(self, spans: Iterable[Span]) -> list[Span]:
+        """What is asked of all the spans from the place of `after` on."""
+        tests, enough = self.filters, any if self.any_of else all
+        if not self.order.natural:
+            fitting = [span for span in spans if not tests or enough(test(span) for test in tests)]
+            return self.order.page(fitting, self.limit, self.offset)
+        skip, found = self.offset, list[Span]()
+        if self.limit == -1 and not skip and not tests:
+            return list(spans)
+        if self.limit == 0:
+            return found
+        for span in spans:
+            if tests and not enough(test(span) for test in tests):
+                continue
+            if skip:
+                skip -= 1
+                continue
+            found.append(span)
+            if len(found) == self.limit:
+                break
+        return found
+
+
+def query(connection: Connection, asked: SpanQuery) -> list[Span]:
+    """Spans from the database, in few reads and memory bounded by the answer."""
+    attempts = attempts_asked(connection, asked.rollout_id, asked.attempt_id)
+    if asked.after is None:
+        return asked.page(span for row in attempts for span in _stream(connection, asked.rollout_id, row, None))
+    index, place = _find(connection, attempts, asked)
+    rest = attempts[index:]
+    places = [place, *[None] * (len(rest) - 1)]
+    return asked.page(
+        span
+        for row, start in zip(rest, places, strict=True)
+        for span in _stream(connection, asked.rollout_id, row, start)
+    )
+
+
+def attempts_asked(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[Row]:
+    """Rows of `statements.ATTEMPT`."""
+    rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
+    if not rows and not connection.all(statements.ROLLOUT_KEY, rollout_id):
+        raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+    if attempt_id is None:
+        return rows
+    if attempt_id == "latest":
+        return rows[-1:]
+    rows = [row for row in rows if row[3] == attempt_id]
+    if not rows:
+        raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
+    return rows
+
+
+Place = tuple[int, int, int]
+"""Of a span within its attempt: (sequence_id, key of its pack, index in it)."""
+
+
+def _find(connection: Connection, attempts: Sequence[Row], asked: SpanQuery) -> tuple[int, tuple[Place, int]]:
+    """(index of the attempt, (place, sequence number from which packs are to be read)) of the span `after`."""
+    for index, attempt in enumerate(attempts):
+        headers = connection.all(statements.HEADERS_OF, attempt[0])
+        for row in headers:
+            span_ids = codec.split_ids(bytes(row[6]))
+            if asked.after in span_ids:
+                inner = span_ids.index(asked.after)
+                sequence_id = sequence_ids_of(row)[inner]
+                start = min(header[2] for header in headers if max(sequence_ids_of(header)) >= sequence_id)
+                return index, ((sequence_id, row[0], inner), start)
+    raise NotFoundError(f"rollout {asked.rollout_id!r} has no span {asked.after!r} to go on after")
+
+
+def _stream(connection: Connection, rollout_id: str, attempt: Row, after: tuple[Place, int] | None) -> Iterator[Span]:
+    """The spans of an attempt by sequence number, those after a place only. Packs whose numbers interleave are merged;
+    others pass through one by one."""
+    ahead: list[tuple[Place, Span]] = []
+    place, start = after or (None, -1)
+    for row, spans in _packs(connection, rollout_id, attempt, start):
+        while ahead and ahead[0][0][0] < row[2]:
+            yield heappop(ahead)[1]
+        for index, span in enumerate(spans):
+            here = (span.sequence_id, row[0], index)
+            if place is None or here > place:
+                heappush(ahead, (here, span))
+    while ahead:
+        yield heappop(ahead)[1]
+
+
+def _packs(connection: Connection, rollout_id: str, attempt: Row, start: int) -> Iterator[tuple[Row, list[Span]]]:
+    skip = 0
+    while True:
+        rows = connection.all(statements.PACKS_OF, attempt[0], start, PACKS_AT_ONCE, skip)
+        yield from zip(rows, unpack_rows(connection, rows, rollout_id, attempt[3]), strict=True)
+        if len(rows) < PACKS_AT_ONCE:
+            return
+        last = rows[-1][2]
+        skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
+        start = last
+
+
+def latest_spans(connection: Connection, rollout_ids: list[str]) -> dict[str, list[Span]]:
+    """The spans of the latest attempt of each rollout, by rollout."""
+    spans: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
+    owners = {
+        key: (rollout_id, attempt_id)
+        for rollout_id, key, attempt_id in connection.all(statements.LATEST_AMONG, list(spans))
+    }
+    by_attempt: dict[int, list[Row]] = {}
+    for row in connection.all(statements.PACKS_AMONG, list(owners)):
+        by_attempt.setdefault(row[1], []).append(row)
+    for key, rows in by_attempt.items():
+        rollout_id, attempt_id = owners[key]
+        places = [
+            ((span.sequence_id, row[0], index), span)
+            for row, found in zip(rows, unpack_rows(connection, rows, rollout_id, attempt_id), strict=True)
+            for index, span in enumerate(found)
+        ]
+        places.sort(key=lambda each: each[0])
+        spans[rollout_id] = [span for _, span in places]
+    missing = [rollout_id for rollout_id, found in spans.items() if not found]
+    if missing:
+        known = {row[0] for row in connection.all(statements.KNOWN_AMONG, missing)}
+        for rollout_id in missing:
+            if rollout_id not in known:
+                raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+    return spans

@@ -1,0 +1,388 @@
+"""SQLite: how a file is found, opened, checked and spoken to.
+
+WAL with synchronous=FULL: a commit is on the disk when it returns, and readers never wait for the writer. There is one
+write lock for all processes, so what was read in one transaction still holds in the next, unless `changed`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import orjson
+from sqlalchemy import Table
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.engine import Dialect
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.clock import MARK_SECONDS, Clock
+from agentlightning.store.sql.migrations import migrate
+from agentlightning.store.sql.sqlite import version_guard
+from agentlightning.store.sql.sqlite.checkpointer import Checkpoints
+from agentlightning.store.sql.sqlite.errors import explain, is_fatal
+from agentlightning.store.sql.sqlite.open_files import OpenFiles
+from agentlightning.store.sql.sqlite.schema import SqliteSchema
+from agentlightning.store.sql.sqlite.vacuum import shrink
+from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update, Wake
+
+DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
+BUSY_SECONDS: Final = 30.0
+"""How long a write waits for another process."""
+CHECKPOINT_PAGES: Final = 8000
+"""The WAL is moved into the database within a commit after so many pages of 4 KiB, if it was not before: see
+checkpoints.py."""
+CACHE_KIB: Final = 8 * 1024
+"""Of pages, for each connection."""
+STEPS: Final = (64, 32, 16, 8)
+"""Rows in one statement. What is left over goes in one more, so that few different ones have to be compiled."""
+
+_dialect = sqlite.dialect()
+_quote = _dialect.identifier_preparer.quote
+
+
+def locate(url: str | Path | None) -> Path | None:
+    """The file that `url` means; None for a store in memory."""
+    if url is None:
+        return Path.cwd() / DEFAULT_PATH
+    text = str(url)
+    if text in (":memory:", "sqlite://", "sqlite:///:memory:"):
+        return None
+    if text.startswith("sqlite:///"):
+        text = text.removeprefix("sqlite:///")
+    elif text.startswith(("http://", "https://")):
+        raise ConfigError(f"{text} is a server, not a database; use LightningStoreClient({text!r})")
+    elif "://" in text:
+        raise ConfigError(f"{text} is no store; give a path, sqlite:///PATH, postgresql://... or :memory:")
+    if not text:
+        raise ConfigError("the path of the store is empty; give a path, sqlite:///PATH or :memory:")
+    return Path(text).expanduser().absolute()
+
+
+class SqliteDatabase:
+    """A file, or a database in memory that is gone with its connection."""
+
+    dialect: Dialect = _dialect
+    shared = False
+    errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.single = path is None
+        self.name = "the in-memory store" if path is None else f"the store {path}"
+
+    def prepare(self) -> None:
+        if self.path is None:
+            return  # the one connection is prepared when it is made
+        _make_folder(self.path)
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = _connect(self.path, create=True)
+            _allow_shrinking(connection)
+            _use_wal(connection, self.path)
+            migrate(SqliteSchema(connection, str(self.path)))
+        except sqlite3.Error as error:
+            raise self.explain(error) from error
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def connect(self, read_only: bool) -> SqliteConnection:
+        try:
+            connection = _connect(self.path)
+            if self.path is None:
+                migrate(SqliteSchema(connection, self.name))
+            if read_only:
+                connection.execute("PRAGMA query_only = ON")
+        except sqlite3.Error as error:
+            raise self.explain(error) from error
+        return SqliteConnection(connection, self.path)
+
+    def listen(self, wake: Wake) -> None:
+        """Other processes are noticed by `SqliteConnection.changed`."""
+
+    def explain(self, error: Exception) -> StoreError:
+        if isinstance(error, sqlite3.Error):
+            return explain(error, self.path)
+        return StoreError(f"{self.name}: {error!r}")
+
+    def is_fatal(self, error: BaseException) -> bool:
+        return is_fatal(error)
+
+    def may_retry(self, error: BaseException) -> bool:
+        return False
+
+
+class SqliteConnection:
+    """One connection of the driver."""
+
+    shard = ""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
+        self.raw = connection
+        self._path = path
+        self._cursor = connection.cursor()
+        self._watched = path is not None
+        self._mark = random.SystemRandom().randrange(1, 2**31)
+        """What the database's user_version is while this connection was the last to write."""
+        self._marked = False
+        self._glance: sqlite3.Cursor | None = None
+        self._glance_lock = threading.Lock()
+        self._large = 0
+        self._files = None if path is None else OpenFiles(path)
+        self._checkpoints = None if path is None else Checkpoints(lambda: _connect(path))
+        self._version = -1
+        self._writing = False
+        self._before = 0
+        self._keys: dict[str, int] = {}
+        self._inserts: dict[tuple[Insert, int], str] = {}
+        self._updates: dict[tuple[Update, int], str] = {}
+
+    def begin(self, write: bool) -> None:
+        self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        self._writing = write
+        self._before = self.raw.total_changes
+
+    def check_files(self) -> None:
+        if self._files is not None:
+            self._files.check()
+
+    def commit(self) -> None:
+        wrote = self.raw.total_changes > self._before
+        if wrote:
+            self.check_files()
+        if self._watched and not self._marked and wrote:
+            self._cursor.execute(f"PRAGMA user_version = {self._mark}")
+            self._cursor.execute("COMMIT")
+            self._marked = True
+        else:
+            self._cursor.execute("COMMIT")
+        if self._checkpoints is not None:
+            self._checkpoints.committed(self._cursor, self._large)
+            self._large = 0
+
+    def rollback(self) -> None:
+        if self._writing:  # the rows with the last keys are gone
+            self._keys.clear()
+        if self.raw.in_transaction:
+            self._cursor.execute("ROLLBACK")
+
+    def close(self) -> None:
+        with self._glance_lock:
+            if self._glance is not None:
+                self._glance.connection.close()
+            self._glance = None
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self.raw.close()
+
+    def fresh(self) -> bool:
+        """From any thread: whether this connection was the last to write."""
+        if self._path is None:
+            return True
+        with self._glance_lock:
+            try:
+                if self._glance is None:
+                    self._glance = _connect(self._path).cursor()
+                return self._glance.execute("PRAGMA user_version").fetchone()[0] == self._mark
+            except sqlite3.Error:
+                return False
+
+    def all(self, statement: Statement, *values: Any) -> list[Any]:
+        compiled = statement.compiled(_dialect)
+        return self._cursor.execute(compiled.sql, _adapt(compiled.arrange(values))).fetchall()
+
+    def run(self, statement: Statement, *values: Any) -> int:
+        compiled = statement.compiled(_dialect)
+        return self._cursor.execute(compiled.sql, _adapt(compiled.arrange(values))).rowcount
+
+    def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
+        count = 0
+        if rows and type(rows[0][-1]) is bytes:
+            self._large += sum([len(row[-1]) for row in rows])
+        for chunk in _chunks(rows):
+            key = (insert, len(chunk))
+            sql = self._inserts.get(key)
+            if sql is None:
+                sql = self._inserts[key] = _insert_sql(insert, len(chunk))
+            count += self._cursor.execute(sql, [value for row in chunk for value in row]).rowcount
+        return count
+
+    def update(self, update: Update, rows: Sequence[Row]) -> None:
+        for chunk in _chunks(rows):
+            key = (update, len(chunk))
+            sql = self._updates.get(key)
+            if sql is None:
+                sql = self._updates[key] = _update_sql(update, len(chunk))
+            self._cursor.execute(sql, [value for row in chunk for value in row])
+
+    def keys(self, table: Table, count: int) -> Sequence[int]:
+        last = self._keys.get(table.name)
+        if last is None:
+            sql = f"SELECT coalesce(max({_quote('key')}), 0) FROM {_quote(table.name)}"
+            last = int(self._cursor.execute(sql).fetchone()[0])
+        self._keys[table.name] = last + count
+        return range(last + 1, last + count + 1)
+
+    def commit_in_order(self, table: Table) -> None:
+        """Transactions that write follow one another."""
+
+    def settled(self, table: Table) -> int:
+        """Transactions that write follow one another."""
+        return 2**63 - 1
+
+    def lock(self, table: Table) -> None:
+        """A transaction that writes has every table to itself."""
+
+    def keep_time(self, clock: Clock) -> None:
+        now = clock.reading()
+        rows = self.all(statements.CLOCK)
+        if rows:
+            reading, steady = rows[0]
+            if 0 <= now - reading < MARK_SECONDS:
+                clock.agree(reading, steady)
+                return
+            steady = clock.carry_on(reading, steady, now)
+        else:
+            ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
+            steady = clock.wall() if seen is None else seen
+        self.insert(statements.WRITE_CLOCK, [("", now, steady)])
+        clock.agree(now, steady)
+
+    def changed(self) -> bool:
+        if not self._watched:
+            return False
+        version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
+        changed = self._version not in (-1, version)
+        self._version = version
+        if changed:
+            self._keys.clear()
+            self._marked = False
+        return changed
+
+    def notify(self, queued: bool, finished: Sequence[str]) -> None:
+        """Other processes look for themselves."""
+
+    def size(self) -> int:
+        (pages,), (size,) = (self._cursor.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+        return pages * size
+
+    def vacuum(self) -> None:
+        if self._path is not None:
+            shrink(self._cursor)
+
+
+# -- writing many rows -----------------------------------------------------------------------------------------------
+
+
+def _chunks(rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+    """Rows in lots of the sizes in STEPS, and one smaller than the last of them."""
+    if len(rows) < STEPS[-1]:
+        return [rows] if rows else []
+    chunks: list[Sequence[Row]] = []
+    start = 0
+    while start < len(rows):
+        left = len(rows) - start
+        size = next((step for step in STEPS if step <= left), left)
+        chunks.append(rows[start : start + size])
+        start += size
+    return chunks
+
+
+def _values(columns: int, rows: int) -> str:
+    row = "(" + ",".join("?" * columns) + ")"
+    return ",".join([row] * rows)
+
+
+def _insert_sql(insert: Insert, rows: int) -> str:
+    columns = ", ".join(map(_quote, insert.columns))
+    sql = f"INSERT INTO {_quote(insert.table.name)} ({columns}) VALUES {_values(len(insert.columns), rows)}"
+    if not insert.unique:
+        return sql
+    sql += f" ON CONFLICT ({', '.join(map(_quote, insert.unique))}) DO "
+    changes = [f"{_quote(name)} = excluded.{_quote(name)}" for name in insert.replace]
+    changes += [f"{_quote(name)} = {_quote(name)} + excluded.{_quote(name)}" for name in insert.add]
+    return sql + (f"UPDATE SET {', '.join(changes)}" if changes else "NOTHING")
+
+
+def _update_sql(update: Update, rows: int) -> str:
+    table, names = _quote(update.table.name), [_quote(name) for name in update.columns]
+    changes = ", ".join(f"{name} = new.{name}" for name in names[1:])
+    return (
+        f"WITH new ({', '.join(names)}) AS (VALUES {_values(len(names), rows)}) "
+        f"UPDATE {table} SET {changes} FROM new WHERE {table}.{names[0]} = new.{names[0]}"
+    )
+
+
+def _adapt(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lists become JSON, which `schema.is_one_of` reads."""
+    for value in values:
+        if isinstance(value, list):
+            return tuple([orjson.dumps(each).decode() if isinstance(each, list) else each for each in values])
+    return values
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+
+
+def _make_folder(path: Path) -> None:
+    if path.is_dir():
+        raise StoreError(f"{path} is a directory; give the path of a file in it, such as {path / 'store.db'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"the directory of the store cannot be made: {error}; give another path") from error
+    with suppress(OSError):  # it is there already, or SQLite says what is wrong
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # for the owner alone, as its WAL then is
+
+
+def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
+    """create: make the file where there is none. Later connections of a store must find the one it has open."""
+    connection = sqlite3.connect(
+        ":memory:" if path is None else f"{path.as_uri()}?mode={'rwc' if create else 'rw'}",
+        uri=path is not None,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        cached_statements=256,
+    )
+    try:
+        version_guard.allow(connection)
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    except sqlite3.Error:  # What is there is no database, say.
+        connection.close()
+        raise
+    return connection
+
+
+def _allow_shrinking(connection: sqlite3.Connection) -> None:
+    """Has an effect on a file without anything in it only."""
+    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+
+
+def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
+    """SQLite does not wait while another process makes the same change, so this does."""
+    mode = _patiently(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+    if mode != "wal":
+        raise StoreError(f"{path} is on a file system without shared memory for SQLite's WAL; use a local disk")
+
+
+def _patiently(run: Callable[[], Any]) -> Any:
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            return run()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)

@@ -1,0 +1,59 @@
+"""The tables of a SQLite database, as migrations see them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from sqlalchemy.dialects import sqlite
+
+from agentlightning.errors import StoreError
+from agentlightning.store.sql.migrations.base import Kind
+from agentlightning.store.sql.sqlite import version_guard
+from agentlightning.store.sql.tables.schema import ddl
+
+
+class SqliteSchema:
+    """Over a connection that is in no transaction."""
+
+    kind: Kind = "sqlite"
+    elsewhere = "path"
+
+    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+        self.connection = connection
+        self.name = name
+
+    @contextmanager
+    def exclusive(self) -> Generator[None]:
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.connection.rollback()
+            raise
+        self.connection.execute("COMMIT")
+
+    def version(self) -> int:
+        found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'about'"
+        if not self.connection.execute(found).fetchone():
+            return 0
+        row = self.connection.execute("SELECT value FROM about WHERE name = 'schema_version'").fetchone()
+        return int(row[0]) if row else 0
+
+    def create(self) -> None:
+        row = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()
+        if row:
+            raise StoreError(f"{self.name} is a database of something else (it has a table {row[0]!r}); "
+                             "give another path")  # fmt: skip
+        for statement in ddl(sqlite.dialect()):
+            self.connection.execute(statement)
+
+    def execute(self, statement: str) -> sqlite3.Cursor:
+        return self.connection.execute(statement)
+
+    def remove_guard(self) -> None:
+        version_guard.remove(self.connection)
+
+    def install_guard(self, version: int) -> None:
+        version_guard.install(self.connection, version)

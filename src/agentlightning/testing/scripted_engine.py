@@ -1,0 +1,193 @@
+"""A model server's worth of answers without a model: an engine that says what a test tells it to.
+
+    engine = ScriptedEngine(["Hello.", "Good-bye."])                       # one answer for each call
+    engine = ScriptedEngine(lambda messages: messages[-1]["content"])      # an answer made from the conversation
+
+Tokens are real: they come from the chat format given, or from `ByteChatFormat`, whose tokens are bytes and which
+needs no torch. Log-probabilities are made up, the same for the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.chat.tool_calls.format import CallFormat, Tools, read_whole
+from agentlightning.chat.tool_calls.hermes import CALL_END, CALL_START, HERMES
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.policy.base import ChatFormat, FinishReason, Message, ParsedMessage, Sample, SamplingParams
+
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
+
+
+class ByteChatFormat:
+    """ChatML with Hermes tool calls; tokens 0 to 255 are bytes, 256 to 258 are special."""
+
+    eos_token_ids: frozenset[int] = frozenset({256, 258})
+    tool_calls: CallFormat = HERMES
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        listed = f"<|im_start|>system\n{_json(list(tools))}<|im_end|>\n" if tools else ""
+        turns = "".join(f"<|im_start|>{_role(message)}\n{_body(message)}<|im_end|>\n" for message in messages)
+        return listed + turns + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def encode(self, text: str) -> list[int]:
+        pieces = re.split(r"(<\|endoftext\|>|<\|im_start\|>|<\|im_end\|>)", text)
+        return [token for piece in pieces for token in _encode_piece(piece)]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        data = b"".join(_token_bytes(token, skip_special_tokens) for token in token_ids)
+        return data.decode("utf-8", errors="replace")
+
+    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
+        return read_whole(self.tool_calls, text, tools)
+
+
+class ScriptedEngine:
+    """An `Engine` that gives scripted answers.
+
+    `script` is a sequence of answers, used up one by one (an exception in it is raised instead), or a function from
+    the conversation, read back from its ChatML prompt as `{"role": ..., "content": ...}`, to the answer.
+    `delay` is seconds waited before each token, `tokens_per_step` how many come at once. `calls` keeps what was asked.
+    """
+
+    def __init__(
+        self,
+        script: Iterable[str | Exception] | Callable[[list[Message]], str],
+        *,
+        chat: ChatFormat | None = None,
+        model: str = "scripted",
+        context_length: int = 32768,
+        delay: float = 0.0,
+        tokens_per_step: int = 1,
+        policy_version: int = 0,
+    ) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.chat: ChatFormat = chat or ByteChatFormat()
+        self.delay = delay
+        self.tokens_per_step = tokens_per_step
+        self.calls: list[tuple[list[int], SamplingParams]] = []
+        self._script = script if callable(script) else iter(list(script))
+        self._policy_version = policy_version
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._policy_version = version
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """The next scripted answer. Raises ContextLengthError as a real engine does, PolicyError when the script is
+        used up."""
+        self.calls.append((list(prompt_token_ids), params))
+        room = self.context_length - len(prompt_token_ids)
+        if room <= 0:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt_token_ids)} tokens; the context of {self.model} holds "
+                f"{self.context_length}; shorten the conversation"
+            )
+        version = self._policy_version
+        tokens, reason = self._cut(self._answer(prompt_token_ids), params, room)
+        logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
+        top = params.top_logprobs
+        tops = tuple(_likeliest(pair, top) for pair in zip(tokens, logprobs, strict=True)) if top else ()
+        for start in range(0, len(tokens), self.tokens_per_step):
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            if on_tokens is not None:
+                step = slice(start, start + self.tokens_per_step)
+                values = (logprobs[step], tops[step]) if params.tells_logprobs else ()
+                cast(Callable[..., None], on_tokens)(tokens[step], *values)
+        return Sample(tuple(tokens), logprobs, reason, version, top_logprobs=tops)
+
+    def _answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        if callable(self._script):
+            answer: str | Exception | None = self._script(read_chatml(self.chat.decode(prompt_token_ids)))
+        else:
+            answer = next(self._script, None)
+        if answer is None:
+            raise PolicyError(
+                f"the script of {self.model} has {len(self.calls) - 1} answers; call {len(self.calls)} came"
+            )
+        if isinstance(answer, Exception):
+            raise answer
+        return [*self.chat.encode(answer), *self._end_of_turn()]
+
+    def _end_of_turn(self) -> list[int]:
+        turn = self.chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}], None, False)
+        return [token for token in self.chat.encode(turn) if token in self.chat.eos_token_ids][-1:]
+
+    def _cut(self, tokens: list[int], params: SamplingParams, room: int) -> tuple[list[int], FinishReason]:
+        limit = min(room, params.max_tokens or room)
+        for end in range(1, min(len(tokens), limit) + 1) if params.stop else ():
+            text = self.chat.decode(tokens[:end])
+            if any(stop in text for stop in params.stop):
+                return tokens[:end], "stop"
+        return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
+
+
+def _likeliest(drawn: tuple[int, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The token drawn, and others made up to be less likely."""
+    token, logprob = drawn
+    others = [other for other in range(65, 65 + count) if other != token]
+    return (drawn, *((other, logprob - place) for place, other in enumerate(others[: count - 1], start=1)))
+
+
+def read_chatml(text: str) -> list[Message]:
+    """The finished turns of a ChatML text, as messages of role and content."""
+    turns = [match for match in _TURN.finditer(text) if match.group(0).endswith("<|im_end|>")]
+    return [{"role": match.group(1), "content": match.group(2)} for match in turns]
+
+
+def _role(message: Message) -> str:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ConfigError(f"a message has the role {role!r}; use system, user, assistant or tool")
+    return role
+
+
+def _body(message: Message) -> str:
+    calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
+    return "\n".join([part for part in (message.get("content"),) if part] + calls)
+
+
+def _call(function: dict[str, Any]) -> str:
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        arguments = function["arguments"]
+    return f"{CALL_START}\n{_json({'name': function['name'], 'arguments': arguments})}\n{CALL_END}"
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _encode_piece(piece: str) -> list[int]:
+    return [256 + _SPECIAL.index(piece)] if piece in _SPECIAL else list(piece.encode())
+
+
+def _token_bytes(token: int, skip_special_tokens: bool) -> bytes:
+    if token < 256:
+        return bytes([token])
+    return b"" if skip_special_tokens else _SPECIAL[token - 256].encode()

@@ -1,0 +1,168 @@
+"""The runner of a training run or an evaluation: made from its settings, with the agent loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AsyncExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from agentlightning.config import RunnerConfig, TrainConfig
+from agentlightning.errors import ConfigError
+from agentlightning.rollouts import PRIVATE_QUEUE, RolloutConfig, attempt_secret
+from agentlightning.runner import Runner
+from agentlightning.server.app import is_loopback, listen, url_of
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.client import LightningStoreClient
+
+T = TypeVar("T")
+
+NO_AGENT = "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
+IDLE_SECONDS = 10.0
+"""How long rollouts wait for a runner elsewhere before the run says that there is none."""
+
+
+def credentials(shared: LightningStoreBase | None = None) -> tuple[str, str]:
+    """The access token of a run's own server and the secret of its attempts' keys: agents have neither, so that none
+    can read or change what is not its own.
+
+    With a `shared` store, attempts are run by runners of its server, too: their keys are signed with its token.
+    """
+    token = secrets.token_urlsafe(24)
+    if shared is None:
+        return token, attempt_secret(token)
+    known = shared.token if isinstance(shared, LightningStoreClient) else os.environ.get("AGL_TOKEN")
+    return token, attempt_secret(known or None)
+
+
+def make_runner(
+    config: RunnerConfig,
+    store: LightningStoreBase,
+    agent: Any,
+    reward: Any | None,
+    secret: str,
+    *,
+    redirect: bool = True,
+    queue: str | None = None,
+    log: Path | None = None,
+) -> Runner:
+    return Runner(
+        store,
+        agent,
+        secret=secret,
+        reward=reward,
+        redirect=redirect,
+        queues=None if queue is None else [queue],
+        concurrency=config.concurrency,
+        hosts=config.hosts,
+        fresh_process=config.fresh_process,
+        env=config.env or None,
+        hide=config.hide,
+        cwd=config.cwd,
+        log=log,
+    )
+
+
+async def load_agent(
+    runner: Runner | None, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0, *, policy: bool
+) -> socket.socket:
+    """Import the agent in its own process, and meanwhile, where there will be a `policy`, what is heavy in this one. It
+    may make a client of its model already: the address that this leads to is taken, and returned."""
+    listener = listen(host, port)
+    stack.callback(listener.close)
+    if runner is None:
+        return listener
+    runner.server_url = url_of(host, listener.getsockname()[1])
+    stack.push_async_callback(runner.stop)
+    runner.start_hosts()
+    loading = [asyncio.to_thread(import_module, "agentlightning.policy.local")] if policy else []
+    await asyncio.gather(runner.load(), *loading)
+    return listener
+
+
+def rollout_config(config: RunnerConfig) -> RolloutConfig:
+    return RolloutConfig(
+        timeout_seconds=config.timeout_seconds,
+        unresponsive_seconds=config.timeout_seconds,
+        max_attempts=config.max_attempts,
+    )
+
+
+def check_runners(config: TrainConfig, store: LightningStoreBase | None, agent: Any, reward: Any) -> None:
+    """Raises ConfigError where rollouts would be run by nobody, or by those who cannot."""
+    if config.runner.hosts:
+        if agent is None:
+            raise ConfigError(NO_AGENT)
+        return
+    if store is None:
+        raise ConfigError(
+            "n_runners=0 (runner.hosts) leaves the agent to runners elsewhere, which need a store that they can reach:"
+            " Trainer(store=agl.LightningStoreClient(URL of agl serve))"
+        )
+    if agent is not None or reward is not None:
+        raise ConfigError(
+            "n_runners=0 (runner.hosts) leaves the agent and its reward to runners elsewhere; give them there:"
+            " agl runner --server URL --agent ... --reward ..."
+        )
+    server = urlsplit(store.url).hostname if isinstance(store, LightningStoreClient) else None
+    if server and not is_loopback(server) and config.run.public_url is None and is_loopback(config.run.host):
+        raise ConfigError(
+            f"run.host={config.run.host} cannot be reached by runners of {server}; set run.host=0.0.0.0, run.port and"
+            " run.public_url=http://THIS_MACHINE:PORT"
+        )
+
+
+def queue_of(config: RunnerConfig, store: LightningStoreBase | None, run_id: str) -> str | None:
+    """Where a run's rollouts wait: apart from those of others, where others claim from the same store."""
+    if config.queue is not None or store is None or config.hosts == 0:
+        return config.queue
+    return f"{PRIVATE_QUEUE}run-{run_id}"
+
+
+@contextmanager
+def in_background(work: Coroutine[Any, Any, None]) -> Generator[None]:
+    """`work` goes on while the body runs."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def say_where_no_runner_is(store: LightningStoreBase, run_id: str, say: Callable[[str], None]) -> None:
+    """Look now and then whether a run's rollouts wait while nobody works on them, and say so once each time."""
+    said = False
+    while True:
+        await asyncio.sleep(IDLE_SECONDS)
+        own: dict[str, Any] = {"rollout_id_contains": run_id, "limit": 1}
+        waiting = await store.query_rollouts(status_in=["queuing", "requeuing"], **own)
+        idle = bool(waiting) and not await store.query_rollouts(status_in=["preparing", "running"], **own)
+        if idle and not said:
+            server = store.url if isinstance(store, LightningStoreClient) else "URL"
+            say(
+                f"rollouts of this run wait in the queue {waiting[0].queue!r} and no runner works on them; start one:"
+                f" agl runner --server {server} --queue {waiting[0].queue} --agent ..."
+            )
+        said = idle
+
+
+async def unless_it_ends(runner: Runner | None, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises the runner's error if that ends first."""
+    if runner is None:
+        return await work
+    working, ended = asyncio.ensure_future(work), asyncio.ensure_future(runner.wait())
+    try:
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await ended
+        return await working
+    finally:
+        for task in (working, ended):
+            task.cancel()
+        await asyncio.gather(working, ended, return_exceptions=True)

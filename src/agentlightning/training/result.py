@@ -1,0 +1,67 @@
+"""What a training run found out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentlightning.evaluation.intervals import Gain
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What improved, by how much, at what cost, and where the artefact is."""
+
+    held_out: Mapping[str, Gain]
+    """Held-out reward before and after by sampling mode (greedy, sampled), with the paired gain's 95% interval. NaN
+    where no task has a reward both before and after."""
+    missing: Mapping[str, Mapping[str, int]]
+    """Why held-out tasks have no reward, with how many each, by measurement (`before-greedy`, `after-greedy` ...)."""
+    rollouts: int
+    """Training rollouts, the failed ones included."""
+    failed_rollouts: int
+    rejected_rollouts: Mapping[str, int]
+    """Training rollouts that succeeded and could not be learned from, by reason."""
+    skipped_groups: int
+    warnings: tuple[str, ...]
+    """What the run learned too little from, with the way out; what was shown while it ran, and what its end shows."""
+    steps: int
+    best_step: int | None
+    """The step whose weights are in `checkpoint`; None: the last one."""
+    seconds: float
+    checkpoint: Path
+    """A directory that transformers loads."""
+    curve: Path
+    run_dir: Path
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON values, as `--json` prints it."""
+        return {
+            "held_out": {
+                mode: {
+                    "before": gain.before,
+                    "after": gain.after,
+                    "gain": gain.gain,
+                    "interval": list(gain.interval),
+                    "tasks": gain.tasks,
+                    "missing_before": gain.missing_before,
+                    "missing_after": gain.missing_after,
+                    "reasons_before": dict(self.missing.get(f"before-{mode}", {})),
+                    "reasons_after": dict(self.missing.get(f"after-{mode}", {})),
+                }
+                for mode, gain in self.held_out.items()
+            },
+            "rollouts": self.rollouts,
+            "failed_rollouts": self.failed_rollouts,
+            "rejected_rollouts": dict(self.rejected_rollouts),
+            "skipped_groups": self.skipped_groups,
+            "warnings": list(self.warnings),
+            "steps": self.steps,
+            "best_step": self.best_step,
+            "seconds": round(self.seconds, 2),
+            "checkpoint": str(self.checkpoint),
+            "curve": str(self.curve),
+            "run_dir": str(self.run_dir),
+        }

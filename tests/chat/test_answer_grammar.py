@@ -1,0 +1,310 @@
+"""What is drawn under the grammar of an answer is read back as what was asked for, in every format of tool calls."""
+
+import json
+from dataclasses import replace
+
+import jsonschema_rs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
+from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.local.guided_decoding import Grammars
+from agentlightning.gateway.local.answer import Answer
+from agentlightning.gateway.local.reasoning import Markers
+from agentlightning.policy.base import Sample
+from agentlightning.testing import ByteChatFormat
+from agentlightning.testing.templates import FAMILIES
+from agentlightning.testing.tokenizer import tiny_tokenizer
+
+THINKS = ("<think>", "</think>")
+LONGEST = 500
+
+
+class Model:
+    """Draws at random, as a grammar allows; ends and markers are likelier than the rest."""
+
+    def __init__(self, family):
+        tokenizer = tiny_tokenizer(family.template, special=(*family.special, *THINKS), eos=family.eos)
+        self.chat = HFChatFormat(tokenizer)
+        self.grammars = Grammars(tokenizer, len(tokenizer), self.chat.eos_token_ids)
+        self.weights = torch.ones(len(tokenizer))
+        likely = [*self.chat.markers.values(), *(token for text in '"}])\n<[,' for token in self.chat.encode(text))]
+        self.weights[likely] = 30
+
+    def draw(self, grammar, seed):
+        """(tokens, whether the answer came to its end)."""
+        matcher = self.grammars.matcher(grammar, "grammar")
+        random = torch.Generator().manual_seed(seed)
+        drawn = []
+        while len(drawn) < LONGEST:
+            may = matcher.allowed(len(self.weights))
+            drawn.append(int(torch.multinomial(self.weights * may, 1, generator=random)))
+            if drawn[-1] in self.chat.eos_token_ids:
+                return drawn, True
+            matcher.push(drawn[-1])
+        return drawn, False
+
+    def read(self, drawn, tools, thought):
+        marks = Markers(thought.start, thought.end, thought.opened) if thought else None
+        answer = Answer(0, self.chat, tools=tools, thinks=marks)
+        answer.finish(Sample(tuple(drawn), (0.0,) * len(drawn), "stop", 0))
+        return answer
+
+
+def with_markers(name, tokens):
+    """A family whose markers of calls are tokens, or are none."""
+    family = FAMILIES[name]
+    return replace(family, special=tuple(text for text in family.special if "tool" not in text) + tokens)
+
+
+KINDS = {
+    **FAMILIES,
+    "hermes, tokens": with_markers("hermes", ("<tool_call>", "</tool_call>")),
+    "qwen_coder, tokens": with_markers("qwen_coder", ("<tool_call>", "</tool_call>")),
+    "deepseek, text": with_markers("deepseek", ()),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: Model(family) for name, family in KINDS.items()}
+
+
+WORD = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True).filter(lambda name: name not in ("true", "false", "null"))
+NAMES = {
+    "pythonic": WORD | st.sampled_from(["get.it", "get-it", "é"]),
+    "qwen_coder": WORD | st.sampled_from(["get.it", "é", 'a"b', "a b", "]"]),
+    "mistral_named": WORD | st.sampled_from(["get.it", "a/b:c", "é"]),
+}
+ANY_NAME = WORD | st.sampled_from(["get.it", "get-it", "é", 'a"b', "a b", "a\\b", "]", "}"])
+WORDS = ["yes", "né 🎉", " ", 'a "b"', "</tool_call>", "}]", "\\", "a\nb", "null", "</parameter>", "'", "a</b"]
+ENUM = st.lists(st.sampled_from(WORDS), min_size=1, max_size=3, unique=True).map(lambda words: {"enum": words})
+INTEGER = st.just({"type": "integer", "minimum": -3, "maximum": 12})
+TEXT = st.sampled_from([{"type": "string"}, {"type": "string", "maxLength": 4}, {"type": "string", "title": "A text"}])
+ANYTHING = st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": 5}, {"$ref": "#/$defs/Size"}])
+SIMPLE = ENUM | INTEGER | TEXT | ANYTHING
+
+
+def an_object(properties, values):
+    def made(given):
+        known, needed = given
+        return {"type": "object", "properties": known, "required": [name for name in known if name in needed]}
+
+    names = st.lists(properties, max_size=3)
+    return st.tuples(st.dictionaries(properties, values, max_size=3), names).map(made)
+
+
+NESTED = st.one_of(
+    SIMPLE,
+    SIMPLE.map(lambda inner: {"anyOf": [inner, {"type": "null"}]}),
+    SIMPLE.map(lambda inner: {"type": "array", "items": inner, "maxItems": 2}),
+    an_object(WORD, SIMPLE).map(lambda inner: {**inner, "additionalProperties": False}),
+)
+DEFINED = {"$defs": {"Size": {"type": "object", "properties": {"w": {"enum": [1, 2.5]}}, "required": ["w"]}}}
+DEFINED["$defs"]["Size"]["additionalProperties"] = False
+CONTENT = an_object(ANY_NAME, NESTED).map(lambda schema: {**schema, **DEFINED})
+THOUGHTS = [Thought(start, end, opened) for start, end in (THINKS, ("[?]", "]")) for opened in (False, True)]
+
+
+def tools_of(name):
+    """Tools by name: (their schemas), such as the format can write, most of them."""
+    names = NAMES.get(name, ANY_NAME)
+    properties = names if name in ("pythonic", "qwen_coder") else ANY_NAME
+    arguments = an_object(properties, NESTED).map(lambda schema: {**schema, **DEFINED})
+    return st.dictionaries(names, arguments, min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("examples", [4, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
+    model, ended = models[name], 0
+    tools = tools_of(name.partition(",")[0])
+    thoughts = st.sampled_from([None, *THOUGHTS])
+
+    @settings(max_examples=examples, deadline=None)
+    @given(tools, st.booleans(), st.booleans(), st.none() | CONTENT, thoughts, st.integers(0, 2**30))
+    def check(tools, needs_call, one_call, content, thought, seed):
+        nonlocal ended
+        named = tuple((name, json.dumps(schema)) for name, schema in tools.items())
+        shape = None if content is None else json.dumps(content)
+        grammar = answer_grammar(model.chat, Outline(named, needs_call, one_call, shape, thought))
+        if grammar is None:
+            return
+        assert model.grammars.knows(grammar, "grammar")
+        drawn, whole = model.draw(grammar, seed)
+        if not whole:
+            return
+        ended += 1
+        offered = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in tools.items()]
+        answer = model.read(drawn, offered, thought)
+        for call in answer.tool_calls:
+            jsonschema_rs.validate(tools[call.name], json.loads(call.arguments))
+        assert answer.tool_calls or not needs_call
+        assert len(answer.tool_calls) <= 1 or not (one_call or not model.chat.tool_calls.parallel)
+        assert not (needs_call and answer.content)
+        if content is not None and not answer.tool_calls:
+            jsonschema_rs.validate(content, json.loads(answer.content))
+
+    check()
+    assert ended
+
+
+PLAIN = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}})
+NOTHING = '{"type": "object", "properties": {}}'
+TWO = (("f", PLAIN), ("g", "{}"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models, name):
+    model = models[name]
+    for outline in (Outline(TWO, True), Outline(TWO, True, True), Outline(TWO), Outline(TWO, False, True)):
+        grammar = answer_grammar(model.chat, outline)
+        assert model.grammars.knows(grammar, "grammar")
+    bare = not model.chat.tool_calls.layout.opening.startswith(model.chat.tool_calls.opening)
+    assert (answer_grammar(model.chat, Outline(TWO, content=PLAIN)) is None) == bare
+    texts = ["", "So: ", " \n", "né 🎉"]
+    for text in texts:
+        matcher = model.grammars.matcher(answer_grammar(model.chat, Outline(TWO)), "grammar")
+        for token in model.chat.encode(text):
+            assert matcher.allowed(len(model.weights))[token]
+            matcher.push(token)
+        may = matcher.allowed(len(model.weights))
+        assert all(may[token] for token in model.chat.eos_token_ids)
+
+
+def written(model, outline, seeds=range(10)):
+    grammar = answer_grammar(model.chat, outline)
+    drawn = [model.draw(grammar, seed) for seed in seeds]
+    return [model.read(tokens, None, outline.thought) for tokens, whole in drawn if whole]
+
+
+def test_several_calls_are_drawn_where_they_may_be_and_one_where_not(models):
+    asked = Outline((("g", NOTHING),), True)
+    for name, model in models.items():
+        counts = {len(answer.tool_calls) for answer in written(model, asked)}
+        assert (max(counts) > 1) == (name != "llama3")
+
+
+def test_a_model_that_thinks_does_so_first_and_a_call_in_its_thought_is_none(models):
+    for thought in THOUGHTS:
+        answers = written(models["hermes"], Outline((("g", NOTHING),), True, True, thought=thought))
+        assert any(answer.thought for answer in answers)
+        assert all(len(answer.tool_calls) == 1 and not answer.content for answer in answers)
+
+
+UNWRITABLE = {
+    "a marker in a name": ("hermes", (("<|im_end|>", "{}"),)),
+    "a marker in a schema": ("hermes", (("f", '{"properties": {"x": {"enum": ["<|im_end|>"]}}}'),)),
+    "a name that is none in Python": ("pythonic", (("a b", "{}"),)),
+    "an argument that has no name in Python": ("pythonic", (("f", '{"properties": {"a b": {}}}'),)),
+    "a name with a tag in it": ("qwen_coder", (("f>", "{}"),)),
+    "a pattern of bare text": ("qwen_coder", (("f", '{"properties": {"x": {"type": "string", "pattern": "a"}}}'),)),
+    "more than single parameters": ("qwen_coder", (("f", '{"properties": {"x": {}}, "minProperties": 1}'),)),
+    "a reference to the whole": ("pythonic", (("f", '{"properties": {"x": {"$ref": "#"}}}'),)),
+}
+
+
+@pytest.mark.parametrize("why", UNWRITABLE)
+def test_what_a_format_cannot_promise_has_no_grammar(models, why):
+    name, tools = UNWRITABLE[why]
+    assert answer_grammar(models[name].chat, Outline(tools, True)) is None
+
+
+def test_a_format_that_its_tokenizer_declares_is_checked_and_not_held():
+    call = "<<{{ call.function.name }}|{{ call.function.arguments | tojson }}>>"
+    turn = "{{ m.content }}{% for call in m.tool_calls or [] %}" + call + "{% endfor %}<|im_end|>"
+    tokenizer = tiny_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")
+    function = {"name": "{name}", "arguments": "{content}"}
+    calls = {"open_pattern": r"<<(?P<name>\w+)\|", "close": ">>", "content": "json", "repeats": True}
+    calls["transform"] = {"type": "function", "function": function}
+    tokenizer.response_template = {
+        "start_anchor": "assistant",
+        "fields": {"content": {"content": "text"}, "tool_calls": calls},
+    }
+    chat = HFChatFormat(tokenizer)
+    assert (chat.tool_calls.name, chat.tool_calls.layout.opening) == ("declared", "<<")
+    assert answer_grammar(chat, Outline(TWO, True)) is None
+
+
+def test_no_grammar_without_knowing_the_markers_or_how_a_template_writes_calls():
+    assert answer_grammar(ByteChatFormat(), Outline(TWO, True)) is None
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    chat = HFChatFormat(tiny_tokenizer(template))
+    assert chat.tool_calls.layout is None
+    assert answer_grammar(chat, Outline(TWO, True)) is None
+
+
+def goes_on(model, outline, spelled, before=""):
+    """What may follow when a text is written letter by letter: None where it cannot be."""
+    matcher = model.grammars.matcher(answer_grammar(model.chat, outline), "grammar")
+    letters = [token for letter in spelled for token in model.chat.encode(letter)]
+    for token in model.chat.encode(before) + letters:
+        if not matcher.allowed(len(model.weights))[token]:
+            return None
+        matcher.push(token)
+    return matcher.allowed(len(model.weights))
+
+
+def may_end(model, outline, text):
+    may = goes_on(model, outline, text)
+    return may is not None and all(may[token] for token in model.chat.eos_token_ids)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_free_text_cannot_be_spelled_like_a_call_that_is_none(models, name):
+    model, outline = models[name], Outline(TWO)
+    marker, layout = model.chat.tool_calls.opening, model.chat.tool_calls.layout
+    assert may_end(model, outline, "So " + marker[:-1])
+    assert not may_end(model, outline, "So " + marker)
+    assert not may_end(model, outline, marker)
+    assert may_end(model, outline, "So {[")
+    begins = not layout.opening.startswith(marker)
+    assert may_end(model, outline, f" {layout.opening[0]}") == (not begins)
+
+
+def test_free_text_of_a_model_that_thinks_cannot_begin_like_a_thought_that_does_not_end(models):
+    outline = Outline(TWO, thought=THOUGHTS[2])
+    assert not may_end(models["hermes"], outline, "[?] hm")
+    assert may_end(models["hermes"], outline, "[?] hm]")
+    assert may_end(models["hermes"], outline, "[?] hm] So")
+    assert may_end(models["hermes"], outline, "So [?]")
+    assert not may_end(models["hermes"], outline, " [?]")
+
+
+TEXT_NEEDED = '{"properties": {"x": {"type": "string"}}, "required": ["x"]}'
+
+
+def test_a_bare_value_cannot_be_spelled_like_its_end(models):
+    outline, model = Outline((("f", TEXT_NEEDED),), True), models["qwen_coder"]
+    call = "<tool_call>\n<function=f><parameter=x>\n"
+    assert goes_on(model, outline, "a</parameter", call) is not None
+    assert goes_on(model, outline, "a</parameter>", call) is None
+    assert goes_on(model, outline, "a\n</parameter>", call) is not None
+    may = goes_on(model, outline, "", call + "a\n b\n</parameter></function>\n</tool_call>")
+    assert all(may[token] for token in model.chat.eos_token_ids)
+
+
+def test_an_id_may_be_written_where_the_template_writes_one(models):
+    asked, model = Outline((("g", NOTHING),), True, True), models["mistral"]
+    for rest in ("}]", ', "id": "abcdefgh1"}]'):
+        may = goes_on(model, asked, "", '[TOOL_CALLS] [{"name": "g", "arguments": {}' + rest)
+        assert may is not None
+        assert all(may[token] for token in model.chat.eos_token_ids)
+
+
+def test_arguments_hold_what_a_schema_names_unless_it_asks_for_more(models):
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1'
+    one = {"properties": {"x": {"const": 1}}, "required": ["x"]}
+    for schema, more in ((one, False), ({**one, "additionalProperties": {"type": "integer"}}, True)):
+        asked = Outline((("f", json.dumps(schema)),), True)
+        assert (goes_on(models["hermes"], asked, "", call + ', "') is not None) == more
+
+
+def test_what_a_schema_says_to_people_may_be_spelled_like_a_marker(models):
+    schema = {"description": "Ends with <|im_end|>.", "properties": {"title": {"type": "integer"}}}
+    assert answer_grammar(models["hermes"].chat, Outline((("f", json.dumps(schema)),), True)) is not None
+    schema["properties"]["<|im_end|>"] = {"type": "integer"}
+    assert answer_grammar(models["hermes"].chat, Outline((("f", json.dumps(schema)),), True)) is None

@@ -1,0 +1,425 @@
+"""What the generator promises, on real tiny models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from agentlightning.engine.local import cascade_attention, kv_cache
+from agentlightning.engine.local.kv_cache import read_layout
+from agentlightning.engine.local.scheduler import Request, TokenGenerator
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.policy.base import SamplingParams
+from agentlightning.testing.models import Architecture, tiny_model, tiny_tokenizer
+
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return tiny_tokenizer().decode(list(tokens), skip_special_tokens=False)
+
+
+def generator(model: PreTrainedModel, eos: frozenset[int] = frozenset(), **options: int) -> TokenGenerator:
+    length = model.config.max_position_embeddings
+    return TokenGenerator(model, eos_token_ids=eos, decode=decode, context_length=length, **options)
+
+
+def drain(engine: TokenGenerator) -> None:
+    for _ in range(5000):
+        if engine.idle:
+            return
+        engine.step()
+    raise AssertionError("the generator does not come to an end")
+
+
+def answers(engine: TokenGenerator, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    drain(engine)
+    return requests
+
+
+def prompts_of(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 300) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def by_transformers(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def scored(model: PreTrainedModel, request: Request, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of what was drawn, by one plain forward over the whole sequence."""
+    ids = torch.tensor([request.tokens])
+    with torch.inference_mode():
+        logprobs = (model(ids).logits.float() / temperature).log_softmax(-1)[0, request.prompt_length - 1 : -1]
+    return logprobs.gather(1, ids[0, request.prompt_length :, None])[:, 0]
+
+
+def assert_faithful(model: PreTrainedModel, requests: Sequence[Request], temperature: float = 1.0) -> None:
+    for request in requests:
+        torch.testing.assert_close(
+            torch.tensor(request.logprobs), scored(model, request, temperature), atol=1e-4, rtol=0
+        )
+
+
+class Counter:
+    """Tokens that the model computed since the last `pop`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tokens = 0
+        model.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        self.tokens += (args[0] if args else kwargs["input_ids"]).numel()
+
+    def pop(self) -> int:
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_answers_are_those_of_transformers_whenever_requests_join_and_leave(architecture: Architecture) -> None:
+    model = tiny_model(architecture)
+    engine = generator(model, max_batch_size=5, prefill_tokens=48)
+    rng, prompts = random.Random(1), prompts_of(12, seed=2)
+    wanted = [rng.randint(1, 14) for _ in prompts]
+    requests: list[Request] = []
+    for prompt, new in zip(prompts, wanted, strict=True):
+        requests.append(engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=new)))
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+    drain(engine)
+    for request, prompt, new in zip(requests, prompts, wanted, strict=True):
+        assert request.drawn == by_transformers(model, prompt, new)
+    assert_faithful(model, requests)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_recorded_logprobs_are_those_of_a_scoring_forward(architecture: Architecture) -> None:
+    model = tiny_model(architecture)
+    engine = generator(model, prefill_tokens=16)
+    requests = answers(engine, prompts_of(6, shortest=20), SamplingParams(temperature=0.7, max_tokens=30))
+    assert_faithful(model, requests, temperature=0.7)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_requests_share_is_computed_once_and_changes_nothing(
+    architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_attention, "WORTH_BYTES", 0)
+    model = tiny_model(architecture)
+    base = prompts_of(3, seed=5, shortest=50, longest=70)
+    prompts = [[*base[i % 3], *([7, i + 10] if i % 2 else [])] for i in range(12)]
+    plain = generator(model, prefix_cache_bytes=0)
+    plain._attends = False
+    sharing = generator(model)
+    computed = Counter(model)
+    alone, apart = answers(plain, prompts, GREEDY), computed.pop()
+    together, once = answers(sharing, prompts, GREEDY), computed.pop()
+    assert [request.tokens for request in together] == [request.tokens for request in alone]
+    assert_faithful(model, together)
+    assert once < apart / 2
+
+
+def test_the_next_turn_of_a_conversation_computes_only_its_new_tokens() -> None:
+    model = tiny_model()
+    engine = generator(model)
+    (first,) = answers(engine, prompts_of(1, shortest=60), GREEDY)
+    computed = Counter(model)
+    (second,) = answers(engine, [[*first.tokens, 5, 6, 7]], GREEDY)
+    assert computed.pop() == 1 + 3 + len(second.drawn) - 1
+    assert_faithful(model, [second])
+
+
+def test_a_shared_prefix_is_read_through_the_group_while_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cascade_attention, "WORTH_BYTES", 0)
+    model = tiny_model("qwen3")
+    engine = generator(model)
+    base = prompts_of(2, seed=8, shortest=50, longest=70)
+    requests = [
+        engine.submit(prompt, SamplingParams(max_tokens=3 + 5 * i)) for i, prompt in enumerate([*base, *base, base[0]])
+    ]
+    engine.step()
+    assert engine._shared is not None
+    assert sorted(map(len, engine._shared.groups.rows)) == [2, 3]
+    drain(engine)
+    assert_faithful(model, requests)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_with_another_attention_draws_the_same(architecture: Architecture) -> None:
+    model = tiny_model(architecture)
+    prompts = prompts_of(3, shortest=30) * 2
+    expected = [request.tokens for request in answers(generator(model), prompts, GREEDY)]
+    model.set_attn_implementation("eager")
+    requests = answers(generator(model), prompts, GREEDY)
+    assert [request.tokens for request in requests] == expected
+    assert_faithful(model, requests)
+
+
+def test_after_the_weights_change_nothing_old_is_used() -> None:
+    model = tiny_model()
+    engine = generator(model)
+    prompts = prompts_of(2, shortest=40) * 4
+    before = answers(engine, prompts, SamplingParams(max_tokens=8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    engine.forget()
+    after = answers(engine, prompts, SamplingParams(max_tokens=8))
+    assert_faithful(model, after)
+    assert not torch.allclose(torch.tensor(before[0].logprobs), scored(model, before[0]), atol=1e-2)
+
+
+def test_the_weights_may_not_change_while_answers_are_drawn() -> None:
+    engine = generator(tiny_model())
+    engine.submit([5, 6], GREEDY)
+    with pytest.raises(PolicyError, match="under way"):
+        engine.forget()
+
+
+def test_a_seed_gives_the_same_answer_whoever_else_is_served() -> None:
+    model = tiny_model()
+    params = SamplingParams(max_tokens=20, seed=11)
+    prompt = prompts_of(1, shortest=30)[0]
+    (alone,) = answers(generator(model), [prompt], params)
+    engine = generator(model, seed=99)
+    for other in prompts_of(6, seed=3):
+        engine.submit(other, SamplingParams(max_tokens=15))
+    engine.step()
+    (together,) = answers(engine, [prompt], params)
+    assert together.tokens == alone.tokens
+
+
+def test_the_random_state_can_be_saved_and_restored() -> None:
+    model = tiny_model()
+    engine, other = generator(model, seed=1), generator(model, seed=2)
+    prompts = prompts_of(3)
+    answers(engine, prompts, SamplingParams(max_tokens=4))
+    other.load_state_dict(engine.state_dict())
+    one, two = (answers(each, prompts, SamplingParams(max_tokens=8)) for each in (engine, other))
+    assert [request.tokens for request in one] == [request.tokens for request in two]
+
+
+def test_samples_follow_the_models_distribution() -> None:
+    model = tiny_model()
+    prompt = prompts_of(1, shortest=10)[0]
+    with torch.inference_mode():
+        probabilities = (model(torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
+    count = 4000
+    requests = answers(generator(model), [prompt] * count, SamplingParams(temperature=2.0, max_tokens=1))
+    seen = torch.bincount(torch.tensor([r.drawn[0] for r in requests]), minlength=len(probabilities))
+    common = probabilities * count >= 5
+    expected = probabilities[common] * count
+    chi_square = ((seen[common] - expected) ** 2 / expected).sum().item()
+    degrees = int(common.sum()) - 1
+    assert degrees > 20
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+    assert_faithful(model, requests[:5], temperature=2.0)
+
+
+@pytest.mark.parametrize("odd", [{"temperature": 1e-39}, {"temperature": 1e-300}, {"top_p": 1e-50}, {"min_p": 1e-50}])
+def test_a_number_too_small_for_the_model_draws_the_likeliest_and_disturbs_nobody(odd: dict[str, float]) -> None:
+    model, prompt = tiny_model(), prompts_of(1, shortest=10)[0]
+    alone = answers(generator(model), [prompt], SamplingParams(seed=7, max_tokens=6))[0]
+    engine = generator(model)
+    beside = engine.submit(prompt, SamplingParams(seed=7, max_tokens=6))
+    cold = engine.submit(prompt, SamplingParams(max_tokens=6, **odd))
+    drain(engine)
+    assert beside.drawn == alone.drawn
+    if "min_p" not in odd:
+        assert cold.drawn == answers(generator(model), [prompt], replace(GREEDY, max_tokens=6))[0].drawn
+        assert cold.logprobs == [0.0] * 6
+
+
+def test_an_end_token_ends_the_answer_and_is_part_of_it() -> None:
+    model = tiny_model()
+    prompt = prompts_of(1, shortest=10)[0]
+    expected = by_transformers(model, prompt, 12)
+    (request,) = answers(generator(model, eos=frozenset({expected[4]})), [prompt], GREEDY)
+    stop = expected.index(expected[4])
+    assert request.drawn == expected[: stop + 1]
+    assert request.finish_reason == "stop"
+
+
+def test_a_stop_string_ends_the_answer_even_across_tokens() -> None:
+    model = tiny_model()
+    prompt = prompts_of(1, shortest=10)[0]
+    (free,) = answers(generator(model), [prompt], SamplingParams(max_tokens=40, seed=3))
+    text = decode(free.drawn)
+    stop = text[20:23]
+    (stopped,) = answers(generator(model), [prompt], SamplingParams(max_tokens=40, seed=3, stop=("never", stop)))
+    assert stopped.finish_reason == "stop"
+    assert stop in decode(stopped.drawn)
+    assert stop not in decode(stopped.drawn[:-1])
+
+
+def test_an_answer_ends_where_the_context_does() -> None:
+    model = tiny_model("gpt2", context_length=32)
+    engine = generator(model)
+    prompts = [list(range(3, 33)), list(range(3, 34)), [5]]
+    requests = answers(engine, prompts, SamplingParams(temperature=0.0))
+    assert [len(request.tokens) for request in requests] == [32, 32, 32]
+    assert {request.finish_reason for request in requests} == {"length"}
+    assert_faithful(model, requests)
+
+
+def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
+    model = tiny_model()
+    engine = generator(model, max_batch_size=2)
+    first, second, third = (engine.submit(prompt, GREEDY) for prompt in prompts_of(3, shortest=20))
+    engine.step()
+    assert third.computed == 0
+    engine.cancel(first)
+    assert not first.finish_reason
+    engine.step()
+    assert third.computed > 0
+    drain(engine)
+    for request in (second, third):
+        assert request.drawn == by_transformers(model, request.tokens[: request.prompt_length], 12)
+
+
+def test_cancelling_the_last_request_leaves_the_generator_idle() -> None:
+    engine = generator(tiny_model(), prefill_tokens=8)
+    drawing, prefilling = engine.submit([5, 6], GREEDY), engine.submit(prompts_of(1, shortest=60)[0], GREEDY)
+    engine.step()
+    waiting = engine.submit([5], GREEDY)
+    assert drawing.drawn
+    assert prefilling.missing
+    for request in (prefilling, waiting, drawing):
+        assert not engine.idle
+        engine.cancel(request)
+    assert engine.idle
+
+
+def test_a_long_prompt_does_not_keep_others_waiting() -> None:
+    model = tiny_model()
+    engine = generator(model, prefill_tokens=16)
+    short = engine.submit([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40))
+    engine.step()
+    long = engine.submit(prompts_of(1, shortest=160, longest=160)[0], GREEDY)
+    for drawn in range(2, 9):
+        engine.step()
+        assert len(short.drawn) == drawn
+    assert not long.drawn
+    drain(engine)
+    assert_faithful(model, [short, long])
+
+
+def test_more_requests_than_memory_wait_and_all_are_answered() -> None:
+    model = tiny_model()
+    roomy = generator(model)
+    tight = generator(model, kv_cache_bytes=3 * 64 * roomy._cache.layout.bytes_per_token, prefix_cache_bytes=0)
+    prompts = prompts_of(6, shortest=40)
+    params = SamplingParams(temperature=0.0, max_tokens=50)
+    expected = [request.tokens for request in answers(roomy, prompts, params)]
+    requests = answers(tight, prompts, params)
+    assert [request.tokens for request in requests] == expected
+    assert tight._cache.slots * tight._cache.capacity <= 3 * 64
+    assert_faithful(model, requests)
+
+
+def test_a_request_that_waits_for_memory_while_the_weights_change_knows_which_drew_what() -> None:
+    model = tiny_model()
+    room = 2 * kv_cache.BLOCK * read_layout(model).bytes_per_token
+    engine = generator(model, kv_cache_bytes=room, prefix_cache_bytes=0)
+    params = SamplingParams(max_tokens=kv_cache.BLOCK)
+    first, second = (engine.submit(prompt, params) for prompt in prompts_of(2, shortest=40, longest=40))
+    while not (engine._waiting and second.logprobs):
+        engine.step()
+    assert list(engine._waiting) == [second]  # There is memory for one of so many tokens.
+    drawn = [len(request.logprobs) for request in (first, second)]
+    engine.forget(in_flight=True)
+    engine.policy_version = 1
+    drain(engine)
+    for request, before in zip((first, second), drawn, strict=True):
+        assert request.versions == ((0, before), (1, kv_cache.BLOCK - before))
+
+
+def test_a_small_prefix_store_stays_small() -> None:
+    model = tiny_model()
+    limit = 100 * generator(model)._cache.layout.bytes_per_token
+    engine = generator(model, prefix_cache_bytes=limit)
+    requests = answers(engine, prompts_of(10, shortest=30) * 2, GREEDY)
+    assert 0 < engine.prefixes.num_bytes <= limit
+    assert_faithful(model, requests)
+
+
+def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    engine = generator(model)
+    engine.submit([5, 6], SamplingParams(max_tokens=3))
+    with pytest.raises(PolicyError, match="earlier checkpoint"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ([], SamplingParams(), PolicyError, "no tokens"),
+        ([1] * 256, SamplingParams(), ContextLengthError, "256 tokens"),
+        ([1, 9999], SamplingParams(), PolicyError, "9999"),
+        ([1, -1], SamplingParams(), PolicyError, "-1"),
+        ([1], SamplingParams(temperature=-1.0), ConfigError, "temperature=-1"),
+        ([1], SamplingParams(temperature=float("nan")), ConfigError, "temperature=nan"),
+        ([1], SamplingParams(top_p=0.0), ConfigError, "top_p=0"),
+        ([1], SamplingParams(top_k=-2), ConfigError, "top_k=-2"),
+        ([1], SamplingParams(max_tokens=0), ConfigError, "max_tokens=0"),
+        ([1], SamplingParams(stop=("",)), ConfigError, "empty string"),
+        ([1], SamplingParams(json_schema="{}", grammar="start: "), ConfigError, "json_schema and grammar are both set"),
+        ([1], SamplingParams(grammar="start: "), ConfigError, "cannot be held to this grammar"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_by_name(
+    prompt: list[int], params: SamplingParams, error: type[Exception], words: str
+) -> None:
+    engine = generator(tiny_model())
+    with pytest.raises(error, match=words):
+        engine.submit(prompt, params)
+    assert engine.idle
+
+
+MODEL = tiny_model("llama")
+EXPECTED: dict[tuple[int, ...], list[int]] = {}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=12),
+    batch=st.integers(1, 6),
+    prefill=st.sampled_from([4, 32, 512]),
+    store=st.sampled_from([0, 20_000, 1 << 20]),
+)
+def test_no_order_of_arrival_changes_a_greedy_answer(
+    arrivals: list[tuple[int, int, int]], batch: int, prefill: int, store: int
+) -> None:
+    prompts = prompts_of(2, seed=21, shortest=30, longest=40)
+    choices = [prompts[0], prompts[1], prompts[0][:20], [*prompts[0], 9, 9], [*prompts[0][:20], 8], prompts[1][:1]]
+    engine = generator(MODEL, max_batch_size=batch, prefill_tokens=prefill, prefix_cache_bytes=store)
+    requests: list[Request] = []
+    for which, new, steps in arrivals:
+        requests.append(engine.submit(choices[which], SamplingParams(temperature=0.0, max_tokens=new)))
+        for _ in range(steps):
+            engine.step()
+    drain(engine)
+    for request in requests:
+        prompt = tuple(request.tokens[: request.prompt_length])
+        if prompt not in EXPECTED:
+            EXPECTED[prompt] = by_transformers(MODEL, prompt, 6)
+        assert request.drawn == EXPECTED[prompt][: len(request.drawn)]
+        assert len(request.drawn) == request.limit - request.prompt_length

@@ -1,0 +1,87 @@
+"""An answer is the same however many servers drew it, and however they cut it into runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.engine.servers.base import End, Run
+from agentlightning.engine.servers.resumable import Drawing, Stopped, UnknownWeightsError
+from agentlightning.policy.base import Sample, SamplingParams
+
+PROMPT = (1, 2, 3)
+
+
+def text(token_ids: Sequence[int]) -> str:
+    return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def drawn(tokens: Sequence[int], cuts: Sequence[int], parts: Sequence[int], params: SamplingParams) -> Sample:
+    """The sample of `tokens` that come cut at `cuts`, from a new server at each of `parts`."""
+    seen: list[int] = []
+    drawing = Drawing(PROMPT, params, len(tokens), frozenset({0}), text, seen.extend)
+    bounds = sorted({0, len(tokens), *cuts, *parts})
+    ask = drawing.ask("m", False)
+    for start, end in pairwise(bounds):
+        if start in parts:
+            ask = drawing.ask("m", False)
+            assert tuple(ask.prompt) == (*PROMPT, *tokens[:start])
+            assert ask.max_tokens == len(tokens) - start
+        try:
+            drawing.receive(Run(tuple(tokens[start:end]), tuple(-token / 8 for token in tokens[start:end])), 7)
+        except Stopped:
+            break
+    assert tuple(seen) == tuple(drawing.token_ids)
+    return drawing.sample("stop", 7)
+
+
+@given(st.lists(st.integers(97, 120), min_size=1, max_size=40), st.data())
+def test_runs_and_servers_leave_no_trace(tokens: list[int], data: st.DataObject):
+    places = st.lists(st.integers(0, len(tokens)), max_size=5)
+    sample = drawn(tokens, data.draw(places), data.draw(places), SamplingParams())
+    assert sample == Sample(tuple(tokens), tuple(-token / 8 for token in tokens), "stop", 7)
+
+
+@given(st.lists(st.sampled_from(b"abc"), min_size=2, max_size=30), st.data())
+def test_a_stop_string_that_begins_at_one_server_ends_the_answer_at_the_next(tokens: list[int], data: st.DataObject):
+    stop = data.draw(st.text("abc", min_size=2, max_size=3))
+    place = text(tokens).find(stop)
+    if place < 0:
+        return
+    # The first server would have found what is whole before it went.
+    part = data.draw(st.integers(1, place + len(stop) - 1))
+    sample = drawn(tokens, (), (part,), SamplingParams(stop=(stop,)))
+    assert sample.token_ids == tuple(tokens[: place + len(stop)])
+
+
+def test_another_server_does_not_repeat_the_numbers_of_a_seed():
+    drawing = Drawing(PROMPT, SamplingParams(seed=5), 10, frozenset(), text, None)
+    assert drawing.ask("m", False).params.seed == 5
+    drawing.receive(Run((9, 9), (-1.0, -1.0)), 0)
+    assert drawing.ask("m", False).params.seed == 7
+
+
+def test_the_servers_word_for_which_weights_drew_what_is_taken():
+    drawing = Drawing(PROMPT, SamplingParams(), 10, frozenset(), text, None)
+    drawing.ask("m", False)
+    drawing.receive(Run((9,) * 5, (-1.0,) * 5), 3)
+    drawing.learn(End("length", (("a", 2), ("b", 3))), {"a": 3, "b": 4})
+    sample = drawing.sample("length", 0)
+    assert (sample.versions, sample.policy_version) == (((3, 2), (4, 3)), 4)
+    with pytest.raises(UnknownWeightsError, match="c"):
+        drawing.learn(End("length", (("c", 5),)), {"a": 3})
+
+
+COUNTING = [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}"), SamplingParams(grammar="")]
+
+
+@pytest.mark.parametrize("params", COUNTING)
+def test_what_counts_tokens_drawn_is_not_taken_to_another_server(params: SamplingParams):
+    drawing = Drawing(PROMPT, params, 10, frozenset(), text, None)
+    assert drawing.goes_on
+    drawing.receive(Run((9,), (-1.0,)), 0)
+    assert not drawing.goes_on

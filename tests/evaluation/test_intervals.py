@@ -1,0 +1,157 @@
+"""Promises about how sure a result is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning.errors import ConfigError, RewardError
+from agentlightning.evaluation.intervals import mean_interval, paired_gain, student_quantile
+
+Draw = Callable[[random.Random], float]
+
+
+def changed(worse: float, better: float) -> Draw:
+    """A pass-or-fail task whose result changes for the worse or the better with these probabilities."""
+
+    def draw(rng: random.Random) -> float:
+        chance = rng.random()
+        return -1.0 if chance < worse else 1.0 if chance < worse + better else 0.0
+
+    return draw
+
+
+CASES: list[tuple[str, Draw, float]] = [
+    ("nothing ever changes", changed(0, 0), 0.0),
+    ("one in a hundred gets better", changed(0, 0.01), 0.01),
+    ("one in fifty gets worse", changed(0.02, 0), -0.02),
+    ("few change, both ways", changed(0.02, 0.02), 0.0),
+    ("one in ten gets better", changed(0, 0.1), 0.1),
+    ("half get better", changed(0.05, 0.5), 0.45),
+    ("nearly all get better", changed(0, 0.98), 0.98),
+    ("all but one in two hundred get better", changed(0, 0.995), 0.995),
+    ("everything changes", changed(0.3, 0.7), 0.4),
+    ("graded", lambda rng: rng.betavariate(5, 2) - rng.betavariate(2, 2), 5 / 7 - 1 / 2),
+    ("graded, mostly at the ends", lambda rng: rng.betavariate(8, 0.2) - rng.betavariate(0.3, 0.3), 8 / 8.2 - 0.5),
+    ("a steady gain and rare collapse", lambda rng: -1.0 if rng.random() < 0.03 else 0.8, 0.8 * 0.97 - 0.03),
+]
+
+
+@pytest.mark.parametrize("tasks", [16, 128])
+@pytest.mark.parametrize(("draw", "truth"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_nineteen_times_in_twenty_the_interval_holds_the_truth(draw: Draw, truth: float, tasks: int) -> None:
+    rng = random.Random(0)
+    trials = 1000
+    hits = 0
+    for _ in range(trials):
+        gains = [draw(rng) for _ in range(tasks)]
+        low, high = paired_gain([max(0.0, -d) for d in gains], [max(0.0, d) for d in gains]).interval
+        hits += low - 1e-9 <= truth <= high + 1e-9
+    assert hits / trials >= 0.93
+
+
+@pytest.mark.parametrize("rate", [0.003, 0.02, 0.1, 0.5, 0.9, 0.99])
+def test_the_interval_of_a_success_rate_holds_the_truth(rate: float) -> None:
+    rng = random.Random(1)
+    trials = 1500
+    hits = 0
+    for _ in range(trials):
+        low, high = mean_interval([float(rng.random() < rate) for _ in range(64)])
+        hits += low <= rate <= high
+    assert hits / trials >= 0.93
+
+
+def test_a_gain_says_what_was_before_and_after() -> None:
+    gain = paired_gain([0.0] * 128, [1.0] * 122 + [0.0] * 6)
+    assert (gain.before, gain.after, gain.gain, gain.tasks) == (0.0, 122 / 128, 122 / 128, 128)
+    assert gain.interval[0] > 0.89
+    assert gain.interval[1] < 0.99
+
+
+def test_equal_gains_are_no_certainty_and_more_tasks_are_more() -> None:
+    widths: list[float] = []
+    for tasks in (8, 32, 128, 512):
+        low, high = paired_gain([0.5] * tasks, [0.5] * tasks).interval
+        assert low < 0 < high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+    assert 0.02 < widths[2] < 0.05
+
+
+def test_an_improvement_of_all_tasks_ends_at_the_largest_gain_there_can_be() -> None:
+    low, high = paired_gain([0.0] * 128, [1.0] * 128).interval
+    assert 0.94 < low < 0.97
+    assert high == 1.0
+
+
+def test_pairing_is_sharper_than_two_separate_means() -> None:
+    rng = random.Random(2)
+    before = [rng.random() for _ in range(200)]
+    after = [min(1.0, value + 0.05) for value in before]
+    assert paired_gain(before, after).interval[0] > 0.02
+    assert mean_interval(after)[0] < mean_interval(before)[1]
+
+
+def test_rewards_on_another_scale_are_measured_on_that_scale() -> None:
+    small = paired_gain([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0])
+    large = paired_gain([0.0, 100.0, 0.0, 100.0], [100.0, 100.0, 0.0, 100.0])
+    assert large.interval == pytest.approx([100 * bound for bound in small.interval])
+    assert mean_interval([-1.0] * 10)[0] == -1.0
+    assert mean_interval([-1.0] * 10)[1] > -1.0
+
+
+def test_known_bounds_are_used() -> None:
+    assert mean_interval([0.5] * 20, bounds=(0.4, 0.6))[1] < mean_interval([0.5] * 20)[1]
+    with pytest.raises(RewardError, match=r"rewards from 0.0 to 2.0 are out of the bounds \(0, 1\)"):
+        mean_interval([0.0, 2.0], bounds=(0, 1))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(0.5, 0.99))
+def test_the_interval_holds_possible_gains_only_and_turns_around_with_the_question(
+    pairs: list[tuple[float, float]], confidence: float
+) -> None:
+    before, after = [b for b, _ in pairs], [a for _, a in pairs]
+    gain, loss = paired_gain(before, after, confidence), paired_gain(after, before, confidence)
+    low, high = gain.interval
+    assert -1 <= low <= high <= 1
+    assert loss.interval == pytest.approx((-high, -low), abs=1e-9)
+    wide = paired_gain(before, after, 0.995).interval
+    assert wide[0] <= low + 1e-9
+    assert wide[1] >= high - 1e-9
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60))
+def test_the_interval_holds_the_mean_that_was_seen(values: list[float]) -> None:
+    low, high = mean_interval(values)
+    assert low - 1e-9 <= math.fsum(values) / len(values) <= high + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ([], [], "no task has a reward both before and after"),
+        ([1.0], [1.0, 2.0], "1 rewards before and 2 after"),
+        ([math.nan], [1.0], "a reward of nan"),
+        ([0.0], [math.inf], "a reward of inf"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(before: list[float], after: list[float], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        paired_gain(before, after)
+
+
+def test_a_confidence_of_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"confidence=1\.0"):
+        mean_interval([0.5], confidence=1.0)
+
+
+@pytest.mark.parametrize(("degrees", "table"), [(4, 2.776), (10, 2.228), (30, 2.042), (127, 1.979), (10**6, 1.960)])
+def test_quantiles_agree_with_the_tables(degrees: int, table: float) -> None:
+    assert student_quantile(0.975, degrees) == pytest.approx(table, rel=1e-3)

@@ -1,0 +1,120 @@
+"""Attempts that end while their calls are under way: the calls end with them, and nothing is remembered of them."""
+
+import asyncio
+
+import pytest
+
+from agentlightning import span as names
+from agentlightning.gateway.callers.attempt_watch import AttemptWatch
+from agentlightning.gateway.callers.attempts import Contexts
+from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.errors import Problem
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+class EndedContexts(Contexts):
+    def __init__(self):
+        self.looks = []
+
+    def attempts(self):
+        return []
+
+    async def ended(self, rollout_id, attempt_id):
+        self.looks.append(attempt_id)
+        return Problem(409, "it has ended")
+
+
+async def until(true):
+    for _ in range(1000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
+def answer(seen):
+    """The second call is never answered to its end."""
+    if "first" in seen.body.decode():
+        return Reply(chat_answer("Hello."))
+    if seen.json.get("stream"):
+        return Reply(events=chat_events(["Hel"])[:2], end="hang")
+    return Reply(end="hang", head=False)
+
+
+@pytest.mark.parametrize("way", ["direct", "waiting", "stream", "translated"])
+async def test_a_providers_call_ends_with_its_attempt(serve, store, way):
+    """A proxy keeps the connection of an agent that is gone: nobody hangs up."""
+    path = "messages" if way == "translated" else "chat/completions"
+    budget = {"rollout_tokens": 1_000_000} if way == "waiting" else {}
+    async with ScriptedProvider(answer) as provider:
+        them = {"name": "them", "base_urls": [f"{provider.url}/v1"]}
+        config = {"providers": [them], "routes": [{"model": "theirs", "provider": "them"}], "budget": budget}
+        service = await serve([], config=GatewayConfig.model_validate(config))
+        gateway, http, headers = service.gateway, await service.http(), {"authorization": f"Bearer {service.key}"}
+        gateway._watch.seconds = 0.1
+
+        def call(text, **more):
+            body = {"model": "theirs", "max_tokens": 9, "messages": [{"role": "user", "content": text}]} | more
+            return asyncio.create_task(http.post(f"{service.base_url}/{path}", json=body, headers=headers))
+
+        assert (await call("first")).status_code == 200
+        asked = call("second", stream=way in ("stream", "translated"))
+        await until(lambda: len(provider.seen) == 2)
+        assert bool(gateway._direct.under_way) is (way == "direct")
+        await store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
+        reply = await asyncio.wait_for(asked, 20)
+        await asyncio.wait_for(provider.hung_up.wait(), 20)
+        assert reply.status_code == (409 if way in ("direct", "waiting") else 200)
+        assert "ended as failed; it takes no more calls" in reply.text
+        await until(lambda: not gateway._contexts.attempts())
+        assert (gateway._direct.under_way, gateway.providers["them"].limits.under_way) == (set(), 0)
+    spans = await store.query_spans(service.rollout_id)
+    assert [span.attributes.get(names.ERROR_TYPE) for span in spans] == [None, "attempt_ended"]
+
+
+async def test_a_call_of_our_own_engine_ends_with_its_attempt(serve, store):
+    service = await serve(["A long answer."], engine={"delay": 30})
+    service.gateway._watch.seconds = 0.05
+    asked = asyncio.create_task(service.ask())
+    await until(lambda: service.engine.calls)
+    await store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
+    with pytest.raises(Exception, match="it takes no more calls"):
+        await asyncio.wait_for(asked, 20)
+    (span,) = await service.spans()
+    assert span.attributes[names.ERROR_TYPE] == "attempt_ended"
+
+
+async def test_what_is_remembered_of_an_attempt_is_forgotten_when_it_has_ended(serve, store):
+    service = await serve(["Hello."])
+    gateway = service.gateway
+    gateway._watch.seconds = 0.02
+    await (await service.client()).responses.create(model="scripted", input="hi")
+    await asyncio.sleep(0.2)
+    assert (len(gateway.conversations), len(gateway.kept)) == (1, 1)
+    await store.update_attempt(service.rollout_id, service.attempt_id, status="succeeded")
+    await until(lambda: not gateway._contexts.attempts())
+    assert (len(gateway.conversations), len(gateway.kept)) == (0, 0)
+    assert (gateway.conversations.tokens, gateway.kept.size) == (0, 0)
+    assert gateway._watch._timer is None  # there is nothing left to look after
+
+
+async def test_a_call_that_takes_long_to_leave_is_ended_once():
+    """Ended again, it would lose what it does last: its record."""
+    contexts, recorded = EndedContexts(), []
+    watch = AttemptWatch(contexts, lambda *attempt: None, seconds=0.01)
+
+    async def call():
+        with watch.under_way(("rollout", "attempt")):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await until(lambda: len(contexts.looks) > 3)
+                recorded.append(True)
+
+    task = asyncio.create_task(call())
+    with pytest.raises(Problem, match="it has ended"):
+        await asyncio.wait_for(task, 20)
+    assert (recorded, task.cancelling()) == ([True], 0)
+    await watch.close()

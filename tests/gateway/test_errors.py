@@ -1,0 +1,40 @@
+"""What goes wrong is named by what went wrong: the request, the engine, or the gateway itself."""
+
+import logging
+
+import pytest
+
+from agentlightning.errors import PolicyError
+from agentlightning.gateway.errors import problem_of
+
+
+async def refused(service, caplog, more=""):
+    http = await service.http()
+    body = '{"model": "scripted", "messages": [{"role": "user", "content": "hi"}]' + more + "}"
+    with caplog.at_level(logging.CRITICAL):
+        reply = await http.post(f"{service.base_url}/chat/completions", content=body)
+    return reply.status_code, reply.json()["error"]
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+async def test_a_request_that_is_nested_too_deeply_is_the_callers_error(serve, bpe_chat, caplog, depth):
+    service = await serve([], engine={"chat": bpe_chat})
+    nested = '{"a":' * depth + "1" + "}" * depth
+    function = '{"name": "f", "parameters": ' + nested + "}"
+    status, error = await refused(service, caplog, ', "tools": [{"type": "function", "function": ' + function + "}]")
+    assert (status, error["code"]) == (400, "nested_too_deeply"), error
+    assert "engine" not in error["message"]
+
+
+@pytest.mark.parametrize("failure", [PolicyError("the device is lost"), ValueError("the device is lost")])
+async def test_what_an_engine_raises_is_the_engines_failure(serve, caplog, failure):
+    service = await serve([failure])
+    status, error = await refused(service, caplog)
+    assert (status, error["code"]) == (500, "engine_error")
+    assert "the device is lost" in error["message"]
+
+
+def test_an_unknown_failure_is_the_gateways_own():
+    problem = problem_of(KeyError("x"))
+    assert (problem.status, problem.code) == (500, "internal_error")
+    assert "engine" not in problem.message

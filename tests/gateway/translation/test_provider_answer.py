@@ -1,0 +1,239 @@
+"""Promises of a provider's answer that is told to a client of another dialect: in order, as it comes, and whole."""
+
+import json
+import time
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning.gateway.dialects.anthropic.messages import MESSAGES as ANTHROPIC
+from agentlightning.gateway.dialects.base import Head
+from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
+from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.local.answer import CallBegun, CallEnded, CallPart, Refusal, Sealed, Thought
+from agentlightning.gateway.recording.provider_response import event_data
+from agentlightning.gateway.translation.provider_answer import Told
+from agentlightning.gateway.translation.provider_events import Telling
+from agentlightning.testing.provider import (
+    chat_answer,
+    chat_events,
+    messages_answer,
+    messages_events,
+    response_answer,
+    response_events,
+)
+
+CHAT, MESSAGES = "chat/completions", "messages"
+HI = [{"role": "user", "content": "hi"}]
+ITEMS = {"input": HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
+
+
+def telling():
+    return Telling(Told(0, call_prefix="call_"), Head("x", "theirs", 0, 0))
+
+
+def heard(path, events):
+    """(the pieces of a stream of which each event comes by itself, what is known in the end)."""
+    given_answer, pieces = telling(), []
+    for event in events:
+        given_answer.take(path, event_data(event) if isinstance(event, bytes) else event)
+        pieces += given_answer.told.news()
+    return [*pieces, *given_answer.told.news(done=True)], given_answer
+
+
+def calls_of(deltas):
+    return {"choices": [{"index": 0, "delta": {"tool_calls": deltas}}]}
+
+
+def part(index, text, **begun):
+    function = {"arguments": text} | ({"name": begun.pop("name")} if "name" in begun else {})
+    return {"index": index, "function": function} | begun
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_arguments_are_shown_as_they_are_written(path):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":6,"b":7}'}}
+    use = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 6, "b": 7}}
+    events = chat_events(["Let me."], [call]) if path == CHAT else messages_events([{"type": "text", "text": "x"}, use])
+    pieces, answer = heard(path, events)
+    begun, *parts, ended = [piece for piece in pieces if not isinstance(piece, str)]
+    assert begun == CallBegun(0, "call_1", "add")
+    assert [piece.text for piece in parts] == ['{"a":6', ',"b":7}']
+    assert (ended.call.arguments, answer.told.finish_reason) == ('{"a":6,"b":7}', "tool_calls")
+    assert answer.told.parts()[-1] == ended.call
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(["one", "two", "text"]), min_size=1, max_size=14), st.booleans())
+def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
+    written = {"one": '{"a": [1, 2, {"b": "}"}]}', "two": '{"c": "\\"{"}'}
+    rest = {name: [*text] for name, text in written.items()}
+    events, said = [], ""
+    for turn in [*turns, *(["one"] * 40 + ["two"] * 40 if whole else [])]:
+        if turn == "text":
+            said += "."
+            events.append({"choices": [{"index": 0, "delta": {"content": "."}}]})
+        elif rest[turn]:
+            begun = {"id": turn, "name": turn} if len(rest[turn]) == len(written[turn]) else {}
+            events.append(calls_of([part(len(turn) + ord(turn[0]), rest[turn].pop(0), **begun)]))
+    pieces, answer = heard(CHAT, events)
+    under_way, shown = None, {}
+    for piece in pieces:
+        match piece:
+            case CallBegun():
+                assert under_way is None
+                under_way, shown[piece.id] = piece.id, ""
+            case CallPart():
+                shown[under_way] += piece.text
+            case CallEnded():
+                assert (under_way, shown[under_way]) == (piece.call.id, piece.call.arguments)
+                under_way = None
+            case _:
+                assert under_way is None
+    taken = {name: text[: len(text) - len(rest[name])] for name, text in written.items()}
+    assert shown == {name: text for name, text in taken.items() if text}
+    assert answer.told.content == said
+
+
+def test_a_call_that_goes_on_after_its_end_is_the_providers_mistake():
+    first, second = part(0, "{}", id="a", name="f"), part(1, "{", id="b", name="g")
+    _, answer = heard(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, '{"x": 1}')])])
+    assert "went on with the tool call 'f'" in answer.told.broken
+    _, answer = heard(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, "\n")])])
+    assert answer.told.broken == ""
+
+
+def test_calls_without_arguments_ids_or_with_an_id_twice_are_calls():
+    given_calls = [part(0, None, id="a", name="f"), part(1, "{}", id="a", name="g"), part(2, {"x": 1}, name="h")]
+    _, answer = heard(CHAT, [calls_of(given_calls)])
+    calls = answer.told.tool_calls
+    assert [(call.name, call.arguments) for call in calls] == [("f", "{}"), ("g", "{}"), ("h", '{"x":1}')]
+    assert calls[0].id == "a"
+    assert len({call.id for call in calls}) == 3
+    assert all(call.id.startswith("call_") for call in calls[1:])
+
+
+BLOCKS = [
+    {"type": "thinking", "thinking": "Hm, hm.", "signature": "c2ln"},
+    {"type": "redacted_thinking", "data": "eHg="},
+    {"type": "text", "text": "Hello."},
+    {"type": "thinking", "thinking": "And?", "signature": "c2lo"},
+    {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6}},
+]
+
+
+def test_what_anthropic_wants_back_is_gathered_as_it_said_it():
+    pieces, streamed = heard(MESSAGES, messages_events(BLOCKS))
+    whole = telling()
+    whole.take(MESSAGES, messages_answer(BLOCKS))
+    whole.told.news(done=True)
+    assert streamed.told.blocks == whole.told.blocks == BLOCKS
+    assert streamed.told.parts() == whole.told.parts()
+    assert [piece.block for piece in pieces if isinstance(piece, Sealed)] == [BLOCKS[0], BLOCKS[1], BLOCKS[3]]
+    kinds = [type(piece) for piece in streamed.told.parts()]
+    assert kinds[:5] == [Thought, Sealed, Sealed, str, Thought]
+
+
+def test_log_probabilities_go_with_the_words_they_came_with():
+    def chunk(text, *values):
+        listed = [{"token": str(value), "logprob": value, "top_logprobs": []} for value in values]
+        return {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": listed}}]}
+
+    pieces, answer = heard(CHAT, [chunk("", -1.0), chunk("a", -2.0), chunk("b", -3.0, -4.0), chunk(None, -5.0)])
+    assert pieces == ["a", "b"]
+    shown = [[each["logprob"] for each in answer.told.logprobs_of_piece()] for _ in pieces]
+    assert shown == [[-1.0, -2.0], [-3.0, -4.0]]
+    assert [each["logprob"] for each in answer.told.logprobs_of_rest()] == [-5.0]
+    assert len(answer.told.logprobs_of_all()) == 5
+    assert answer.told.logprobs_of_all()[0] == {
+        "token": "-1.0",
+        "logprob": -1.0,
+        "bytes": [*b"-1.0"],
+        "top_logprobs": [],
+    }
+
+
+def test_refusals_stop_strings_and_what_was_cached_are_told():
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 3}
+    events = [
+        {"choices": [{"index": 0, "delta": {"refusal": "I will not."}}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}], "usage": usage},
+    ]
+    pieces, answer = heard(CHAT, events)
+    assert pieces == [Refusal("I will not.")]
+    assert (answer.told.refused, answer.told.stop_string) == (True, "END")
+    events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
+    assert heard(CHAT, events)[1].told.stop_string == "STOP"
+    assert (answer.head.cached_tokens, answer.head.thought_tokens) == (4, 3)
+    whole = messages_answer(BLOCKS[2:3]) | {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    whole["usage"] |= {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 8}
+    _, answer = heard(MESSAGES, [whole])
+    assert (answer.told.stop_string, answer.told.finish_reason) == ("END", "stop")
+    assert (answer.head.cached_tokens, answer.head.cached_now_tokens) == (7, 8)
+
+
+ONE = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ITEM = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "add", "arguments": '{"a": 6}'}
+SAID = {
+    CHAT: (chat_answer("x", [ONE]), chat_events(["x"], [ONE])),
+    MESSAGES: (messages_answer(BLOCKS), messages_events(BLOCKS)),
+    "responses": (response_answer([ITEM]), response_events([ITEM])),
+}
+NAMES = st.sampled_from(["type", "index", "delta", "choices", "usage", "text", "id"])
+ODD = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "index", "delta", "choices", "usage", "text", "id"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from([CHAT, MESSAGES, "responses"]), st.integers(0, 30), ODD)
+def test_what_is_not_as_expected_is_passed_over(path, place, odd):
+    whole, streamed = SAID[path]
+    events = [data for event in streamed if (data := event_data(event)) is not None]
+    events[place % len(events)] = odd
+    pieces, answer = heard(path, events)
+    assert_written(pieces, answer)
+    text = orjson.dumps(whole).decode()
+    name = ["choices", "message", "content", "tool_calls", "usage", "output", "summary"][place % 7]
+    assert_written(*heard(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))]))
+
+
+def assert_written(pieces, answer):
+    """Every dialect has words for it."""
+    for dialect, body in ((CHAT_COMPLETIONS, {"messages": HI}), (ANTHROPIC, {"messages": HI}), (RESPONSES, ITEMS)):
+        request = dialect.read(orjson.dumps(body), Recall())
+        reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
+        parts = [reply.opening([answer.told]), *(reply.piece(answer.told, piece) for piece in pieces)]
+        events = b"".join([*parts, reply.ending([answer.told])]).split(b"\n\n")
+        assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)
+        assert orjson.loads(whole.whole([answer.told]))
+
+
+def test_a_long_answer_in_many_pieces_takes_time_in_proportion():
+    piece = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "abcd"}}
+
+    def seconds(pieces):
+        telling = Telling(Told(0), Head("id", "m", 0, 0))
+        started = time.thread_time()
+        telling.take("messages", {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
+        for _ in range(pieces):
+            telling.take("messages", piece)
+            telling.told.news()
+        telling.take("messages", {"type": "content_block_stop", "index": 0})
+        telling.told.news(done=True)
+        assert telling.told.content == telling.told.blocks[0]["text"] == "abcd" * pieces
+        return time.thread_time() - started
+
+    few, many = (min(seconds(pieces) for _ in range(3)) for pieces in (25_000, 100_000))
+    assert many / few < 12  # four times as much; put together with each piece, 30 times and more

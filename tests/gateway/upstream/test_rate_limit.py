@@ -1,0 +1,150 @@
+"""Promises of limits: nobody is let in beyond them, all wait in order, and none longer than is worth it."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.upstream.health import FAILURES, Health
+from agentlightning.gateway.upstream.rate_limit import Limits, Rate
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+async def settled():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_calls_beyond_the_limit_wait_and_go_in_the_order_they_came():
+    limits, order = Limits("them", 2), []
+
+    async def one(number):
+        await limits.enter(1)
+        order.append(number)
+
+    calls = [asyncio.create_task(one(number)) for number in range(6)]
+    await settled()
+    assert (order, limits.under_way, limits.waiting) == ([0, 1], 2, 4)
+    for count in range(3, 7):
+        limits.leave(1, 1)
+        await settled()
+        assert len(order) == count
+    await asyncio.gather(*calls)
+    assert order == list(range(6))
+
+
+async def test_a_call_that_gives_up_lets_the_next_one_go():
+    limits = Limits("them", 1)
+    await limits.enter(1)
+    first, second = (asyncio.create_task(limits.enter(1)) for _ in range(2))
+    await settled()
+    first.cancel()
+    limits.leave(1, 1)
+    await second
+    assert (limits.under_way, limits.waiting) == (1, 0)
+
+
+@pytest.mark.parametrize("limit", [{"requests_per_minute": 60}, {"tokens_per_minute": 6000}])
+async def test_a_rate_lets_a_minutes_worth_in_at_once_and_the_rest_as_time_passes(limit):
+    clock = Clock()
+    limits = Limits("them", 1000, **limit, max_wait_seconds=2, clock=clock)
+    for _ in range(60):
+        await limits.enter(100)
+    waiting = asyncio.create_task(limits.enter(100))
+    await settled()
+    assert (limits.under_way, limits.waiting) == (60, 1)
+    clock.now += 1
+    limits.leave(100, 100)
+    await waiting
+    assert limits.under_way == 60
+
+
+async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_come_back():
+    clock = Clock()
+    limits = Limits("them", 10, requests_per_minute=6, max_wait_seconds=20, clock=clock)
+    for _ in range(6):
+        await limits.enter(1)
+    waiting = [asyncio.create_task(limits.enter(1)) for _ in range(2)]
+    await settled()
+    with pytest.raises(Problem) as caught:
+        await limits.enter(1)
+    assert (caught.value.status, caught.value.retry, caught.value.retry_after) == (429, True, 30)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (limits.under_way, limits.waiting) == (6, 0)
+
+
+async def test_a_wait_for_calls_under_way_ends_as_well():
+    limits = Limits("them", 1, max_wait_seconds=0.02)
+    await limits.enter(1)
+    with pytest.raises(Problem, match="1 calls under way"):
+        await limits.enter(1)
+    impatient = Limits("them", 1, max_wait_seconds=0)
+    await impatient.enter(1)
+    with pytest.raises(Problem):
+        await impatient.enter(1)
+
+
+async def test_tokens_that_were_not_used_are_given_back():
+    limits = Limits("them", 10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
+    await limits.enter(100)
+    with pytest.raises(Problem):
+        await limits.enter(50)
+    limits.leave(100, 40)
+    await limits.enter(50)
+
+
+async def test_a_call_that_is_sent_again_counts_twice():
+    limits = Limits("them", 10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
+    await limits.enter(1)
+    limits.repeated()
+    with pytest.raises(Problem):
+        await limits.enter(1)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=60))
+def test_no_stretch_of_time_sees_more_than_its_share_and_one_minutes_worth(steps):
+    clock = Clock()
+    rate, begun, taken = Rate(60, clock), clock.now, 0
+    for wait, amount in steps:
+        clock.now += wait
+        if rate.seconds_until(amount) == 0:
+            rate.take(amount)
+            taken += amount
+        assert taken <= 60 + (clock.now - begun) * 1.0 + 1e-6
+
+
+def test_a_server_is_left_alone_for_longer_each_time_and_tried_again():
+    clock = Clock()
+    health = Health(clock)
+    for _ in range(FAILURES - 1):
+        health.failed()
+    assert health.well
+    pauses = []
+    for _ in range(7):
+        health.failed()
+        assert not health.well
+        pauses.append(health.seconds_left)
+        clock.now += health.seconds_left
+        assert health.well
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 30, 30])
+    health.succeeded()
+    health.failed()
+    assert health.well
+
+
+def test_one_failure_is_enough_where_there_is_no_server():
+    health = Health(Clock())
+    health.failed(unreachable=True)
+    assert not health.well

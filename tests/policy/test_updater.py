@@ -1,0 +1,384 @@
+"""An update is the same whatever the plan, the order of calls or their division, and it learns."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentlightning.credit import training_samples
+from agentlightning.errors import ConfigError, UnfaithfulSampleError
+from agentlightning.policy.head_positions import last_block
+from agentlightning.policy.losses.base import NLLLoss, PPOLoss, TokenLoss
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.updater import Updater
+from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+
+torch.set_num_threads(1)  # more threads cost more than they bring at this size
+
+VOCAB = 50
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, **HEADS, head_dim=8))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.15)
+    )
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SHAPE, **HEADS, sliding_window=6))
+
+
+def made(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return build()
+
+
+@pytest.fixture(scope="module")
+def updater() -> Updater:
+    return Updater(made(llama))
+
+
+def call(rollout: str, sequence: int, prompt: Sequence[int], sampled: Sequence[int], **more: Any) -> Transition:
+    logprobs = tuple(-2.0 - (token % 7) / 3 for token in sampled)
+    name = f"{rollout}-{sequence}"
+    return Transition(rollout, "at", name, sequence, tuple(prompt), tuple(sampled), logprobs, **more)
+
+
+def conversation(rollout: str, seed: int, prompt: Sequence[int], turns: int = 2, **more: Any) -> Trajectory:
+    """A rollout whose calls continue one another, each with a few new prompt tokens."""
+    draw = random.Random(f"{rollout}{seed}")
+    history, calls = list(prompt), list[Transition]()
+    for turn in range(turns):
+        sampled = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 6))]
+        calls.append(call(rollout, turn + 1, history, sampled, **more))
+        history += [*sampled, *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 3)))]
+    return Trajectory(rollout, "at", tuple(calls), draw.random())
+
+
+def groups(seed: int = 0, count: int = 2, size: int = 3, turns: int = 2, **more: Any) -> list[list[Trajectory]]:
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(VOCAB) for _ in range(draw.randint(2, 9))] for _ in range(count)]
+    return [[conversation(f"{g}.{i}", seed, p, turns, **more) for i in range(size)] for g, p in enumerate(prompts)]
+
+
+def samples(made_groups: Sequence[Sequence[Trajectory]]) -> list[TrainingSample]:
+    return training_samples(made_groups)[0]
+
+
+def flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in gradients if g is not None])
+
+
+def gradient(
+    updater: Updater, batch: Sequence[TrainingSample], loss: TokenLoss | None = None, budget: int = 64, **plan: Any
+) -> torch.Tensor:
+    updater.optimizer.zero_grad()
+    updater.accumulate(updater.plan(batch, token_budget=budget, **plan), loss)
+    return flat([p.grad for p in updater.optimizer.parameters])
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()  # all clipped: no gradient at all
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return flat([p.detach() for p in model.parameters()])
+
+
+# -- the gradient depends on tokens, not on how they are computed ----------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llama, qwen3, gpt2, mistral])
+@pytest.mark.parametrize("budget", [20, 100, 10_000])
+def test_sharing_gives_the_gradient_of_one_row_per_call(build: Any, budget: int) -> None:
+    updater = Updater(made(build))
+    batch = samples(groups(turns=3))
+    expected = gradient(updater, batch, budget=10_000, sharing="rows")
+    modes = ("merged", "auto") if build is mistral else ("merged", "auto", "shared")
+    for mode in modes:
+        assert apart(gradient(updater, batch, budget=budget, sharing=mode), expected) < 1e-5, mode
+
+
+def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Updater) -> None:
+    forked = [
+        Trajectory(
+            name,
+            "at",
+            (
+                call(name, 1, [1, 2, 3], [10 + i, 11, 12]),
+                call(name, 2, [1, 2, 3, 10 + i, 11, 12, 4], [13, 14]),
+                call(name, 3, [1, 2, 3, 10 + i, 11, 12, 5], [15, 16]),
+                call(name, 4, [1, 2, 3, 10 + i, 11, 12, 6], [15]),
+            ),
+            float(i),
+        )
+        for i, name in enumerate("ab")
+    ]
+    alone = training_samples([[name] for name in forked], "reinforce")[0]
+    for batch in (samples([forked]), alone):
+        (shared,) = updater.plan(batch, sharing="shared")
+        assert shared.cut
+        expected = gradient(updater, batch, sharing="rows")
+        assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
+
+
+def _divide(trajectory: Trajectory, draw: random.Random) -> Trajectory:
+    """The same tokens by more calls: an answer is asked for in two parts."""
+    calls: list[Transition] = []
+    for each in trajectory.transitions:
+        at = draw.randint(0, len(each.response_token_ids) - 1)
+        if at:
+            longer = each.prompt_token_ids + each.response_token_ids[:at]
+            calls.append(replace(each, response_token_ids=each.response_token_ids[:at], logprobs=each.logprobs[:at]))
+            each = replace(each, prompt_token_ids=longer, response_token_ids=each.response_token_ids[at:])
+            each = replace(each, span_id=f"{each.span_id}+", logprobs=each.logprobs[at:])
+        calls.append(each)
+    return replace(trajectory, transitions=tuple(calls))
+
+
+def _reorder(trajectory: Trajectory, draw: random.Random) -> Trajectory:
+    order = draw.sample(range(100), len(trajectory.transitions))
+    calls = [replace(c, sequence_id=n) for c, n in zip(trajectory.transitions, order, strict=True)]
+    return replace(trajectory, transitions=tuple(sorted(calls, key=lambda c: c.sequence_id)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([_divide, _reorder]), st.sampled_from(["rows", "merged", "shared"]))
+def test_dividing_merging_or_reordering_calls_leaves_the_gradient_unchanged(
+    updater: Updater, seed: int, change: Any, mode: Any
+) -> None:
+    draw = random.Random(seed)
+    plain = groups(seed, count=draw.randint(1, 3), size=draw.randint(2, 4), turns=draw.randint(1, 3))
+    changed = [draw.sample([change(t, draw) for t in group], len(group)) for group in plain]
+    expected = gradient(updater, samples(plain), sharing="merged")
+    assert apart(gradient(updater, samples(changed), sharing=mode), expected) < 1e-5
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 80))
+def test_micro_batches_of_any_size_add_up(updater: Updater, seed: int, budget: int) -> None:
+    batch = samples(groups(seed))
+    assert apart(gradient(updater, batch, budget=budget), gradient(updater, batch, budget=10_000)) < 1e-5
+
+
+# -- the gradient is the right one -----------------------------------------------------------------------------------
+
+
+def _score(model: PreTrainedModel, each: Transition) -> torch.Tensor:
+    """log p of an answer, written down plainly."""
+    ids = torch.tensor([[*each.prompt_token_ids, *each.response_token_ids]])
+    logits = model(ids).logits[0, len(each.prompt_token_ids) - 1 : -1] / each.temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(each.response_token_ids)[:, None])[:, 0]
+
+
+def test_on_policy_the_gradient_is_that_of_reinforce(updater: Updater) -> None:
+    model = updater.model
+    with torch.no_grad():
+        batch = [
+            [
+                replace(
+                    t, transitions=tuple(replace(c, logprobs=tuple(_score(model, c).tolist())) for c in t.transitions)
+                )
+                for t in group
+            ]
+            for group in groups(temperature=0.7)
+        ]
+    metrics = updater.accumulate(updater.plan(samples(batch)))
+    found = gradient(updater, samples(batch))
+
+    updater.optimizer.zero_grad()
+    for group in batch:
+        rewards = torch.tensor([t.reward for t in group])
+        advantages = (rewards - rewards.mean()) / rewards.std(correction=0)
+        for trajectory, advantage in zip(group, advantages, strict=True):
+            count = sum(len(c.response_token_ids) for c in trajectory.transitions)
+            for each in trajectory.transitions:
+                (-advantage * _score(model, each).sum() / count / 6).backward()
+    assert apart(found, flat([p.grad for p in model.parameters()])) < 1e-5
+    assert metrics["ratio"] / metrics["tokens_trained"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_supervised_learning_maximises_the_answers_whatever_they_were_sampled_with(updater: Updater) -> None:
+    batch = samples(groups(temperature=0.5))
+    greedy = [
+        replace(s, tree=replace(s.tree, nodes=tuple(replace(n, temperature=0.0) for n in s.tree.nodes))) for s in batch
+    ]
+    expected = gradient(updater, samples(groups()), NLLLoss(), uses_advantages=False)
+    assert torch.equal(gradient(updater, greedy, NLLLoss(), uses_advantages=False), expected)
+    copied = Updater(copy.deepcopy(updater.model), OptimizerConfig(lr=1e-2))
+    surprise = [copied.step(greedy, loss="nll")["nll"] for _ in range(10)]
+    assert surprise[-1] < surprise[0] / 2
+
+
+def test_rewarded_answers_become_likelier() -> None:
+    model = made(llama)
+    updater = Updater(model, OptimizerConfig(lr=1e-3))
+    good, bad = call("a", 1, [1, 2, 3], [7]), call("b", 1, [1, 2, 3], [8])
+    for _ in range(20):
+        with torch.no_grad():
+            calls = [replace(c, logprobs=tuple(_score(model, c).tolist())) for c in (good, bad)]
+        pair = [Trajectory(c.rollout_id, "at", (c,), reward) for c, reward in zip(calls, (1.0, 0.0), strict=True)]
+        updater.step(samples([pair]))
+    probability = _score(model, good).exp() / (_score(model, good).exp() + _score(model, bad).exp())
+    assert probability.item() > 0.9
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_reports_what_it_did() -> None:
+    batch = samples(groups())
+    metrics = Updater(made(llama), OptimizerConfig(lr=1e-3)).step(batch)
+    sampled = sum(s.tree.num_sampled for s in batch)
+    assert (metrics["tokens_trained"], metrics["optimizer_steps"], metrics["skipped_steps"]) == (sampled, 1.0, 0.0)
+    assert 0 < metrics["entropy"] < torch.tensor(VOCAB).log().item()
+    assert (metrics["lr"], metrics["micro_batches"] > 0, metrics["grad_norm"] > 0) == (1e-3, True, True)
+    assert sum(s.tree.num_tokens for s in batch) <= metrics["tokens_computed"] <= 10_000
+
+
+def test_minibatches_are_optimiser_steps_of_their_own_scaled_to_a_whole_batch() -> None:
+    batch = samples(groups(count=2))
+    whole, parts = Updater(made(llama), OptimizerConfig(lr=1e-3)), Updater(made(llama), OptimizerConfig(lr=1e-3))
+    metrics = whole.step(batch, minibatches=2)
+    for each in batch:
+        total = sum(map(sum, each.weights))
+        parts.step([replace(each, weights=tuple(tuple(w / total for w in ws) for ws in each.weights))])
+    assert metrics["optimizer_steps"] == 2.0
+    assert torch.allclose(weights(whole.model), weights(parts.model), atol=1e-7)
+
+
+def test_tokens_without_advantage_cost_nothing() -> None:
+    (batch,) = samples(groups(count=1, size=3))
+    mute = {batch.tree.nodes[i].rollout_id for i in batch.tree.leaves()[:2]}
+    quiet = tuple(
+        tuple(0.0 if n.rollout_id in mute else a for a in advantages)
+        for n, advantages in zip(batch.tree.nodes, batch.advantages, strict=True)
+    )
+    updater = Updater(made(llama))
+    some = updater.step([replace(batch, advantages=quiet)])
+    assert some["tokens_computed"] < updater.step([batch])["tokens_computed"]
+    none = tuple((0.0,) * len(a) for a in batch.advantages)
+    before = weights(updater.model)
+    nothing = updater.step([replace(batch, advantages=none)])
+    assert (nothing["tokens_computed"], nothing["optimizer_steps"]) == (0.0, 0.0)
+    assert torch.equal(before, weights(updater.model))
+
+
+def test_a_loss_that_is_not_finite_skips_the_step() -> None:
+    (batch,) = samples(groups(count=1))
+    broken = tuple(replace(n, logprobs=(float("nan"),) * len(n.logprobs)) for n in batch.tree.nodes)
+    updater = Updater(made(llama), OptimizerConfig(lr=1e-2))
+    before = weights(updater.model)
+    metrics = updater.step([replace(batch, tree=replace(batch.tree, nodes=broken))])
+    assert (metrics["skipped_steps"], metrics["optimizer_steps"]) == (1.0, 0.0)
+    assert torch.equal(before, weights(updater.model))
+
+
+def test_greedy_samples_are_refused_by_name() -> None:
+    (batch,) = samples(groups(count=1))
+    cold = tuple(replace(n, temperature=0.0) for n in batch.tree.nodes)
+    with pytest.raises(UnfaithfulSampleError, match=r"call 0\.\d-1 of rollout 0\.\d was sampled with temperature=0"):
+        Updater(made(llama)).step([replace(batch, tree=replace(batch.tree, nodes=cold))])
+
+
+def test_a_resumed_updater_makes_the_very_same_steps() -> None:
+    config = OptimizerConfig(type="muon", lr=1e-3, schedule="linear", total_steps=10, warmup_steps=1)
+    one = Updater(made(llama), config)
+    one.step(samples(groups(1)))
+    other = Updater(copy.deepcopy(one.model), config)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert one.step(samples(groups(2))) == other.step(samples(groups(2)))
+    assert torch.equal(weights(one.model), weights(other.model))
+
+
+@pytest.mark.parametrize("part", ["lm_head", "model.layers.1.mlp.up_proj"])
+def test_what_follows_the_last_attention_is_computed_at_trained_positions_only(updater: Updater, part: str) -> None:
+    seen: list[int] = []
+    module = updater.model.get_submodule(part)
+    handle = module.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
+    metrics = updater.accumulate(updater.plan(samples(groups()), sharing="shared"), PPOLoss())
+    handle.remove()
+    assert sum(seen) == metrics["tokens_trained"] < metrics["tokens_computed"]
+
+
+class Mixing(torch.nn.Module):
+    """A block in which tokens see one another."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.cumsum(1)
+
+
+class Demanding(torch.nn.Module):
+    """A block that wants more than hidden states."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return hidden + residual
+
+
+@pytest.mark.parametrize("block", [Mixing(), Demanding(), None])
+def test_a_last_block_that_does_not_treat_tokens_alone_is_left_as_it_is(block: torch.nn.Module | None) -> None:
+    model = made(llama)
+    assert last_block(model) is model.model.layers[-1].mlp
+    model.model.layers[-1].mlp = block
+    assert last_block(model) is None
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_train_alone() -> None:
+    model = get_peft_model(made(llama), LoraConfig(target_modules=["q_proj", "v_proj"], r=2, lora_dropout=0.5))
+    frozen = weights(model.base_model.model.model.embed_tokens)
+    adapters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    updater = Updater(model, OptimizerConfig(lr=1e-2))
+    batch = samples(groups())
+    assert torch.equal(gradient(updater, batch), gradient(updater, batch)), "dropout is off"
+    updater.step(batch, sharing="shared")
+    updater.step(batch)
+    assert torch.equal(frozen, weights(model.base_model.model.model.embed_tokens))
+    assert not torch.equal(flat(adapters), flat([p.detach() for p in model.parameters() if p.requires_grad]))
+
+
+def test_activation_checkpointing_gives_the_same_gradient_and_forbids_sharing() -> None:
+    updater = Updater(made(llama))
+    batch = samples(groups())
+    expected = gradient(updater, batch)
+    updater.model.activation_checkpointing_enable()
+    assert apart(gradient(updater, batch), expected) < 1e-5
+    with pytest.raises(ConfigError, match='use sharing="merged" or "auto"'):
+        updater.plan(batch, sharing="shared")
+
+
+def test_impossible_settings_are_refused(updater: Updater) -> None:
+    with pytest.raises(ConfigError, match="minibatches=0"):
+        updater.step([], minibatches=0)
+    assert updater.step([])["optimizer_steps"] == 0.0

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import AgentError
+from agentlightning.runner.agents.agent import Contract, Function, Methods, load_agent
+from agentlightning.runner.agents.command import Command
+from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.spec import CommandLine, Pickled, Reference, agent_spec, function_spec
+from agentlightning.testing import agents
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("pkg.module:Agent", Reference("pkg.module", "Agent")),
+        ("module:Class.method", Reference("module", "Class.method")),
+        ("some dir/agent.py:solve", Reference("some dir/agent.py", "solve")),
+        ("python agent.py --fast", CommandLine(("python", "agent.py", "--fast"))),
+        ("sh -c 'echo a:b'", CommandLine(("sh", "-c", "echo a:b"))),
+        ("agent", CommandLine(("agent",))),
+    ],
+)
+def test_module_and_file_names_are_python_and_anything_else_is_a_command(text: str, spec: Any) -> None:
+    assert agent_spec(text) == spec
+
+
+def test_a_list_of_words_is_a_command() -> None:
+    assert agent_spec(["node", "my agent.mjs"]) == CommandLine(("node", "my agent.mjs"))
+
+
+def test_a_function_that_can_be_imported_travels_by_name() -> None:
+    assert agent_spec(agents.echo) == Reference("agentlightning.testing.agents", "echo")
+    assert agent_spec(agents.decorated) == Reference("agentlightning.testing.agents", "decorated")
+
+
+def test_a_closure_travels_whole(make_call: Any) -> None:
+    factor = 3
+    spec = agent_spec(lambda task: task * factor)
+    assert isinstance(spec, Pickled)
+    assert load_agent(spec).start(make_call(5)) == 15
+
+
+def test_an_object_that_cannot_travel_says_what_to_do_instead() -> None:
+    lock = threading.Lock()
+    with pytest.raises(AgentError, match=r"cannot be sent .*pickle '_thread.lock'.*pass 'module:name'"):
+        agent_spec(lambda task: lock.locked())
+
+
+KINDS = {
+    "reward_of_task": Function,
+    "reward_of_task_async": Function,
+    "decorated": Function,
+    "Sync": Methods,
+    "Posting": Contract,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_agent_is_recognised(name: str) -> None:
+    assert isinstance(load_agent(f"agentlightning.testing.agents:{name}"), KINDS[name])
+
+
+def test_a_command_is_recognised() -> None:
+    assert load_agent("sh -c true") == Command(("sh", "-c", "true"))
+
+
+def test_a_file_is_loaded_with_its_neighbours_importable(tmp_path: Path, make_call: Any) -> None:
+    (tmp_path / "the_neighbour_of_an_agent.py").write_text("VALUE = 42")
+    path = tmp_path / "an_agent_in_a_file.py"
+    path.write_text("import the_neighbour_of_an_agent as n\ndef solve(task): return n.VALUE")
+    assert load_agent(f"{path}:solve").start(make_call(None)) == 42
+
+
+BROKEN = {
+    "no module": ("no_such_package.agent:solve", "there is no module 'no_such_package'"),
+    "no name": ("agentlightning.testing.agents:ecoh", "has no 'ecoh'; did you mean agentlightning.testing.agents:echo"),
+    "no file": ("/nowhere/agent.py:solve", "there is no file /nowhere/agent.py"),
+    "no program": ("no-such-program --x", "there is no program 'no-such-program'.*any other text is a command"),
+    "a script that is no program": ("agent.py --x", r"did you mean `python agent.py --x` or `agent.py:NAME`"),
+    "an open quote": ("sh -c 'oops", "is no command line"),
+    "nothing": ("  ", "an empty text"),
+    "no callable": ("agentlightning.span:REWARD", "cannot be called"),
+    "a class without run": ("agentlightning.span:Span", "needs rollout_id, attempt_id"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_agent_that_cannot_be_had_says_why(case: str) -> None:
+    given, message = BROKEN[case]
+    with pytest.raises(AgentError, match=message):
+        load_agent(given)
+
+
+def test_the_nearest_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").touch()
+    with pytest.raises(AgentError, match=r"did you mean agent\.py\?"):
+        load_agent(f"{tmp_path}/agnet.py:solve")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("import not_installed_anywhere", "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("def solve(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import sys; sys.exit('no config')", "SystemExit: no config"),
+        ("raise KeyError('OPENAI_API_KEY')", "make it inside the agent"),
+    ],
+)
+def test_a_module_that_fails_shows_the_real_cause_and_where_it_is(tmp_path: Path, text: str, cause: str) -> None:
+    path = tmp_path / f"broken_{abs(hash(text))}.py"
+    path.write_text(f"# a comment\n{text}\n")
+    with pytest.raises(AgentError, match=r"(?s)could not be imported") as caught:
+        load_agent(f"{path}:solve")
+    assert cause in str(caught.value)
+    assert f'{path}", line 2' in str(caught.value)
+
+
+def test_a_generator_is_no_agent() -> None:
+    def streams(task: Any) -> Any:
+        yield task
+
+    with pytest.raises(AgentError, match="is a generator"):
+        load_agent(streams)
+
+
+def test_an_instance_with_run_is_told_to_be_its_class() -> None:
+    class Agent:
+        async def run(self) -> None: ...
+
+    with pytest.raises(AgentError, match=r"pass the class .*Agent itself"):
+        load_agent(Agent())  # pyright: ignore[reportArgumentType]
+
+
+def test_a_reward_must_be_a_function() -> None:
+    with pytest.raises(AgentError, match="reward 'score it' is neither"):
+        function_spec("score it")
+    with pytest.raises(AgentError, match="which cannot be called"):
+        RewardFunction.of(3)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import math
+import reprlib
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import AgentError, RewardError
+from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
+
+finite = st.floats(-1e12, 1e12) | st.integers(-(10**6), 10**6) | st.booleans()
+
+
+@given(finite)
+def test_any_finite_number_is_a_reward(value: float) -> None:
+    assert check_reward(value, "it") == value
+
+
+@given(st.dictionaries(st.text(), finite, min_size=1))
+def test_finite_numbers_by_name_are_a_reward(values: dict[str, float]) -> None:
+    assert check_reward(values, "it") == values
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, {"a": 1.0, "b": math.nan}, 10**400, -(10**400)], ids=reprlib.repr
+)
+def test_what_is_not_finite_is_an_error_and_never_zero(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"it.*gave -?(nan|inf), which cannot be learned from"):
+        check_reward(value, "it")
+
+
+@pytest.mark.parametrize("value", [None, "1.0", [1.0], {}, {"a": "x"}, {1: 1.0}, Decimal(1), object()])
+def test_what_is_no_number_is_an_error_and_never_zero(value: Any) -> None:
+    assert not looks_like_reward(value)
+    with pytest.raises(RewardError, match="which is no reward"):
+        check_reward(value, "it")
+
+
+def test_numbers_of_any_kind_count() -> None:
+    assert check_reward(Fraction(1, 4), "it") == 0.25
+
+
+def test_a_reward_function_is_called_by_the_names_of_its_parameters(make_call: Any) -> None:
+    def score(answer: int, output: str, task: Any, rollout: Any, scale: float = 2.0) -> Any:
+        return answer, output, task, rollout.rollout_id, scale
+
+    got = RewardFunction.of(score).start(make_call({"answer": 42}), "said")
+    assert got == (42, "said", {"answer": 42}, "ro-1", 2.0)
+
+
+def test_a_reward_function_names_the_parameter_nothing_fits(make_call: Any) -> None:
+    with pytest.raises(AgentError, match=r"'expected' of .*Here it can be given: answer, output"):
+        RewardFunction.of(lambda expected: 1.0).start(make_call({"answer": 42}), "said")

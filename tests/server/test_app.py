@@ -1,0 +1,284 @@
+"""One server for a store and a gateway: its addresses, its events, its errors."""
+
+import asyncio
+import re
+import socket
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from agentlightning import span as names
+from agentlightning.assemble import trajectory, transitions
+from agentlightning.errors import ConfigError, ServerError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.upstream.budget import Account, spent_by
+from agentlightning.rollouts import attempt_environment, attempt_key
+from agentlightning.server.app import Server
+from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.instrumented import observed
+from agentlightning.testing import ScriptedEngine
+from agentlightning.tracing.emit import find_final_reward
+
+SECRET = "a-secret"
+
+
+@pytest.fixture
+async def store():
+    store = InMemoryLightningStore()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def server(store):
+    async with Server(store, secret=SECRET) as server:
+        yield server
+
+
+@pytest.fixture
+async def attempt(store, server):
+    """(rollout_id, attempt_id, environment)."""
+    started = await store.start_rollout("a task")
+    ids = (started.rollout_id, started.attempt.attempt_id)
+    return *ids, attempt_environment(server.url, SECRET, *ids)
+
+
+async def post(environment, event, url=None, key=None):
+    headers = {"Authorization": f"Bearer {key or environment['AGL_KEY']}"}
+    content = event if isinstance(event, bytes) else None
+    async with httpx.AsyncClient(headers=headers) as client:
+        url = url or environment["AGL_EVENT_URL"]
+        return await client.post(url, content=content) if content else await client.post(url, json=event)
+
+
+async def test_a_posted_reward_becomes_a_reward_of_the_attempt(store, attempt):
+    rollout_id, attempt_id, environment = attempt
+    reply = await post(environment, {"event_type": "reward", "data": {"value": 1.0}})
+    (span,) = await store.query_spans(rollout_id, attempt_id)
+    assert (span.name, span.attributes[names.SCORE_VALUE]) == (names.REWARD, 1.0)
+    assert reply.json() == {"span_id": span.span_id, "sequence_id": 1, "superseded": False, "late": False}
+
+
+async def test_a_reward_of_several_dimensions_keeps_their_names(store, attempt):
+    rollout_id, attempt_id, environment = attempt
+    await post(environment, {"event_type": "reward", "data": {"value": {"correct": 1, "format": 0.5}}})
+    (span,) = await store.query_spans(rollout_id, attempt_id)
+    assert span.attributes[names.REWARD_VALUES] == {"correct": 1.0, "format": 0.5}
+
+
+async def test_other_events_become_spans_of_their_name(store, attempt):
+    rollout_id, attempt_id, environment = attempt
+    url = environment["AGL_EVENT_URL"].replace("/rollout/", "/api/rollouts/")
+    await post(environment, {"event_type": "message", "data": {"content": "hello"}}, url=url)
+    await post(environment, {"event_type": "cache.hit", "data": {"key": "x"}})
+    message, hit = await store.query_spans(rollout_id, attempt_id)
+    assert (message.name, message.attributes[names.MESSAGE_BODY]) == (names.MESSAGE, "hello")
+    assert (hit.name, hit.attributes) == ("cache.hit", {"key": "x"})
+
+
+@pytest.mark.parametrize(
+    ("event", "named"),
+    [
+        (b'{"event_type": "reward", "data": {"value": NaN}}', "NaN"),
+        ({"event_type": "reward", "data": {"value": "good"}}, 'value="good"'),
+        ({"event_type": "reward", "data": {"value": True}}, "value=true"),
+        ({"event_type": "reward", "data": {"value": 1e308}}, "value=1e"),
+        ({"event_type": "reward", "data": {}}, "value=null"),
+        ({"event_type": "reward", "data": {"value": {"format": None}}}, "format=null"),
+        ({"data": {}}, "event_type"),
+        (b'{"event_type": "message", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "flatter"),
+        (b'{"event_type": "reward", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "flatter"),
+        (b"reward", "not JSON"),
+    ],
+)
+async def test_an_event_that_cannot_be_understood_is_refused_and_leaves_nothing(store, attempt, event, named):
+    rollout_id, attempt_id, environment = attempt
+    reply = await post(environment, event)
+    assert reply.status_code == 400
+    assert named in reply.json()["error"]["message"]
+    assert await store.query_spans(rollout_id, attempt_id) == []
+
+
+async def test_events_need_the_key_of_their_own_attempt(store, attempt):
+    rollout_id, attempt_id, environment = attempt
+    for key in ("sk-other", attempt_key(SECRET, rollout_id, "at-other"), attempt_key("other", rollout_id, attempt_id)):
+        reply = await post(environment, {"event_type": "reward", "data": {"value": 1}}, key=key)
+        assert reply.status_code == 401
+        assert key not in reply.text
+    assert await store.query_spans(rollout_id, attempt_id) == []
+
+
+async def test_events_of_an_attempt_nobody_knows_are_not_found(server):
+    environment = attempt_environment(server.url, SECRET, "ro-nobody", "at-nobody")
+    reply = await post(environment, {"event_type": "reward", "data": {"value": 1}})
+    assert reply.status_code == 404
+
+
+async def test_an_event_of_a_superseded_attempt_is_kept_and_said_to_be_late(store, attempt):
+    rollout_id, _, environment = attempt
+    await store.start_attempt(rollout_id)
+    reply = await post(environment, {"event_type": "reward", "data": {"value": 1}})
+    assert reply.json()["superseded"] is True
+
+
+async def test_an_event_cannot_say_what_only_the_gateway_knows(store, attempt):
+    rollout_id, attempt_id, environment = attempt
+    forged = {names.OPERATION_NAME: "chat", names.PROMPT_TOKEN_IDS: [1], names.RESPONSE_TOKEN_IDS: [2]}
+    forged |= {names.LOGPROBS: [-1e30], names.COST: -1e6, names.PROVIDER_RETRIES: 0, names.RETRIES: 1, "mine": 1}
+    await post(environment, {"event_type": "chat", "data": forged})
+    (span,) = await store.query_spans(rollout_id, attempt_id)
+    stripped = span.attributes.pop(names.STRIPPED)
+    assert span.attributes == {names.OPERATION_NAME: "chat", "mine": 1}
+    assert stripped == sorted(forged.keys() - {names.OPERATION_NAME, "mine"})
+    assert transitions([span]) == ()
+    assert spent_by([span]) == Account()
+
+
+@pytest.mark.parametrize("status", ["succeeded", "failed"])
+async def test_an_event_after_the_attempt_has_ended_is_kept_and_changes_nothing(store, attempt, status):
+    rollout_id, attempt_id, environment = attempt
+    await post(environment, {"event_type": "reward", "data": {"value": 0.25}})
+    await store.update_attempt(rollout_id, attempt_id, status=status)
+    reply = await post(environment, {"event_type": "reward", "data": {"value": 1.0}})
+    assert reply.json()["late"] is True
+    spans = await store.query_spans(rollout_id, attempt_id)
+    assert len(spans) == 2
+    assert trajectory(rollout_id, attempt_id, spans).reward == 0.25
+    assert find_final_reward(spans) == 0.25
+
+
+async def test_health_is_that_of_the_store(store, server):
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        await store.close()
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_store_and_gateway_share_one_port(store):
+    gateway = Gateway(store, {"scripted": ScriptedEngine(["Hello."])}, secret=SECRET)
+    async with Server(store, gateway, secret=SECRET) as server:
+        started = await store.start_rollout("a task")
+        environment = attempt_environment(server.url, SECRET, started.rollout_id, started.attempt.attempt_id)
+        async with AsyncOpenAI(base_url=environment["OPENAI_BASE_URL"], api_key=environment["AGL_KEY"]) as client:
+            messages = [{"role": "user", "content": "hi"}]
+            await client.chat.completions.create(model="scripted", messages=messages)
+        await post(environment, {"event_type": "reward", "data": {"value": 1}})
+        spans = await store.query_spans(started.rollout_id)
+    assert [span.name for span in spans] == ["chat scripted", names.REWARD]
+
+
+async def test_a_port_in_use_is_an_error_that_names_it_and_the_way_out(store):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another port"):
+            await Server(store, secret=SECRET, port=port).start()
+
+
+async def test_a_stopped_server_frees_its_port_and_can_start_again(store):
+    server = Server(store, secret=SECRET)
+    await server.start()
+    url = server.url
+    await server.stop()
+    await server.stop()
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{url}/health")
+        await server.start()
+        assert server.url == url
+        assert (await client.get(f"{url}/health")).status_code == 200
+    await server.stop()
+
+
+async def test_stopping_lets_calls_under_way_finish(store):
+    engine = ScriptedEngine(["Hello."], delay=0.02)
+    gateway = Gateway(store, {"scripted": engine}, secret=SECRET)
+    server = await Server(store, gateway, secret=SECRET).start()
+    started = await store.start_rollout("a task")
+    environment = attempt_environment(server.url, SECRET, started.rollout_id, started.attempt.attempt_id)
+    async with AsyncOpenAI(base_url=environment["OPENAI_BASE_URL"], api_key=environment["AGL_KEY"]) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        call = asyncio.create_task(client.chat.completions.create(model="scripted", messages=messages))
+        for _ in range(10_000):
+            if engine.calls:
+                break
+            await asyncio.sleep(0.001)
+        await server.stop()
+        assert (await call).choices[0].message.content == "Hello."
+
+
+async def test_stopping_sends_those_away_who_wait_for_rollouts_and_they_have_claimed_nothing(store):
+    waiting = observed(store, [listener := Listener()])
+    server = await Server(waiting, secret=SECRET).start()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        polling = asyncio.create_task(client.post("/v1/agl/queues/rollouts/dequeue", json={"timeout": 60}))
+        await asyncio.wait_for(listener.heard.wait(), 20)
+        await server.stop()
+        reply = await polling
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "about to stop" in reply.json()["error"]["message"]
+    queued = await store.enqueue_rollout("a task")
+    assert (await store.dequeue_rollout("another")).rollout_id == queued.rollout_id
+
+
+class Listener:
+    """Hears that somebody claims."""
+
+    def __init__(self):
+        self.heard = asyncio.Event()
+
+    def began(self, method):
+        if method == "dequeue_many_rollouts":
+            self.heard.set()
+
+    def ended(self, call):
+        pass
+
+
+async def test_what_is_not_served_is_refused_in_the_shape_of_every_error(server):
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        nowhere, wrong = await client.get("/nowhere"), await client.put("/health")
+    for reply, status in ((nowhere, 404), (wrong, 405)):
+        assert reply.status_code == status
+        assert reply.json()["error"]["message"] == reply.json()["detail"]
+
+
+# -- pages of other sites --------------------------------------------------------------------------------------------
+
+
+async def test_pages_of_named_sites_may_read_the_answers(store) -> None:
+    async with (
+        Server(store, secret="s", allowed_origins=["https://mine.example"]) as server,
+        httpx.AsyncClient(base_url=server.url) as http,
+    ):
+        for path in ("/v1/agl/health", "/v1/agl/rollouts"):
+            reply = await http.get(path, headers={"origin": "https://mine.example"})
+            assert reply.status_code == 200
+            assert reply.headers["access-control-allow-origin"] == "https://mine.example"
+        wishes = {"access-control-request-method": "DELETE", "access-control-request-headers": "authorization"}
+        asked = await http.options("/v1/agl/rollouts/r", headers={"origin": "https://mine.example", **wishes})
+        assert asked.status_code == 200
+        assert "DELETE" in asked.headers["access-control-allow-methods"]
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        for refused in (
+            await http.get("/v1/agl/rollouts", headers={"origin": "https://evil.example"}),
+            await http.options("/v1/agl/rollouts", headers={"origin": "https://evil.example", **wishes}),
+        ):
+            assert refused.status_code == 403
+            assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_without_configuration_no_page_of_another_site_may_read_anything(store) -> None:
+    async with Server(store, secret="s") as server, httpx.AsyncClient(base_url=server.url) as http:
+        reply = await http.get("/v1/agl/rollouts")
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("origin", ["mine.example", "ftp://mine.example", "https://mine.example/page", "*"])
+def test_an_origin_that_is_no_site_is_refused(store, origin: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(origin))):
+        Server(store, secret="s", allowed_origins=[origin])
+    if origin == "*":
+        Server(store, secret="s", allowed_origins=[origin], token="t")

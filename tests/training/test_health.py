@@ -1,0 +1,80 @@
+"""What a run says about itself."""
+
+from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.health import closing_warnings, staleness, starting_warnings, warnings_of
+from agentlightning.trajectory import Node, TokenTree, TrainingSample
+
+
+def sample(*parts: tuple[int | None, float, int]) -> TrainingSample:
+    """A chain of sampled nodes: (version, weight of each token, tokens)."""
+    nodes = tuple(
+        Node(index - 1, (1,) * count, True, (-1.0,) * count, policy_version=version)
+        for index, (version, _, count) in enumerate(parts)
+    )
+    weights = tuple((weight,) * count for _, weight, count in parts)
+    return TrainingSample(TokenTree(nodes), weights, weights)
+
+
+def test_staleness_counts_updates_token_by_token():
+    assert staleness([sample((3, 0.1, 2), (5, 0.1, 1)), sample((5, 0.1, 1))], 5) == {
+        "staleness": 1.0,
+        "staleness_max": 2.0,
+    }
+
+
+def test_tokens_that_are_not_trained_or_of_unknown_weights_have_no_age():
+    assert staleness([sample((1, 0.0, 2), (None, 0.1, 4), (4, 0.1, 1))], 5)["staleness"] == 1.0
+    assert staleness([sample((None, 0.1, 4))], 5) == {}
+    assert staleness([], 5) == {}
+
+
+def step(reward: float, *, flat: int = 0, groups: int = 4, **more: float) -> dict[str, float]:
+    return {"reward": reward, "groups": groups, "groups_without_spread": flat, "groups_trained": groups - flat, **more}
+
+
+def test_a_run_whose_groups_teach_nothing_says_so_with_the_way_out():
+    healthy = [step(0.4, flat=1, entropy=1.0), step(0.5, flat=2, entropy=0.9)]
+    assert warnings_of(healthy) == {}
+    [text] = warnings_of([*healthy, *[step(1.0, flat=4)] * 3]).values()
+    assert text.startswith("12 of the last 12 groups taught nothing")
+    assert "mean 1" in text
+    assert "harder tasks" in text
+    assert warnings_of([step(0.0, flat=2, groups=2)]) == {}, "two groups are no pattern"
+
+
+def test_a_policy_that_a_learning_rate_has_broken_is_told_from_noise():
+    start = [step(0.5, entropy=1.0, lr=10.0), step(0.55, entropy=1.1, lr=10.0), step(0.5, entropy=1.0, lr=10.0)]
+    noise = [step(0.2, entropy=0.9, lr=10.0)] * 3
+    assert warnings_of([*start, *noise]) == {}
+    for broken in (step(0.0, entropy=6.0, lr=10.0), step(0.0, entropy=0.01, lr=10.0), step(0.0, flat=3)):
+        found = warnings_of([*start, *[broken] * 3])
+        assert "reward fell from 0.517 to 0" in found["policy_broken"]
+        assert "The learning rate 10 is probably too high" in found["policy_broken"]
+    improving = [*start, *[step(0.9, entropy=0.05, lr=10.0)] * 3]
+    assert warnings_of(improving) == {}, "a sure policy is what training is for"
+
+
+def test_updates_that_were_not_finite_are_warned_of():
+    assert "1 updates were skipped" in warnings_of([step(0.5, skipped_steps=1.0)])["updates_skipped"]
+
+
+def test_the_end_says_where_nothing_was_won():
+    flat, learned = [step(0.0, flat=4)], [step(0.5)]
+    won, lost, unsure = (Gain(0.5, 0.5 + g, g, (g - 0.1, g + 0.1), 40) for g in (0.3, -0.3, 0.05))
+    assert closing_warnings(learned, {"greedy": won}) == {}
+    assert "nothing was learned" in closing_warnings(flat, {})["nothing_learned"]
+    assert "worse than the one it started from" in closing_warnings(learned, {"greedy": lost})["worse_greedy"]
+    assert "includes 0" in closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
+
+
+def test_random_weights_are_named_before_anything_runs():
+    assert starting_warnings(random_weights=False) == {}
+    assert "--model" in starting_warnings(random_weights=True)["random_weights"]
+
+
+def test_rollouts_that_ran_out_of_time_are_warned_of_where_they_teach_nothing():
+    late = [step(0.5, rollouts_trained=28, failed=4, timeouts=4)]
+    [text] = warnings_of(late).values()
+    assert text.startswith("4 of the last 32 rollouts ran out of time")
+    assert "algorithm.timeout_reward=0.0" in text
+    assert warnings_of([step(0.5, rollouts_trained=32, failed=0, timeouts=4)]) == {}, "they are learned from"

@@ -1,0 +1,131 @@
+"""What may change when a run is resumed, and how it is written down."""
+
+import orjson
+import pytest
+
+from agentlightning.config import TrainConfig
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.trainer import Trainer
+from agentlightning.training.run_changes import (
+    changed_settings,
+    changes_rewards,
+    check_changes,
+    describe_changes,
+    overrides,
+    record_of,
+)
+from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+from agentlightning.util.settings import dump_toml, load_settings
+
+
+def changed(*texts):
+    return changed_settings(TrainConfig(), load_settings(TrainConfig, overrides=texts))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "agent=m:f",
+        "reward=m:f",
+        "algorithm.steps=200",
+        "algorithm.optimizer.lr=1e-4",
+        'algorithm.reward_weights={"a": 1.0}',
+        'algorithm.credit={"type": "uniform", "intermediate": "ignore"}',
+        "runner.max_failed_share=1",
+        "runner.timeout_seconds=5",
+        "policy.max_context=2048",
+    ],
+)
+def test_what_messages_advise_may_change(text):
+    changes = changed(text)
+    assert changes
+    check_changes(changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "policy.model=other",
+        "run.seed=3",
+        "data.train=other.jsonl",
+        "warm_start.steps=3",
+        "algorithm.tasks_per_step=3",
+        "algorithm.optimizer.type=muon",
+        "evaluation.modes=['greedy']",
+    ],
+)
+def test_what_a_run_is_made_of_stays(text):
+    with pytest.raises(ConfigError, match=f"^{text.partition('=')[0]}.*: a resumed run keeps this"):
+        check_changes(changed(text))
+
+
+def test_changes_are_named_without_secrets():
+    changes = {"algorithm.steps": (100, 200), "gateway.upstream.headers.authorization": ("Bearer a", "Bearer b")}
+    text = describe_changes(changes)
+    assert text == "algorithm.steps 100 -> 200, gateway.upstream.headers.authorization ... -> ..."
+    assert b"Bearer" not in record_of(changes, 3)
+    assert orjson.loads(record_of(changes, 3))["step"] == 3
+    assert overrides({"algorithm.steps": 200, "reward": None, "agent": "m:f"}) == [
+        "algorithm.steps=200", "reward=none", 'agent="m:f"',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("agent=m:f", True),
+        ("reward=m:f", True),
+        ('algorithm.reward_weights={"a": 1.0}', True),
+        ("algorithm.steps=200", False),
+        ("algorithm.target_agent=a", False),
+        ("runner.hosts=2", False),
+    ],
+)
+def test_which_changes_make_rewards_mean_something_else(text, expected):
+    assert changes_rewards(changed(text)) is expected
+
+
+@pytest.fixture
+def run(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    write_atomically(run_dir.path / "config.toml", dump_toml(TrainConfig()).encode())
+    run_dir.write_state(RunState(run_id="r", objects=["agent", "reward"]))
+    run_dir.data("train").parent.mkdir()
+    for part in ("train", "validation", "held_out"):
+        run_dir.data(part).write_text('{"n": 1}\n')
+    run_dir.close()
+    return run_dir.path
+
+
+def test_arguments_of_a_resumed_trainer_are_changes_too(run):
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        Trainer.resume(run, seed=4)
+    trainer = Trainer.resume(run, n_runners=2, changes={"algorithm.steps": 7})
+    assert (trainer.config.runner.hosts, trainer.config.algorithm.steps) == (2, 7)
+
+
+def test_a_part_that_was_a_live_object_is_asked_for_by_name(run):
+    with pytest.raises(ResumeError, match=r"reward function that is an object; .*reward=\.\.\."):
+        Trainer.resume(run).fit(lambda task: 1.0)
+    with pytest.raises(ConfigError, match="no agent: pass one to fit"):
+        Trainer.resume(run, reward=lambda task: 1.0).fit()
+    assert (run / "state.json").exists()
+
+
+def test_tasks_that_cannot_be_read_end_the_promise_to_resume(run):
+    (run / "data" / "held_out.jsonl").write_text('{"n": ')
+    with pytest.raises(ResumeError, match=r"the tasks of .* cannot be read"):
+        Trainer.resume(run).fit(lambda task: 1.0)
+
+
+def test_an_object_in_place_of_a_name_is_another_reward_and_in_place_of_an_object_the_same(run):
+    def reward(task):
+        return 1.0
+
+    state = RunState(run_id="r", evaluations={"before-greedy": [1.0]}, best_step=3)
+    assert not Trainer.resume(run, reward=reward)._changes_rewards(reward)
+    write_atomically(run / "config.toml", dump_toml(TrainConfig(reward="m:f")).encode())
+    assert not Trainer.resume(run)._changes_rewards(reward)
+    assert Trainer.resume(run, reward=reward)._changes_rewards(reward)
+    state.forget_measurements()
+    assert (state.evaluations, state.best_step, state.suffix) == ({}, None, "-changed1")

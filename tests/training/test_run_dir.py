@@ -1,0 +1,169 @@
+"""A run directory continues from any crash."""
+
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    made = RunDir.create(tmp_path / "run")
+    yield made
+    made.close()
+
+
+def test_state_survives_a_round_trip(run_dir):
+    state = RunState(
+        run_id="r1",
+        step=3,
+        rollouts=24,
+        checkpoint="checkpoints/step-000003",
+        evaluations={"before-greedy": [1.0, None]},
+    )
+    run_dir.write_state(state)
+    assert run_dir.read_state() == state
+
+
+def test_a_second_process_is_kept_out(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        RunDir.create(tmp_path / "run")
+    run_dir.close()
+    RunDir.create(tmp_path / "run").close()
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(RunState(run_id="r1"))
+    run_dir.close()
+    with pytest.raises(ConfigError, match="--resume"):
+        RunDir.create(tmp_path / "run")
+
+
+def test_a_directory_without_a_run_cannot_be_resumed(tmp_path):
+    with pytest.raises(ResumeError, match="holds no run"):
+        RunDir.open(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"is no directory, or lies in a file; give another --run-dir"):
+            RunDir.create(path)
+    with pytest.raises(ConfigError, match=r"/proc/run cannot be written to .*; give another --run-dir"):
+        RunDir.create(Path("/proc/run"))
+
+
+def test_a_run_that_did_not_begin_is_removed_and_nothing_else(tmp_path):
+    run_dir = RunDir.create(tmp_path / "runs" / "first")
+    run_dir.write_state(RunState(run_id="r1"))
+    run_dir.data("train").parent.mkdir()
+    run_dir.discard()
+    run_dir.close()
+    assert list(tmp_path.iterdir()) == []
+    mine = tmp_path / "mine" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("kept")
+    run_dir = RunDir.create(mine.parent)
+    run_dir.write_state(RunState(run_id="r1"))
+    run_dir.discard()
+    run_dir.close()
+    assert list(mine.parent.iterdir()) == [mine]
+
+
+def test_a_state_file_that_is_broken_is_named(tmp_path):
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(ResumeError, match=r"state\.json cannot be read"), closing(RunDir.open(tmp_path)) as run_dir:
+        run_dir.read_state()
+
+
+def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):
+    run_dir.append_metrics({"step": 1, "reward": 0.5})
+    with (run_dir.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "rew')
+    assert [record["step"] for record in run_dir.read_metrics()] == [1]
+
+
+def test_metrics_of_steps_that_are_done_again_are_forgotten(run_dir):
+    for step in (1, 2, 3):
+        run_dir.append_metrics({"step": step})
+    run_dir.forget_metrics_after(2)
+    assert [record["step"] for record in run_dir.read_metrics()] == [1, 2]
+
+
+def test_only_old_checkpoints_that_nobody_needs_are_removed(run_dir):
+    for step in (1, 2, 3, 4, 5):
+        run_dir.checkpoint(step).mkdir(parents=True)
+    state = RunState(run_id="r", checkpoint="checkpoints/step-000005", best_checkpoint="checkpoints/step-000002")
+    run_dir.prune_checkpoints(state, keep=2)
+    left = sorted(entry.name for entry in (run_dir.path / "checkpoints").iterdir())
+    assert left == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_what_may_hold_a_key_is_nobody_elses_to_read(tmp_path):
+    write_atomically(tmp_path / "config.toml", b"key", private=True)
+    assert (tmp_path / "config.toml").stat().st_mode & 0o077 == 0
+
+
+DIE_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+from agentlightning.policy import checkpoint
+
+class Model:
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        if not REPLACES:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        pass
+
+def die(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+REPLACES = sys.argv[2] == "replaces"
+rename, Path.rename = Path.rename, die
+checkpoint.save(Path(sys.argv[1]), Model(), Tokenizer(), None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["saves", "replaces"])
+def test_what_a_kill_left_of_a_checkpoint_is_gone_when_the_run_is_resumed(tmp_path, what):
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(RunState(run_id="r1"))
+    whole = run_dir.checkpoint(1)
+    whole.mkdir(parents=True)
+    (whole / "model.safetensors").write_bytes(b"whole")
+    run_dir.close()
+    saved = whole if what == "replaces" else run_dir.checkpoint(2)
+    ended = subprocess.run([sys.executable, "-c", DIE_WHILE_SAVING, str(saved), what])
+    assert ended.returncode == -signal.SIGKILL
+    assert [path for path in whole.parent.iterdir() if path.name.startswith(".step-")]
+    with closing(RunDir.open(run_dir.path)):
+        assert list(whole.parent.iterdir()) == [whole]
+        assert (whole / "model.safetensors").read_bytes() == b"whole"
+
+
+def test_resuming_removes_what_was_not_finished_and_nothing_else(run_dir):
+    run_dir.write_state(RunState(run_id="r1"))
+    folder = run_dir.path / "checkpoints"
+    for name in (".step-000001.ab12cd_9/new", ".hidden", ".step-000001.ab12cd_8/mine", "step-000001"):
+        (folder / name).mkdir(parents=True)
+    (run_dir.path / ".state.json.4711").write_bytes(b"{")
+    (run_dir.path / ".env").write_bytes(b"mine")
+    run_dir.close()
+    with closing(RunDir.open(run_dir.path)):
+        assert sorted(path.name for path in folder.iterdir()) == [".hidden", ".step-000001.ab12cd_8", "step-000001"]
+        assert sorted(path.name for path in run_dir.path.glob(".*")) == [".env"]
