@@ -14,7 +14,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.evaluator import evaluate
 from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path, attempt_secret
-from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer
@@ -114,8 +113,8 @@ async def test_a_run_that_other_machines_can_reach_answers_no_call_without_a_key
         stack.callback(run_dir.close)
         stack.push_async_callback(store.close)
         engine = ScriptedEngine(["hello"], model="policy")
-        gateway = await trainer._gateway(store, engine, config, run_dir, "secret", stack)
-        server = await stack.enter_async_context(Server(store, gateway, secret="secret", token="t", host=host))
+        serving = trainer._serve(store, {"policy": engine}, config, run_dir, secret="secret", token="t")
+        server = await stack.enter_async_context(serving)
         rollout = await store.start_rollout({"question": "?"})
         url = server.url + attempt_path(rollout.rollout_id, rollout.attempt.attempt_id)
         async with httpx.AsyncClient(trust_env=False) as client:

@@ -10,13 +10,12 @@ from typing import Any, Literal
 from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation, evaluate_tasks
-from agentlightning.gateway.app import Gateway
+from agentlightning.policy.base import Engine
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import LLM, NamedResources
-from agentlightning.server.app import Server
+from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
 from agentlightning.training.rollout_source import EVALUATION_ADVICE, Collected, RolloutSource
@@ -86,10 +85,10 @@ async def _evaluate(
         stack.push_async_callback(store.close)
         runner = make_runner(config, store, agent, reward, secret, redirect=model is not None)
         listener = await load_agent(runner, stack, policy=model is not None)
-        gateway = None if model is None else await _serve_model(store, str(model), secret, stack)
-        server = await stack.enter_async_context(Server(store, gateway, secret=secret, token=token, listener=listener))
+        engines = None if model is None else await _open_engines(str(model), stack)
+        server = await stack.enter_async_context(serve(store, engines, secret=secret, token=token, listener=listener))
         resources: NamedResources = {}
-        if gateway is not None:
+        if engines is not None:
             sampling = {"temperature": TEMPERATURES[mode]}
             resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, sampling_parameters=sampling)
         resources_id = (await store.add_resources(resources)).resources_id
@@ -117,7 +116,7 @@ async def _name_first(source: RolloutSource, collected: Collected, progress: Pro
         progress.note(f"{count} without a reward ({kind}); the first, {first.rollout_id}: {first.message}")
 
 
-async def _serve_model(store: LightningStoreBase, model: str, secret: str, stack: AsyncExitStack) -> Gateway:
+async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
     policy = await open_policy(policy_config(TrainConfig(), model, OptimizerConfig(), 1))
     stack.push_async_callback(policy.close)
-    return Gateway(store, {policy.model: policy}, secret=secret, accept_any_model=True)
+    return {policy.model: policy}

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,13 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.recording import raw_exchange
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Engine, Policy
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import OTLP_ENDPOINTS
 from agentlightning.runner import Runner
 from agentlightning.server.app import Server, is_loopback
+from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import observed
@@ -345,9 +348,10 @@ class Trainer:
             learner = await open_learner(config, algorithm, run_dir, state, store)
             policy = await with_servers(learner, config, run_dir, self.progress)
             stack.push_async_callback(policy.close)
-            gateway = await _gateway(store, policy, config, run_dir, secret, stack)
-            server = Server(store, gateway, secret=secret, token=token, host=config.run.host, listener=listener)
-            await stack.enter_async_context(server)
+            engines = {policy.model: policy} | await open_models(config.gateway.models, stack, run_dir.path)
+            serving = _serve(store, engines, config, run_dir, secret=secret, token=token, listener=listener)
+            server = await stack.enter_async_context(serving)
+            assert server.gateway is not None
             limits = rollout_config(config.runner), config.runner.max_failed_share
             tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
             source = RolloutSource(store, *limits, model=policy.model, limits=tokens, queue=queue)
@@ -368,7 +372,7 @@ class Trainer:
                 source=source,
                 tasks=tasks,
                 server_url=config.run.public_url or server.url,
-                updating=lambda: _updating(gateway, policy, config.policy),
+                updating=partial(_updating, server.gateway, policy, config.policy),
                 progress=self.progress,
                 total_steps=algorithm.total_steps,
                 reward_weights=algorithm.reward_weights,
@@ -389,19 +393,28 @@ def _exported(store: LightningStoreBase, stack: AsyncExitStack) -> LightningStor
     return observed(store, [exporter])
 
 
-async def _gateway(
-    store: LightningStoreBase, policy: Policy, config: TrainConfig, run_dir: RunDir, secret: str, stack: AsyncExitStack
-) -> Gateway:
-    """The policy serves whatever no route leads elsewhere."""
-    return Gateway(
+def _serve(
+    store: LightningStoreBase,
+    engines: Mapping[str, Engine],
+    config: TrainConfig,
+    run_dir: RunDir,
+    *,
+    secret: str,
+    token: str,
+    listener: socket.socket | None = None,
+) -> AbstractAsyncContextManager[Server]:
+    """The policy, the first of the engines, serves all calls that no route sends elsewhere."""
+    return serve(
         store,
-        {policy.model: policy} | await open_models(config.gateway.models, stack, run_dir.path),
+        engines,
         secret=secret,
-        config=config.gateway,
-        budget_file=run_dir.path / "spent",
-        default_model=policy.model,
+        token=token,
+        routing=config.gateway,
         accept_any_model=True,
         require_key=not is_loopback(config.run.host),
+        budget_file=run_dir.path / "spent",
+        host=config.run.host,
+        listener=listener,
     )
 
 

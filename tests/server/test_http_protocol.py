@@ -181,7 +181,7 @@ async def test_a_caller_that_hangs_up_ends_the_sampling(serve, dial, store):
     rollout_id = path.split("/")[2]
     await until(lambda: server.engine.calls)
     line.writer.close()
-    await until(lambda: server._gateway.counters.cancelled)
+    await until(lambda: server.gateway.counters.cancelled)
     spans = await store.query_spans(rollout_id)
     assert spans[0].attributes["error.type"] == "client_disconnected"
 

@@ -225,11 +225,10 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Pl
 async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     """A store, and a server that only the command knows of: without its token or an attempt's id nobody can use it."""
     from agentlightning.cli.serve import DEFAULT_DB, beside, open_engines, open_store, read_routing, without_password
-    from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.rollouts import attempt_secret
-    from agentlightning.server.app import Server
+    from agentlightning.server.serve import serve
     from agentlightning.store.journal.store import take_over
 
     config = _config(options, read_routing)
@@ -240,17 +239,9 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     await take_over(store, raw_exchange.read)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
-    gateway = Gateway(
-        store,
-        engines,
-        secret=secret,
-        config=config,
-        budget_file=beside(options.db, ".spent"),
-        default_model=first,
-        accept_any_model=first is not None and not (config and config.routes),
-    )
-    server = Server(store, gateway, secret=secret, token=token, grace_seconds=5)
-    await stack.enter_async_context(server)
+    spent = beside(options.db, ".spent")
+    serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
+    server = await stack.enter_async_context(serving)
     redirect = first is not None or config is not None
     return Place(store, server.url, secret, without_password(options.db or DEFAULT_DB), redirect, first, server)
 

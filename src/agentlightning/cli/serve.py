@@ -23,9 +23,6 @@ from agentlightning.cli.train import Json
 from agentlightning.cli.units import read_size, retention_from
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
-    from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.observability.logs import SlowLog
     from agentlightning.observability.metrics import Metrics
@@ -177,13 +174,12 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.rollouts import attempt_secret
-    from agentlightning.server.app import Server
+    from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, observed
     from agentlightning.store.journal.store import journaled
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
     _refuse_strangers(options)
-    secret = attempt_secret(options.token)
     bare = open_store(options.db)
     stack.push_async_callback(bare.close)
     metrics, slow = Metrics(bare), SlowLog(options.slow_seconds)
@@ -198,13 +194,14 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     if bare.path is not None:
         packer = Scribe() if options.otlp_export is None else None  # what is sent on is needed as spans, here
         store = await stack.enter_async_context(journaled(store, bare.path, raw_exchange.read, packer))
-    gateway = await _gateway(options, store, secret, stack)
-    metrics.add_source(lambda: _figures(gateway))
-    server = Server(
+    serving = serve(
         store,
-        gateway,
-        secret=secret,
+        await open_engines(options.models, options.routing, stack),
+        secret=attempt_secret(options.token),
         token=options.token,
+        routing=options.routing,
+        require_key=options.token is not None,
+        budget_file=beside(options.db, ".spent"),
         metrics=metrics,
         slow=slow,
         adopt_traces=options.adopt_traces,
@@ -214,8 +211,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         allowed_hosts=options.allowed_hosts,
         allowed_origins=options.allowed_origins,
     )
-    metrics.add_source(lambda: counters("otlp", "Traces taken in", asdict(server.traces.counts)))
-    await stack.enter_async_context(server)
+    server = await stack.enter_async_context(serving)
     if options.retention is not None:
         await stack.enter_async_context(_pruning(bare, options.retention))
     return server
@@ -224,12 +220,6 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
 def _took(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: float, together: int) -> None:
     metrics.took(method, waited, decided, together)
     slow.took(method, waited, decided, together)
-
-
-def _figures(gateway: Gateway) -> Iterable[Metric]:
-    from agentlightning.observability.metrics import counters
-
-    return counters("gateway", "Model calls", gateway.figures())
 
 
 def _refuse_strangers(options: Options) -> None:
@@ -255,23 +245,6 @@ def open_store(db: str | None) -> SqlStore:
         return SqlStore(db)
     except StoreError as error:
         raise ConfigError(str(error)) from error
-
-
-async def _gateway(options: Options, store: LightningStoreBase, secret: str, stack: AsyncExitStack) -> Gateway:
-    from agentlightning.gateway.app import Gateway
-
-    engines = await open_engines(options.models, options.routing, stack)
-    first = next(iter(engines), None)
-    return Gateway(
-        store,
-        engines,
-        secret=secret,
-        config=options.routing,
-        budget_file=beside(options.db, ".spent"),
-        default_model=first,
-        accept_any_model=first is not None and not options.routing.routes,
-        require_key=options.token is not None,
-    )
 
 
 def read_routing(path: Path | None) -> GatewayConfig:

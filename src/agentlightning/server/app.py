@@ -11,10 +11,13 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Self
 
 import orjson
 import uvicorn
+from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,7 +29,7 @@ from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
-from agentlightning.observability.metrics import Metrics, metrics_routes
+from agentlightning.observability.metrics import Metrics, counters, metrics_routes
 from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, ModelCalls, Shortcuts
 from agentlightning.server.origin_guard import SiteGuard
 from agentlightning.server.request_tracker import Door
@@ -84,8 +87,12 @@ class Server:
             exception_handlers={HTTPException: _refused, Exception: _failed},
         )
         self.app.router.redirect_slashes = False  # it would lead to whatever address the request says it was sent to
+        if metrics is not None:
+            metrics.add_source(lambda: counters("otlp", "Traces taken in", asdict(self.traces.counts)))
         if gateway is not None:
             gateway.attribution.traces = self.traces
+            if metrics is not None:
+                metrics.add_source(partial(_gateway_counters, gateway))
         self.host = host
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
@@ -93,7 +100,7 @@ class Server:
         self._door = Door(self.app, metrics, slow, guard)
         self.shortcuts = Shortcuts([] if origins else calls, self._door, stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
-        self._gateway = gateway
+        self.gateway = gateway
         self._listener = listener
         self._uvicorn: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -145,8 +152,8 @@ class Server:
         serving, self._serving = self._serving, None
         await serving
         await self.traces.__aexit__()
-        if self._gateway is not None:
-            await self._gateway.close()
+        if self.gateway is not None:
+            await self.gateway.close()
 
     async def wait(self) -> None:
         """Wait until it has ended."""
@@ -215,6 +222,10 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error}; stop what uses it, or choose another port (0 takes a free one)"
         ) from error
     return listener
+
+
+def _gateway_counters(gateway: Gateway) -> Iterable[Metric]:
+    return counters("gateway", "Model calls", gateway.figures())
 
 
 def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:

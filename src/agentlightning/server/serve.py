@@ -1,0 +1,73 @@
+"""Assembles a server: the gateway for some engines and providers, and the HTTP server for it and the store.
+
+Called by the trainer, `agl.evaluate`, `agl serve` and `agl run`, so that all of them serve models in the same way.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.config import GatewayConfig
+from agentlightning.observability.logs import SlowLog
+from agentlightning.observability.metrics import Metrics
+from agentlightning.policy.base import Engine
+from agentlightning.server.app import Server
+from agentlightning.store.base import LightningStoreBase
+
+
+class ServerOptions(TypedDict, total=False):
+    """Options of `Server` that `serve` passes on."""
+
+    host: str
+    port: int
+    listener: socket.socket | None
+    grace_seconds: int
+    metrics: Metrics
+    slow: SlowLog
+    adopt_traces: bool
+    max_body_bytes: int
+    allowed_hosts: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
+
+
+@asynccontextmanager
+async def serve(
+    store: LightningStoreBase,
+    engines: Mapping[str, Engine] | None,
+    *,
+    secret: str,
+    token: str | None = None,
+    routing: GatewayConfig | None = None,
+    accept_any_model: bool | None = None,
+    require_key: bool = False,
+    budget_file: Path | None = None,
+    **options: Unpack[ServerOptions],
+) -> AsyncGenerator[Server]:
+    """Run a server for `store`, and a gateway for `engines` (model name to engine) and the providers in `routing`.
+
+    `engines=None` means no gateway. The first engine is the default model. It also answers calls for unknown model
+    names if `accept_any_model`; by default it does so unless `routing` has routes. The server has stopped when the
+    context ends; the store and the engines stay open.
+    """
+    gateway = None
+    if engines is not None:
+        default = next(iter(engines), None)
+        if accept_any_model is None:
+            accept_any_model = default is not None and not (routing and routing.routes)
+        gateway = Gateway(
+            store,
+            engines,
+            secret=secret,
+            config=routing,
+            budget_file=budget_file,
+            default_model=default,
+            accept_any_model=accept_any_model,
+            require_key=require_key,
+        )
+    async with Server(store, gateway, secret=secret, token=token, **options) as server:
+        yield server
