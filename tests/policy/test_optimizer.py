@@ -91,6 +91,13 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     assert (muon["param_groups"][0]["lr"], adamw["param_groups"][0]["lr"]) == (0.02, 1e-3)
 
 
+def test_adamw_has_the_configured_betas_and_decays_matrices_alone() -> None:
+    (adamw,) = Optimizer(Tiny(), OptimizerConfig(betas=(0.5, 0.6), weight_decay=0.1)).state_dict()["optimizers"]
+    decay = [(group["weight_decay"], len(group["params"])) for group in adamw["param_groups"]]
+    assert decay == [(0.1, 3), (0.0, 4)], "embedding, hidden and head; not the norm and the biases"
+    assert {group["betas"] for group in adamw["param_groups"]} == {(0.5, 0.6)}
+
+
 def test_muon_steps_are_as_large_as_its_rate_says() -> None:
     model = Tiny()
     before = model.hidden.weight.detach().clone()

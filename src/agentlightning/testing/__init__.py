@@ -1,5 +1,13 @@
-"""The fakes we test with, shipped: what stands in for a model, so that tests of agents need none."""
+"""Fakes for tests of agents and algorithms: engines, policies and servers that need no model."""
 
 from agentlightning.testing.scripted_engine import ByteChatFormat, ScriptedEngine, read_chatml
+from agentlightning.testing.scripted_policy import RecordedUpdate, ScriptedPolicy, scripted_weights
 
-__all__ = ["ByteChatFormat", "ScriptedEngine", "read_chatml"]
+__all__ = [
+    "ByteChatFormat",
+    "RecordedUpdate",
+    "ScriptedEngine",
+    "ScriptedPolicy",
+    "read_chatml",
+    "scripted_weights",
+]
