@@ -165,7 +165,7 @@ def nginx(stub: str, folder: Path) -> Iterator[Arm]:
 def agl1(stub: str, folder: Path) -> Iterator[Arm]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [str(PYTHONS["agl1"]), "-m", "agentlightning.server.app", "host=127.0.0.1", f"port={port}"]
+    command = [str(PYTHONS["agl1"]), "-m", "agentlightning.server", "host=127.0.0.1", f"port={port}"]
     command += [f"default_proxy.model_name={MODEL}"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with running(command, cwd=folder, env=environment) as (process, _):

@@ -37,7 +37,7 @@ _numbers = count()
 async def client() -> Any:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "agentlightning.server.app", "host=127.0.0.1", f"port={port}"]
+    command = [sys.executable, "-m", "agentlightning.server", "host=127.0.0.1", f"port={port}"]
     with tempfile.TemporaryDirectory() as folder, serving(command, f"{url}/healthz", cwd=folder):
         async with AgentLightningAsyncClient(base_url=url) as api:
             yield api
