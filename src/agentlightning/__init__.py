@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         TrainConfig,
         WarmStartConfig,
     )
+    from agentlightning.credit.rejection import Rejection
     from agentlightning.errors import (
         AgentError,
         AgentLightningError,
@@ -110,7 +111,6 @@ if TYPE_CHECKING:
         track_agent,
     )
     from agentlightning.trainer import Trainer
-    from agentlightning.training.rejection import Rejection
     from agentlightning.training.result import TrainingResult
     from agentlightning.training.rollout_source import Collected
     from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agentlightning.call_validation import TokenLimits
+from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import TrainingStopped, UnknownTokensError
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.span import (
@@ -21,7 +22,6 @@ from agentlightning.span import (
 )
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import Retention
-from agentlightning.training.rejection import Rejection
 from agentlightning.training.rollout_source import RolloutPlan, RolloutSource
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]

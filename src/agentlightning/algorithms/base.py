@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from agentlightning.training.rejection import Check
+from agentlightning.credit.rejection import Check
 from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import TrainingSample
 

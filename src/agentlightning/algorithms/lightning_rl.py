@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import credit_rule, group_trajectories, is_target, rejections, training_samples
+from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.policy.losses.base import Loss, PPOLoss, TokenLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.training.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from

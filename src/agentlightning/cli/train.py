@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.main import Output, reported
+from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.rejection import describe_reasons
 from agentlightning.training.result import TrainingResult
 
 Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]

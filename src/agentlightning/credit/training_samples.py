@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from agentlightning.assemble import scalar_reward, token_tree
 from agentlightning.credit.base import CreditRule, credit_rule
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import RewardError, UnfaithfulSampleError
-from agentlightning.training.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 Aggregate = Literal["rollout", "token"]

@@ -14,9 +14,9 @@ from functools import total_ordering
 from typing import Any
 
 from agentlightning.assemble import scalar_reward
+from agentlightning.credit.rejection import FAILED, MISSING_REWARD, Rejection, describe_reasons, rejection
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.intervals import Gain, lowest_means, mean_interval, paired_gain
-from agentlightning.training.rejection import FAILED, MISSING_REWARD, Rejection, describe_reasons, rejection
 from agentlightning.training.rollout_source import Collected, RolloutPlan, RolloutSource
 from agentlightning.trajectory import Trajectory
 

@@ -17,10 +17,7 @@ from typing import Any, TypeVar
 
 from agentlightning.assemble import trajectory
 from agentlightning.call_validation import NO_LIMITS, TokenLimits
-from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
-from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, RolloutStatus
-from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.rejection import (
+from agentlightning.credit.rejection import (
     FAILED,
     REJECTING,
     UNKNOWN_TOKENS,
@@ -31,6 +28,9 @@ from agentlightning.training.rejection import (
     describe_reasons,
     rejection,
 )
+from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
+from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, RolloutStatus
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.trajectory import Trajectory
 
 T = TypeVar("T")

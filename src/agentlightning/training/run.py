@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.config import TrainConfig
+from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.evaluation.evaluation import Evaluation, evaluate_tasks
 from agentlightning.evaluation.intervals import lowest_means
 from agentlightning.policy.base import ChatFormat, Policy
@@ -23,7 +24,6 @@ from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import TaskSampler
 from agentlightning.training.health import staleness, warnings_of
-from agentlightning.training.rejection import Check, count_reasons
 from agentlightning.training.rollout_source import Collected, RolloutPlan, RolloutSource
 from agentlightning.training.run_dir import RunDir, RunState
 from agentlightning.trajectory import TrainingSample
