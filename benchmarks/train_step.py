@@ -258,7 +258,8 @@ def gradient(updater: Updater, batches: Iterable[MicroBatch]) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
 
 
-def shared(size: str, rounds: int) -> list[tuple[str, bool]]:
+def shared(size: str, rounds: int, measured: dict[str, dict[str, float]]) -> list[tuple[str, bool]]:
+    """The verdicts; `measured` gets the CPU seconds of each arm, by case."""
     model = build_model(*SIZES[size])
     updater, plain = Updater(model), Updater(model)
     plain.last_block = None
@@ -280,6 +281,7 @@ def shared(size: str, rounds: int) -> list[tuple[str, bool]]:
                 who = plain if arm == "one padded row per call" else updater
                 seconds[arm].append(timed(lambda who=who, batches=batches: who.accumulate(batches)))
         times = {arm: statistics.median(values) for arm, values in seconds.items()}
+        measured[f"{size}, {case}"] = times
         verdicts.append(print_case(f"{size}, {case}", arms, times, apart, target))
     return verdicts
 
@@ -310,10 +312,12 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--part", choices=["trl", "sharing", "all"], default="all", help="what to measure")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     verdicts: list[tuple[str, bool]] = []
+    measured: dict[str, dict[str, float]] = {}
     if arguments.part == "sharing":
         pass
     elif arguments.trl_python and Path(arguments.trl_python).exists():
@@ -323,10 +327,12 @@ def main() -> int:
     else:
         print(INSTALL)
     for size in arguments.sizes if arguments.part != "trl" else ():
-        verdicts += shared(size, arguments.rounds)
+        verdicts += shared(size, arguments.rounds, measured)
     print()
     for text, met in verdicts:
         print(f"{'met   ' if met else 'MISSED'}  {text}")
+    if arguments.json:
+        print(json.dumps({"title": "train step", "seconds": measured, "verdicts": verdicts}))
     return int(arguments.check and not all(met for _, met in verdicts))
 
 
