@@ -3,19 +3,17 @@
 import orjson
 import pytest
 
+from agentlightning.gateway.dialects.message_digest import extend_digest, message_digests
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import Kept, Recall
 from agentlightning.gateway.errors import Problem
-from agentlightning.gateway.local.conversation import Conversations, Prompt, extend_digest
-from agentlightning.testing import ByteChatFormat
 
 ATTEMPT = ("ro-1", "at-1")
 
 
 def say(kept, name, messages, answer, *, attempt=ATTEMPT, leading=0, body=b"{}"):
-    prompt = Conversations().prompt(attempt, "m", ByteChatFormat(), messages, None)
     answer = {"role": "assistant", "content": answer}
-    kept.keep(attempt, name, prompt, messages, answer, body, [{"id": f"item-{name}"}], leading)
+    kept.keep(attempt, name, message_digests(messages), messages, answer, body, [{"id": f"item-{name}"}], leading)
     return [*messages, answer]
 
 
@@ -98,9 +96,7 @@ def test_a_reply_to_an_image_is_not_gone_on_with_by_a_model_that_reads_text():
     messages = RESPONSES.read(orjson.dumps(asked), Recall(), attachments=True).messages
     kept, attempt = Kept(), ("ro", "at")
     digests = (b"agentlightning", extend_digest(b"agentlightning", messages[0]))
-    kept.keep(
-        attempt, "resp_1", Prompt([], digests=digests), messages, {"role": "assistant", "content": "A cat."}, None, ()
-    )
+    kept.keep(attempt, "resp_1", digests, messages, {"role": "assistant", "content": "A cat."}, None, ())
     more = orjson.dumps({"input": "Sure?", "previous_response_id": "resp_1"})
     assert len(RESPONSES.read(more, kept.recall(attempt), attachments=True).messages) == 3
     with pytest.raises(Problem, match="goes on from images or files"):

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.gateway.local.answer import Answer, Thought
+from agentlightning.gateway.dialects.content import Thought
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.reasoning import Markers, thought_markers
 from agentlightning.policy.base import Sample
 from agentlightning.span import CONSTRAINT

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.dialects.anthropic.messages import MESSAGES as ANTHROPIC
 from agentlightning.gateway.dialects.base import Head
+from agentlightning.gateway.dialects.content import CallBegun, CallEnded, CallPart, Refusal, Sealed, Thought
 from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import Recall
-from agentlightning.gateway.local.answer import CallBegun, CallEnded, CallPart, Refusal, Sealed, Thought
-from agentlightning.gateway.recording.provider_response import event_data
+from agentlightning.gateway.dialects.sse import event_data
 from agentlightning.gateway.translation.provider_answer import Told
 from agentlightning.gateway.translation.provider_events import Telling
 from agentlightning.testing.provider import (

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.errors import Problem
-from agentlightning.gateway.local.answer import Answer, Piece
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.policy.base import Message, SamplingParams
 
 Body = bytes | dict[str, Any]

@@ -18,27 +18,20 @@ content: the content is still to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 import jsonschema_rs
 import orjson
 
-from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import bad
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.reasoning import Markers, thought_markers
-from agentlightning.gateway.offload import offload
-from agentlightning.policy.base import ChatFormat, Engine, SamplingParams, holds_to
 
 Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
 """Whether a text is what was asked for."""
-Holding = Literal["auto", "always", "never"]
-"""Which answers are held to their schema: those that nobody learns from (of rollouts in the modes val and test, and of
-no rollout at all), all, or none."""
 
 NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 LONGEST_SCHEMA: Final = 120_000
@@ -95,76 +88,6 @@ class Constraint:
                 bool(calls) or self.content is None or self.content.check(answer.begun + answer.content),
             ),
         ]
-
-
-async def hold(
-    engine: Engine,
-    chat: ChatFormat,
-    params: SamplingParams,
-    constraint: Constraint,
-    *,
-    tools: Sequence[dict[str, Any]] | None,
-    learned: bool,
-    holding: Holding,
-    size: int = 0,
-) -> SamplingParams:
-    """`params` with the schema or grammar that answers are held to, where they are to be and the engine can.
-
-    `tools`: those the request offers. `learned`: whether somebody may learn from the answer. `size`: bytes of the
-    request, by which work is done in the loop or not."""
-    if holding == "never" or (holding == "auto" and learned) or not constraint:
-        return params
-    thought = thought_markers(chat)
-    if not tools and thought is None:
-        schema = constraint.content.schema if constraint.content else None
-        known = schema is not None and await holds_to(engine, schema)
-        return replace(params, json_schema=schema) if known else params
-    if "grammar" in getattr(engine, "reshapes", ()) and _needs_grammar(chat, constraint, thought):
-        for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), thought))):
-            grammar = await offload(size, partial(answer_grammar, chat, outline))
-            if grammar is not None and await holds_to(engine, grammar, "grammar"):
-                return replace(params, grammar=grammar)
-    return params
-
-
-def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: Markers | None) -> bool:
-    """Whether anything is asked for that an end of the drawing after the first call does not see to."""
-    ends = chat.tool_calls.closing is not None and thought is None
-    asks = constraint.needs_call or constraint.names is not None or constraint.arguments or constraint.content
-    return bool(asks) or (constraint.one_call and not ends)
-
-
-def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: Markers | None) -> Iterator[Outline]:
-    """What an answer is to be; then the same with any arguments for tools that are not strict, since their schemas may
-    hold what no answer can be held to."""
-    schemas = _argument_schemas(constraint, tools)
-    loose = {name: schema if name in constraint.arguments else "{}" for name, schema in schemas.items()}
-    for each in (schemas,) if loose == schemas else (schemas, loose):
-        yield Outline(
-            tools=tuple(each.items()),
-            needs_call=constraint.needs_call,
-            one_call=constraint.one_call,
-            content=constraint.content.schema if constraint.content else None,
-            thought=Thought(thought.start, thought.end, thought.opened) if thought else None,
-        )
-
-
-def _argument_schemas(constraint: Constraint, tools: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Of the tools that may be called, by name. One that names no parameters has none, and one whose parameters no
-    schema describes may have any."""
-    found: dict[str, str] = {}
-    for function in (tool["function"] for tool in tools):
-        name = function["name"]
-        if constraint.names is None or name in constraint.names:
-            found[name] = _argument_schema(function.get("parameters"))
-    return found
-
-
-def _argument_schema(given: Any) -> str:
-    try:
-        return json_schema("tools.parameters", given or NO_PARAMETERS).schema
-    except Problem:  # Only a strict one must be a schema.
-        return "{}"
 
 
 def _is_object(text: str) -> bool:

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.gateway.dialects.message_digest import extend_digest
 from agentlightning.gateway.errors import Problem, bad
-from agentlightning.gateway.local.conversation import Prompt, extend_digest
 from agentlightning.policy.base import Message
 
 Attempt = tuple[str, str]
@@ -99,7 +99,7 @@ class Kept:
         self,
         attempt: Attempt,
         response_id: str,
-        prompt: Prompt,
+        digests: Sequence[bytes],
         messages: Sequence[Message],
         answer: Message,
         body: bytes | None,
@@ -110,14 +110,14 @@ class Kept:
         continued and not retrieved."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)
-        tip = extend_digest(prompt.digests[-1], answer)
+        tip = extend_digest(digests[-1], answer)
         before = memory.size
-        chain = zip(prompt.digests[leading:], (*prompt.digests[leading + 1 :], tip), strict=True)
+        chain = zip(digests[leading:], (*digests[leading + 1 :], tip), strict=True)
         for (parent, digest), message in zip(chain, (*messages[leading:], answer), strict=True):
             if digest not in memory.messages:
                 memory.messages[digest] = parent, message
                 memory.size += len(orjson.dumps(message))
-        memory.replies[response_id] = _Reply(tip, prompt.digests[leading], body)
+        memory.replies[response_id] = _Reply(tip, digests[leading], body)
         memory.size += len(body or b"")
         memory.items.update((item["id"], dict(item)) for item in items)
         self.size += memory.size - before

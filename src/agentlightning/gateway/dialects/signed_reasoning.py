@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.gateway.local.conversation import same_meaning
+from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.policy.base import Message
 
 Block = dict[str, Any]

@@ -20,6 +20,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.gateway.asgi import Outlet
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.recording.otel_messages import (
     OPERATIONS,
@@ -28,7 +29,7 @@ from agentlightning.gateway.recording.otel_messages import (
     reshaped,
     said_messages,
 )
-from agentlightning.gateway.recording.provider_response import READERS, Choice, Heard, event_data, hear, loads
+from agentlightning.gateway.recording.provider_response import READERS, Choice, Heard, hear
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.upstream.call import Ask, Call
 from agentlightning.gateway.upstream.failures import shown_text
@@ -382,7 +383,7 @@ class Strip:
         """An event as the caller sees it; nothing of the one that only says what was used."""
         if self.usage and data.get("usage") and not data.get("choices"):
             return b""
-        return b"data: " + orjson.dumps(data) + b"\n\n" if self.take_out(data) else event
+        return encode_event(data) if self.take_out(data) else event
 
 
 def _answers(asked: Json) -> int:

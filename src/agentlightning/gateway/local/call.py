@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.concurrency import without_slot
+from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.errors import Problem
-from agentlightning.gateway.local.answer import Answer, Piece
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Likeliest
 from agentlightning.gateway.local.update_gate import Gate, Visitor
 from agentlightning.gateway.recording.local_span import Record

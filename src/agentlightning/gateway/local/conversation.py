@@ -30,6 +30,12 @@ from typing import Any, Literal
 
 import orjson
 
+from agentlightning.gateway.dialects.message_digest import (
+    extend_digest,
+    message_digests,
+    normalized_arguments,
+    text_of,
+)
 from agentlightning.gateway.local.prompt_limit import encode_within
 from agentlightning.gateway.local.prompt_prefixes import Prefixes
 from agentlightning.gateway.local.reasoning import thought_markers, without_opening, without_thought
@@ -136,7 +142,7 @@ class Conversations:
     ) -> Prompt:
         """The prompt of a call, whose answer begins with `prefill`; may be called from any thread. Raises ConfigError
         where the template cannot hold the messages, ContextLengthError where `context` tokens are surely too few."""
-        digests, variant = _digests(messages), _variant(model, chat, tools)
+        digests, variant = message_digests(messages), _variant(model, chat, tools)
         memory = self._touch(attempt)
         if memory is None:
             tokens = encode_within(chat, chat.render(messages, tools) + literal(chat, prefill), context)
@@ -262,60 +268,6 @@ def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int
     while not shown.startswith(text := chat.decode(token_ids[:length])):
         length -= 1
     return length, text
-
-
-# -- which messages are the same -------------------------------------------------------------------------------------
-
-
-def same_meaning(message: Message) -> bytes:
-    """A message as bytes that are equal for messages that mean the same.
-
-    Content None is "", a list of text parts is their text, tool-call arguments are equal as JSON; a `name` that
-    clients add to an assistant's message and every key we do not know are ignored.
-    """
-    role = message["role"]
-    calls = [_call_meaning(call) for call in message.get("tool_calls") or ()]
-    name = None if role == "assistant" else message.get("name")
-    return orjson.dumps([role, _content_meaning(message.get("content")), calls, message.get("tool_call_id"), name])
-
-
-def _content_meaning(content: Any) -> Any:
-    """Text as one; the parts of content that holds more than text (`gateway.attachments`)."""
-    if isinstance(content, list) and any(part.get("type", "text") != "text" for part in content):
-        return content
-    return text_of(content)
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content: None, a string, or a list of text parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
-
-
-def _call_meaning(call: dict[str, Any]) -> list[Any]:
-    function = call["function"]
-    return [call.get("id"), function["name"], _arguments_meaning(function["arguments"])]
-
-
-def _arguments_meaning(arguments: str) -> str:
-    """JSON with sorted keys and one spelling; anything else as it is."""
-    try:
-        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONDecodeError:
-        return arguments
-
-
-def extend_digest(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation that goes on with a message."""
-    return hashlib.blake2b(same_meaning(message), digest_size=16, key=digest).digest()
-
-
-def _digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
-    digests = [b"agentlightning"]
-    for message in messages:
-        digests.append(extend_digest(digests[-1], message))
-    return tuple(digests)
 
 
 def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | None) -> bytes:
@@ -452,8 +404,8 @@ def _plain(chat: ChatFormat, text: str) -> str:
 
 def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
     parsed = chat.parse(written, tools)
-    calls = [(call.name, _arguments_meaning(call.arguments)) for call in parsed.tool_calls]
+    calls = [(call.name, normalized_arguments(call.arguments)) for call in parsed.tool_calls]
     meant = [call["function"] for call in answer.get("tool_calls") or ()]
-    if calls != [(function["name"], _arguments_meaning(function["arguments"])) for function in meant]:
+    if calls != [(function["name"], normalized_arguments(function["arguments"])) for function in meant]:
         return not meant and written.strip() == text_of(answer.get("content")).strip()
     return (parsed.content or "").strip() == text_of(answer.get("content")).strip()

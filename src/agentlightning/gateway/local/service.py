@@ -21,12 +21,12 @@ from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.openai import responses_request
-from agentlightning.gateway.dialects.output_constraint import Holding, hold
 from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.dialects.validation import forced_params, refuse_unhonoured
+from agentlightning.gateway.dialects.sampling import forced_params, refuse_unhonoured
 from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.local.call import Exchange, Show
 from agentlightning.gateway.local.call_builders import answer_of, asked_messages, chat_of, prompts_of, record_of
+from agentlightning.gateway.local.constrained_sampling import Holding, hold
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.on_policy import OnPolicy, is_policy, is_training
 from agentlightning.gateway.local.streaming import relay
@@ -168,7 +168,7 @@ class LocalCalls:
         self.kept.keep(
             (record.rollout_id, record.attempt_id),
             record.response_id,
-            record.prompt,
+            record.prompt.digests,
             request.messages,
             answer.message,
             reply.whole([answer]) if stored else None,

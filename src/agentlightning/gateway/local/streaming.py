@@ -14,8 +14,9 @@ from starlette.types import Receive
 
 from agentlightning.gateway.asgi import ClientGone, Outlet, until_gone
 from agentlightning.gateway.dialects.base import Reply
+from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.errors import Problem
-from agentlightning.gateway.local.answer import Answer, Piece
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.call import Exchange, Show
 
 logger = logging.getLogger(__name__)

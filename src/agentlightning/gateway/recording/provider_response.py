@@ -6,19 +6,15 @@ expected: what it cannot read is not recorded, and the caller has it all the sam
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import msgspec
-import orjson
 from msgspec import Struct, structs
 
-from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.recording.otel_messages import tool_call
 from agentlightning.gateway.upstream.provider import Usage
-from agentlightning.tracing.sanitize import readable
 
 Json = dict[str, Any]
 
@@ -104,33 +100,6 @@ def hear(read: Reader, heard: Heard, data: Any) -> None:
         read(heard, cast("Json", data))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         return
-
-
-def loads(data: bytes) -> Any:
-    """The JSON a provider says. Half a surrogate pair, which orjson refuses, becomes U+FFFD. Raises ValueError."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        if b"\\u" not in data:
-            raise
-    try:
-        return _readable(json.loads(data, parse_constant=_refuse))
-    except RecursionError:
-        raise ValueError("JSON that is nested too deep") from None
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _readable(value: Any) -> Any:
-    if isinstance(value, str):
-        return readable(value)
-    if isinstance(value, list):
-        return [_readable(each) for each in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {_readable(name): _readable(each) for name, each in cast("Json", value).items()}
-    return value
 
 
 def _usage(*counts: Any) -> Usage:
@@ -324,16 +293,6 @@ def usage_of(path: str, usage: Any) -> Usage | None:
         return None
 
 
-MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-"""Of one event: the last of a response holds all of it, images in base64 among it."""
-_ENDS: Final = (b"\n\n", b"\r\n\r\n")
-_OVERLAP: Final = max(map(len, _ENDS)) - 1
-
-
-class EventTooLongError(AgentLightningError):
-    """An event of a stream that does not end."""
-
-
 class _Named(Struct):
     """Of an answer, what it is called; the rest is passed over."""
 
@@ -347,66 +306,3 @@ def id_of(answer: bytes) -> str:
     """What a whole answer is called; "" where it does not say. Raises MsgspecError for what is no JSON object."""
     name = _named.decode(answer).id
     return name if isinstance(name, str) else ""
-
-
-class Events:
-    """The events of a stream, cut out of its bytes. Takes time in proportion to them, however they are cut."""
-
-    __slots__ = ("_limit", "_parts", "_size", "_tail")
-
-    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
-        self._limit = limit
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._tail = b""
-        """The last bytes that came: an end may begin there."""
-
-    def feed(self, more: bytes) -> list[bytes]:
-        """The events that are whole by now, each with the empty line that ends it. Raises EventTooLongError."""
-        found: list[bytes] = []
-        if not self._parts:
-            rest = _cut(more, found)
-        elif any(end in self._tail + more for end in _ENDS):
-            rest = _cut(b"".join([*self._parts, more]), found)
-        else:
-            self._keep(more)
-            return found
-        self._parts, self._size, self._tail = [], 0, b""
-        if rest:
-            self._keep(rest)
-        return found
-
-    def _keep(self, more: bytes) -> None:
-        self._parts.append(more)
-        self._size += len(more)
-        self._tail = (self._tail + more[-_OVERLAP:])[-_OVERLAP:]
-        if self._size > self._limit:
-            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
-
-    @property
-    def rest(self) -> bytes:
-        """What has come of the next event."""
-        return b"".join(self._parts)
-
-
-def _cut(data: bytes, found: list[bytes]) -> bytes:
-    """Adds the whole events of `data` to `found`; returns what is left."""
-    start, returns = 0, b"\r" in data
-    while True:
-        end, size = data.find(b"\n\n", start), 2
-        other = data.find(b"\r\n\r\n", start, end + _OVERLAP if end >= 0 else len(data)) if returns else -1
-        if other >= 0:
-            end, size = other, 4
-        if end < 0:
-            return data[start:]
-        found.append(data[start : end + size])
-        start = end + size
-
-
-def event_data(event: bytes) -> Any:
-    """The JSON of an event; None where it holds none, such as `[DONE]` and comments."""
-    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
-    try:
-        return loads(b"\n".join(lines)) if lines else None
-    except ValueError:
-        return None

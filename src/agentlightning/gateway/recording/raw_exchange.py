@@ -15,8 +15,9 @@ from msgspec import Struct
 
 from agentlightning import span as names
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.forwarding.passthrough import Forward
-from agentlightning.gateway.recording.provider_response import READERS, hear, loads
+from agentlightning.gateway.recording.provider_response import READERS, hear
 from agentlightning.gateway.recording.provider_response import usage_of as usage_said
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.upstream.call import Call

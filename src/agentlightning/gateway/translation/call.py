@@ -19,16 +19,17 @@ from agentlightning import span as names
 from agentlightning.gateway.asgi import Outlet
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects.content import Piece
+from agentlightning.gateway.dialects.message_digest import message_digests
 from agentlightning.gateway.dialects.openai import responses_request
 from agentlightning.gateway.dialects.response_store import Kept
+from agentlightning.gateway.dialects.sampling import forced_params
 from agentlightning.gateway.dialects.signed_reasoning import is_sealed, turn_key
-from agentlightning.gateway.dialects.validation import forced_params
+from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.forwarding.passthrough import Forward, Keep, written
-from agentlightning.gateway.local.answer import Piece
-from agentlightning.gateway.local.conversation import Prompt, extend_digest
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.recording.provider_response import READERS, Choice, event_data, hear, loads
+from agentlightning.gateway.recording.provider_response import READERS, Choice, hear
 from agentlightning.gateway.routing import Route
 from agentlightning.gateway.translation.provider_answer import Told
 from agentlightning.gateway.translation.provider_events import RESPONSE_ENDS, Telling
@@ -37,7 +38,6 @@ from agentlightning.gateway.translation.requests.base import given_params, split
 from agentlightning.gateway.upstream.call import Call
 from agentlightning.gateway.upstream.failures import broken, shown_text
 from agentlightning.gateway.upstream.provider import Path, Provider
-from agentlightning.policy.base import Message
 
 _ASKED_INSTEAD: Final[tuple[Path, ...]] = ("chat/completions", "messages", "responses")
 _LAST: Final = ("message_stop", *RESPONSE_ENDS)
@@ -222,7 +222,7 @@ class Translation(Forward):
         self.kept.keep(
             attempt,
             self.head.id,
-            Prompt([], digests=_digests(self.request.messages)),
+            message_digests(self.request.messages),
             self.request.messages,
             told.message,
             body if stored else None,
@@ -238,10 +238,3 @@ def _path_for(path: Path, provider: Provider) -> Path:
             return instead
     message = f"the provider {provider.name!r} serves no /v1/{path}, and it cannot be put in other words"
     raise Problem(400, message, code="path_not_supported", param="model")
-
-
-def _digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
-    digests = [b"agentlightning"]
-    for message in messages:
-        digests.append(extend_digest(digests[-1], message))
-    return tuple(digests)

@@ -16,19 +16,18 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.gateway.dialects.signed_reasoning import Block, is_sealed
-from agentlightning.gateway.local.answer import (
-    Answer,
+from agentlightning.gateway.dialects.content import (
     CallBegun,
     CallEnded,
     CallPart,
     Piece,
     Refusal,
     Sealed,
-    StopFilter,
     Thought,
     ToolCall,
 )
+from agentlightning.gateway.dialects.signed_reasoning import Block, is_sealed
+from agentlightning.gateway.local.answer import Answer, StopFilter
 from agentlightning.policy.base import ChatFormat
 
 Json = dict[str, Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from agentlightning.gateway.dialects.base import Head
-from agentlightning.gateway.recording.provider_response import loads
+from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.translation.provider_answer import Told
 
 Json = dict[str, Any]

@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
+from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
 from agentlightning.gateway.errors import Problem
-from agentlightning.gateway.recording.provider_response import Events, EventTooLongError
 from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, broken, of_answer, of_transport
 from agentlightning.gateway.upstream.provider import Path, Price, Usage, passed_headers
@@ -257,7 +257,7 @@ class Call:
         off, and for an event without end."""
         if self._chunks is None:
             return
-        events, redactor = Events(), self._backends.redactor
+        events, redactor = SSEDecoder(), self._backends.redactor
         chunk: bytes | None = self._first
         try:
             while chunk is not None:

@@ -17,23 +17,7 @@ import orjson
 
 from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
-from agentlightning.gateway.dialects.openai import common
-from agentlightning.gateway.dialects.response_store import Recall
-from agentlightning.gateway.dialects.validation import (
-    MESSAGES_PARAMS,
-    as_arguments,
-    expect,
-    ignored,
-    kind_of,
-    optional,
-    read_json,
-    refuse,
-    sampling_params,
-    short,
-)
-from agentlightning.gateway.errors import Problem, bad
-from agentlightning.gateway.local.answer import (
-    Answer,
+from agentlightning.gateway.dialects.content import (
     CallBegun,
     CallEnded,
     CallPart,
@@ -43,7 +27,23 @@ from agentlightning.gateway.local.answer import (
     Thought,
     ToolCall,
 )
-from agentlightning.gateway.local.conversation import text_of
+from agentlightning.gateway.dialects.message_digest import text_of
+from agentlightning.gateway.dialects.openai import common
+from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, sampling_params
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.dialects.validation import (
+    as_arguments,
+    expect,
+    ignored,
+    kind_of,
+    optional,
+    read_json,
+    refuse,
+    short,
+)
+from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 from agentlightning.policy.base import Message, SamplingParams
 
@@ -391,7 +391,7 @@ def _input(call: ToolCall) -> Any:
 
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data}))
+    return encode_event({"type": kind, **data}, kind)
 
 
 def count_reply(tokens: int) -> bytes:

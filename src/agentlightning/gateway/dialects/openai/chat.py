@@ -13,12 +13,13 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.content import CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.legacy_functions import modernised, with_function_call
 from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
+from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    OPENAI_PARAMS,
-    OPENAI_REFUSED,
     as_arguments,
     expect,
     ignored,
@@ -27,12 +28,11 @@ from agentlightning.gateway.dialects.validation import (
     optional,
     read_json,
     refuse,
-    sampling_params,
     short,
     top_logprobs,
 )
 from agentlightning.gateway.errors import bad
-from agentlightning.gateway.local.answer import Answer, CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 from agentlightning.policy.base import Message, SamplingParams
 
@@ -199,13 +199,13 @@ class Reply:
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
-        return b"".join(common.event(chunk | self._prompt(answers)) for chunk in opened)
+        return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         logprobs = self._logprobs(answer.logprobs_of_piece)
         delta = _delta(piece)
         delta = with_function_call(delta) if delta and self.legacy else delta
-        return b"" if delta is None else common.event(self._chunk(answer, delta, None, logprobs))
+        return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         closing = [

@@ -14,6 +14,7 @@ from agentlightning.gateway.dialects.output_constraint import (
     json_schema,
     strict_arguments,
 )
+from agentlightning.gateway.dialects.sse import DONE, encode_event
 from agentlightning.gateway.dialects.validation import expect, kind_of, optional, short
 from agentlightning.gateway.errors import Problem, bad
 
@@ -146,14 +147,7 @@ def refusal(problem: Problem) -> bytes:
 
 def error_event(problem: Problem) -> bytes:
     """A failure after the stream has begun; the official SDK raises APIError on it."""
-    return event({"error": problem.error()})
-
-
-def event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
+    return encode_event({"error": problem.error()})
 
 
 def include_usage(data: Mapping[str, Any]) -> bool:
@@ -169,7 +163,7 @@ def ending(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apa
     on the last chunk that has a choice."""
     *others, last = chunks
     final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
-    return b"".join(map(event, [*others, *final])) + DONE
+    return b"".join(map(encode_event, [*others, *final])) + DONE
 
 
 def usage(prompt_tokens: int, drawn: int) -> dict[str, int]:

@@ -14,22 +14,22 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
+from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    OPENAI_PARAMS,
-    OPENAI_REFUSED,
     ignored,
     integer,
     optional,
     read_json,
     refuse,
-    sampling_params,
     short,
     top_logprobs,
 )
 from agentlightning.gateway.errors import bad
-from agentlightning.gateway.local.answer import Answer, Piece
+from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Token
 from agentlightning.policy.base import ChatFormat, SamplingParams
 
@@ -112,7 +112,7 @@ class Reply:
 
     def piece(self, answer: Answer, piece: Piece) -> bytes:
         text = piece if isinstance(piece, str) else ""
-        return common.event(self._head() | {"choices": [self._choice(answer, text, None, answer.drawn.of_piece())]})
+        return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.drawn.of_piece())]})
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
         closing = [self._choice(answer, "", answer.finish_reason, answer.drawn.rest()) for answer in answers]

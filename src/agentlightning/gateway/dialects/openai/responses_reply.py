@@ -12,9 +12,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.dialects.base import Head, Request, drawn_tokens
-from agentlightning.gateway.dialects.signed_reasoning import seal
-from agentlightning.gateway.local.answer import (
-    Answer,
+from agentlightning.gateway.dialects.content import (
     CallBegun,
     CallEnded,
     CallPart,
@@ -24,6 +22,9 @@ from agentlightning.gateway.local.answer import (
     Thought,
     ToolCall,
 )
+from agentlightning.gateway.dialects.signed_reasoning import seal
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.local.answer import Answer
 
 ID_PREFIX: Final = "resp_"
 _ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -224,7 +225,7 @@ class Reply:
     def _event(self, kind: str, **data: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **data}
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(event))
+        return encode_event(event, kind)
 
     def _final(self, answer: Answer) -> dict[str, Any]:
         cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)

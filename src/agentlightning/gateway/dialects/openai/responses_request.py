@@ -14,10 +14,10 @@ from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, Reply
 from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.sampling import OPENAI_REFUSED, RESPONSES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.signed_reasoning import unseal
+from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    OPENAI_REFUSED,
-    RESPONSES_PARAMS,
     as_arguments,
     expect,
     ignored,
@@ -25,7 +25,6 @@ from agentlightning.gateway.dialects.validation import (
     optional,
     read_json,
     refuse,
-    sampling_params,
     short,
     top_logprobs,
 )
@@ -228,7 +227,7 @@ def error_event(problem: Problem) -> bytes:
     read the fields of the event."""
     error = problem.error()
     said = {key: error[key] for key in ("code", "message", "param")}
-    return b"event: error\n" + common.event({"type": "error", "sequence_number": 0, **said, "error": error})
+    return encode_event({"type": "error", "sequence_number": 0, **said, "error": error}, "error")
 
 
 def _reply(request: Request, head: Head) -> Reply:

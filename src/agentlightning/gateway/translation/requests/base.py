@@ -10,7 +10,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.dialects.validation import MESSAGES_PARAMS, RESPONSES_PARAMS, short
+from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_PARAMS
+from agentlightning.gateway.dialects.validation import short
 from agentlightning.gateway.errors import bad
 from agentlightning.gateway.translation.attachments import joined
 from agentlightning.gateway.upstream.provider import Provider

@@ -10,9 +10,9 @@ import orjson
 
 from agentlightning.gateway.dialects.anthropic.messages import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.signed_reasoning import turn_key
 from agentlightning.gateway.errors import bad
-from agentlightning.gateway.local.conversation import same_meaning
 from agentlightning.gateway.translation.attachments import as_blocks, as_text, has_attachments
 from agentlightning.gateway.translation.requests.base import (
     Blocks,

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.signed_reasoning import turn_key
-from agentlightning.gateway.local.conversation import same_meaning
 from agentlightning.gateway.translation.attachments import as_items, as_text
 from agentlightning.gateway.translation.requests.base import (
     Blocks,

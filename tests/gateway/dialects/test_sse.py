@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.recording.provider_response import MAX_EVENT_BYTES, Events, EventTooLongError
+from agentlightning.gateway.dialects.sse import MAX_EVENT_BYTES, EventTooLongError, SSEDecoder
 from agentlightning.testing.provider import Reply, chat_events
 
 HI = [{"role": "user", "content": "hi"}]
@@ -18,8 +18,8 @@ HI = [{"role": "user", "content": "hi"}]
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([b"data: a", b"\n", b"\r\n", b"\n\n", b"\r\n\r\n", b": ping"])), st.data())
 def test_events_are_the_same_however_their_bytes_are_cut(pieces, data):
-    whole, events = b"".join(pieces), Events()
-    at_once = Events()
+    whole, events = b"".join(pieces), SSEDecoder()
+    at_once = SSEDecoder()
     expected = at_once.feed(whole), at_once.rest
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
     edges = [0, *cuts, len(whole)]
@@ -37,7 +37,7 @@ def test_an_event_that_comes_in_many_pieces_takes_time_in_proportion():
         return time.thread_time() - started
 
     def cut_out():
-        events = Events()
+        events = SSEDecoder()
         for piece in pieces:
             events.feed(piece)
         (event,) = events.feed(b"\n\n")
@@ -48,7 +48,7 @@ def test_an_event_that_comes_in_many_pieces_takes_time_in_proportion():
 
 
 def test_an_event_without_end_is_given_up():
-    events = Events(limit=100)
+    events = SSEDecoder(limit=100)
     events.feed(b"data: " + b"x" * 90)
     with pytest.raises(EventTooLongError, match="more than 100 bytes"):
         events.feed(b"x" * 10)

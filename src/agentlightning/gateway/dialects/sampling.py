@@ -1,0 +1,131 @@
+"""Sampling parameters of requests and of LLM resources: their names, ranges and precedence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from agentlightning.gateway.dialects.validation import short
+from agentlightning.gateway.errors import bad
+from agentlightning.policy.base import Engine, SamplingParams, unhonoured
+
+Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
+"""Name on the wire -> (field of `SamplingParams`, reader that raises ValueError)."""
+
+
+def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, whose: str) -> SamplingParams:
+    """`base` with what `data` sets. Raises Problem 400 naming a value that cannot work; `whose` says where it
+    stands."""
+    values: dict[str, Any] = {}
+    for name, (field, read) in readers.items():
+        if data.get(name) is None:
+            continue
+        try:
+            values[field] = read(data[name])
+        except (TypeError, ValueError) as error:
+            raise bad(name, f"{whose} sets {name}={short(data[name])}; {error}") from None
+    return replace(base, **values)
+
+
+def forced_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
+    """What the trainer's LLM resource decides wins. Raises Problem 400 on a name we cannot honour."""
+    unknown = sorted(set(forced) - set(OPENAI_PARAMS))
+    if unknown:
+        known = ", ".join(sorted(OPENAI_PARAMS))
+        message = f"the LLM resource {resource!r} sets {', '.join(unknown)}, which cannot be honoured; known: {known}"
+        raise bad("sampling_parameters", message)
+    return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
+
+
+def refuse_unhonoured(engine: Engine, params: SamplingParams) -> None:
+    """Raises Problem 400, naming the field, on what the engine would ignore."""
+    for name in unhonoured(engine, params):
+        raise bad(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
+
+
+def _whole(low: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if type(value) is not int or value < low:
+            raise ValueError(f"use a whole number of at least {low}")
+        return value
+
+    return read
+
+
+def _number(low: float, high: float, open_low: bool = False) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if type(value) not in (int, float) or not low <= value <= high or (open_low and value == low):
+            raise ValueError(f"use a number {'above' if open_low else 'from'} {low:g} to {high:g}")
+        return float(value)
+
+    return read
+
+
+def _top_k(value: Any) -> int:
+    return 0 if value == -1 else _whole(0)(value)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("use a string or a list of strings, none of them empty")
+    return tuple(stops)
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or not all(str(token).isascii() and str(token).isdigit() for token in value):
+        raise ValueError("use an object from token ids to numbers")
+    read = _number(-100, 100)
+    return tuple((int(token), read(bias)) for token, bias in value.items())
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("use a list of token ids")
+    return tuple(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("use true or false")
+    return value
+
+
+SHARED_PARAMS: Final[Readers] = {
+    "temperature": ("temperature", _number(0, 100)),
+    "top_p": ("top_p", _number(0, 1, open_low=True)),
+    "top_k": ("top_k", _top_k),
+}
+OPENAI_PARAMS: Final[Readers] = {
+    **SHARED_PARAMS,
+    "max_tokens": ("max_tokens", _whole(1)),
+    "max_completion_tokens": ("max_tokens", _whole(1)),
+    "stop": ("stop", _stop),
+    "seed": ("seed", _whole(-(2**63))),
+    "min_p": ("min_p", _number(0, 1)),
+    "presence_penalty": ("presence_penalty", _number(-2, 2)),
+    "frequency_penalty": ("frequency_penalty", _number(-2, 2)),
+    "logit_bias": ("logit_bias", _bias),
+    "repetition_penalty": ("repetition_penalty", _number(0, 10, open_low=True)),
+    "min_tokens": ("min_tokens", _whole(0)),
+    "stop_token_ids": ("stop_token_ids", _token_ids),
+    "ignore_eos": ("ignore_eos", _flag),
+}
+MESSAGES_PARAMS: Final[Readers] = {
+    **SHARED_PARAMS,
+    "max_tokens": ("max_tokens", _whole(1)),
+    "stop_sequences": ("stop", _stop),
+}
+RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": ("max_tokens", _whole(1))}
+
+OPENAI_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+"""What OpenAI's clients and those of compatible servers can ask of sampling and we cannot honour, for `refuse`."""

@@ -1,0 +1,121 @@
+"""Server-sent events in every dialect: a decoder for providers' streams, an encoder for ours, and the JSON inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.errors import AgentLightningError
+from agentlightning.tracing.sanitize import readable
+
+MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
+"""Limit for one event. The last event of a response repeats all of it, including images in base64."""
+DONE: Final = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams of chunks."""
+_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_OVERLAP: Final = max(map(len, _ENDS)) - 1
+
+
+class EventTooLongError(AgentLightningError):
+    """An event of a stream that does not end."""
+
+
+class SSEDecoder:
+    """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
+
+    __slots__ = ("_limit", "_parts", "_size", "_tail")
+
+    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
+        self._limit = limit
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._tail = b""
+        """The last bytes received: the end of an event may start there."""
+
+    def feed(self, more: bytes) -> list[bytes]:
+        """The events completed by `more`, each with the blank line that ends it. Raises EventTooLongError."""
+        found: list[bytes] = []
+        if not self._parts:
+            rest = _split(more, found)
+        elif any(end in self._tail + more for end in _ENDS):
+            rest = _split(b"".join([*self._parts, more]), found)
+        else:
+            self._buffer(more)
+            return found
+        self._parts, self._size, self._tail = [], 0, b""
+        if rest:
+            self._buffer(rest)
+        return found
+
+    def _buffer(self, more: bytes) -> None:
+        self._parts.append(more)
+        self._size += len(more)
+        self._tail = (self._tail + more[-_OVERLAP:])[-_OVERLAP:]
+        if self._size > self._limit:
+            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
+
+    @property
+    def rest(self) -> bytes:
+        """The received part of the next event."""
+        return b"".join(self._parts)
+
+
+def _split(data: bytes, found: list[bytes]) -> bytes:
+    """Append the complete events of `data` to `found` and return the remainder."""
+    start, returns = 0, b"\r" in data
+    while True:
+        end, size = data.find(b"\n\n", start), 2
+        other = data.find(b"\r\n\r\n", start, end + _OVERLAP if end >= 0 else len(data)) if returns else -1
+        if other >= 0:
+            end, size = other, 4
+        if end < 0:
+            return data[start:]
+        found.append(data[start : end + size])
+        start = end + size
+
+
+def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
+    """One event with JSON data, named `event` in the dialects that name their events."""
+    name = b"event: %b\n" % event.encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, orjson.dumps(data))
+
+
+def event_data(event: bytes) -> Any:
+    """The JSON of an event; None for events without JSON, such as `[DONE]` and comments."""
+    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+    try:
+        return loads(b"\n".join(lines)) if lines else None
+    except ValueError:
+        return None
+
+
+def loads(data: bytes) -> Any:
+    """Parse a provider's JSON. Half a surrogate pair, which orjson rejects, becomes U+FFFD. Raises ValueError."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if b"\\u" not in data:
+            raise
+    try:
+        return _without_surrogates(json.loads(data, parse_constant=_reject))
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+
+
+def _reject(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, list):
+        return [_without_surrogates(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {
+            _without_surrogates(name): _without_surrogates(each) for name, each in cast("dict[str, Any]", value).items()
+        }
+    return value
