@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from agentlightning.gateway.dialects.sampling import forced_params
 
 from agentlightning.gateway.dialects.openai.chat import read_request
+from agentlightning.gateway.dialects.sampling import forced_params
 from agentlightning.gateway.errors import Problem
 from agentlightning.policy.base import SamplingParams
 
