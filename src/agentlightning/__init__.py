@@ -90,9 +90,8 @@ if TYPE_CHECKING:
     from agentlightning.policy.optimizer_config import OptimizerConfig
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
-    from agentlightning.runner import LitAgent, Runner, llm_rollout, prompt_rollout, rollout
+    from agentlightning.runner import LitAgent, Runner, RunnerStatistics, llm_rollout, prompt_rollout, rollout
     from agentlightning.runner.agents.litagent import FunctionAgent
-    from agentlightning.runner.tally import RunnerStatistics
     from agentlightning.span import Span, SpanEvent
     from agentlightning.store import InMemoryLightningStore, LightningStore
     from agentlightning.store.base import UNSET, Pruned, Queue, Retention, RolloutRecord, Unset, Worker
@@ -195,12 +194,12 @@ _NAMES_BY_MODULE: dict[str, tuple[str, ...]] = {
     "runner": (
         "LitAgent",
         "Runner",
+        "RunnerStatistics",
         "llm_rollout",
         "prompt_rollout",
         "rollout",
     ),
     "runner.agents.litagent": ("FunctionAgent",),
-    "runner.tally": ("RunnerStatistics",),
     "span": (
         "Span",
         "SpanEvent",

@@ -21,7 +21,7 @@ from agentlightning.rollouts import (
     RolloutConfig,
     attempt_environment,
 )
-from agentlightning.runner.agents.arguments import Call
+from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.runner import Runner
 from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
@@ -92,13 +92,13 @@ def rewards_of(store: LightningStoreBase) -> Callable[[Rollout], Awaitable[list[
 
 
 @pytest.fixture
-def make_call() -> Callable[..., Call]:
+def make_call() -> Callable[..., Invocation]:
     """One attempt as an agent sees it, without a runner."""
 
-    def make_call(task: Any = None, resources: Any = None, mode: Any = "train") -> Call:
+    def make_call(task: Any = None, resources: Any = None, mode: Any = "train") -> Invocation:
         attempt = Attempt("ro-1", "at-1", 1, time.time())
         rollout = AttemptedRollout("ro-1", task, time.time(), mode=mode, attempt=attempt)
-        return Call(rollout, resources or {}, attempt_environment(SERVER, SECRET, "ro-1", "at-1"), task)
+        return Invocation(rollout, resources or {}, attempt_environment(SERVER, SECRET, "ro-1", "at-1"), task)
 
     return make_call
 

@@ -47,7 +47,7 @@ def test_names_of_ones_own_are_taken_and_hidden_fields_are_not() -> None:
     assert check_variables(fields, ("answer",)) == fields
     with pytest.raises(ConfigError, match="would show the field 'answer'"):
         check_variables({"A": "answer"}, ("answer",))
-    with pytest.raises(ConfigError, match="'A-B' is no name"):
+    with pytest.raises(ConfigError, match="'A-B' is not a valid name"):
         check_variables({"A-B": "answer"}, ())
 
 

@@ -47,7 +47,7 @@ async def test_a_missing_parameter_is_named_in_the_store(start: Any, roll: Any, 
     [ended] = await roll({"question": "?"})
     error = (await attempt_of(ended)).metadata["error"]
     assert error["type"] == "AgentError"
-    assert "nothing fits the parameter 'tools'" in error["message"]
+    assert "there is no value for the parameter 'tools'" in error["message"]
 
 
 async def test_a_failed_attempt_is_tried_again_as_its_rollout_says(start: Any, roll: Any, store: Any) -> None:

@@ -110,7 +110,7 @@ async def test_what_an_agent_sends_to_the_runner_is_never_unpickled(
     [attacked] = await roll("attack")
     assert not trap.exists()
     assert attacked.status == "failed"
-    assert "no message" in (await attempt_of(attacked)).metadata["error"]["message"]
+    assert "not a valid message" in (await attempt_of(attacked)).metadata["error"]["message"]
     [after] = await roll("work")
     assert after.status == "succeeded"
 

@@ -18,7 +18,7 @@ from agentlightning.errors import AgentError, ConfigError, StoreAuthError, Store
 from agentlightning.observability.logs import JsonFormatter
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.runner import runner
-from agentlightning.runner.heartbeat import Heart
+from agentlightning.runner.heartbeat import Heartbeat
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.runner.runner import Runner
 
@@ -81,7 +81,7 @@ async def test_a_runner_is_registered_before_it_claims_and_signs_off_when_it_sto
 
 
 async def test_the_heart_beats_while_the_loop_is_busy(store: Any) -> None:
-    heart = Heart(store, "w", lease_seconds=1, interval=0.02, stats=lambda: {"n": 1})
+    heart = Heartbeat(store, "w", lease_seconds=1, interval=0.02, stats=lambda: {"n": 1})
     heart.start()
     time.sleep(0.3)  # noqa: ASYNC251  a loop that does nothing else is what this is about
     await heart.stop()
@@ -101,7 +101,7 @@ async def test_a_heart_survives_a_store_that_is_away(store: Any) -> None:
                 raise StoreServerError("away")
             return await self._store.update_worker(*args, **options)
 
-    heart = Heart(Away(store), "w", lease_seconds=1, interval=0.02, stats=dict)  # type: ignore[arg-type]
+    heart = Heartbeat(Away(store), "w", lease_seconds=1, interval=0.02, stats=dict)  # type: ignore[arg-type]
     heart.start()
 
     async def known() -> bool:
@@ -177,7 +177,7 @@ async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store
 
         await until(is_running)
         assert (runner.statistics.running, runner.statistics.discarded) == (1, 0)
-        runner.hurry()
+        runner.stop_at_once()
         await runner.stop(0)
     assert len(await store.query_attempts(queued.rollout_id)) == 1
 
@@ -272,6 +272,6 @@ async def test_a_drain_without_a_limit_waits_until_somebody_hurries(store: Any) 
     stopping = asyncio.create_task(runner.stop(None))
     done, _ = await asyncio.wait({stopping}, timeout=0.3)
     assert not done
-    runner.hurry()
+    runner.stop_at_once()
     await asyncio.wait_for(stopping, 20)
     assert (await store.get_rollout_by_id(queued.rollout_id)).status == "requeuing"

@@ -76,5 +76,5 @@ async def test_one_span_that_no_store_takes_costs_nothing_but_itself(
     writer.put([span("one"), span("two", span_id="x" * 600), span("three")])
     await asyncio.wait_for(writer.written(), 10)
     assert [each.name for each in await written.query_spans(claimed.rollout_id)] == ["one", "three"]
-    assert "refuses span 'two'" in caplog.text
+    assert "rejects span 'two'" in caplog.text
     work.cancel()

@@ -342,7 +342,7 @@ async def _judge(
 
     from agentlightning.errors import AgentError, RewardError
     from agentlightning.ingest.agent_events import read_event
-    from agentlightning.runner.agents.arguments import Call
+    from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.runner.agents.reward import check_reward
 
     judge = options.reward
@@ -351,7 +351,7 @@ async def _judge(
     if isinstance(judge, float | int):
         value: RewardValue = judge
     else:
-        call = Call(started, {}, {}, started.input)
+        call = Invocation(started, {}, {}, started.input)
         try:
             # In a thread: one that asks a model must not hold up the heartbeat, nor our own server.
             found = await asyncio.to_thread(judge.start, call, child.output.decode(errors="replace"))

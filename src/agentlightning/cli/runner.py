@@ -165,7 +165,7 @@ async def _run(options: _Options, output: Output) -> dict[str, Any]:
         record = {"worker_id": runner.worker_id}
         if await signals.while_running(_start(options, runner)):
             return record
-        signals.on_second(runner.hurry)
+        signals.on_second(runner.stop_at_once)
         output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {options.server}", markup=False)
         if await signals.while_running(runner.wait()):
             left = runner.statistics.running

@@ -1,4 +1,4 @@
-"""Where agents run. `worker.Runner` claims rollouts and reports; `agent` says what an agent is; `host` runs it."""
+"""Executes agents: the runner claims rollouts and reports their results; `hosts` are the processes that run agents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ if TYPE_CHECKING:
     from agentlightning.runner.agents.agent import load_agent
     from agentlightning.runner.agents.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
     from agentlightning.runner.agents.spec import AgentLike
-    from agentlightning.runner.runner import Runner
-    from agentlightning.runner.tally import RunnerStatistics
+    from agentlightning.runner.runner import Runner, RunnerStatistics
 
 _HOMES = {
     "AgentLike": "agents.spec",
     "LitAgent": "agents.litagent",
     "Runner": "runner",
-    "RunnerStatistics": "tally",
+    "RunnerStatistics": "runner",
     "llm_rollout": "agents.litagent",
     "load_agent": "agents.agent",
     "prompt_rollout": "agents.litagent",

@@ -1,8 +1,8 @@
-"""One process, many attempts, and each sees its own environment variables.
+"""Environment variables per attempt in a process that runs many attempts.
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
 inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
-`subprocess` passes them on; threads and pools carry them with the context they run in (`propagation.py`).
+`subprocess` inherits them; threads and pools propagate them with the context (`hosts/context_propagation.py`).
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
 """
@@ -23,12 +23,12 @@ import orjson
 from agentlightning.errors import AgentError, ConfigError
 
 _current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
-"""The overlay of the current attempt; None marks a variable that was deleted in it."""
+"""The overlay of the current attempt; a value of None marks a deleted variable."""
 
 
 @contextmanager
 def overlay(variables: Mapping[str, str]) -> Generator[None]:
-    """Inside, `os.environ` of this context has `variables` over those of the process."""
+    """Within the block, `variables` override those of the process in this context's `os.environ`."""
     token = _current.set(dict(variables))
     try:
         yield
@@ -37,14 +37,14 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
 
 
 def current_variables() -> dict[str, str]:
-    """What lies over the variables of the process here."""
+    """The variables that override those of the process in this context."""
     return {name: value for name, value in (_current.get() or {}).items() if value is not None}
 
 
 @contextmanager
-def borrowed(variables: Mapping[str, str]) -> Generator[None]:
-    """Inside, the process itself has `variables`; afterwards it has its own again, and whatever was set inside stays
-    set: for code of the agent's that prepares the whole process, libraries in C included."""
+def process_variables(variables: Mapping[str, str]) -> Generator[None]:
+    """Within the block, the process itself has `variables`, for agent code that configures the whole process (including
+    C libraries). Afterwards the original values are restored; other variables set in the block remain."""
     own = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -59,11 +59,11 @@ def borrowed(variables: Mapping[str, str]) -> Generator[None]:
 
 
 def check_variables(fields: Mapping[str, str], hidden: Sequence[str]) -> dict[str, str]:
-    """The map from variables to fields, as it was given. Raises ConfigError for a name that decides what is run, or
-    where calls go, and for a field that is hidden from the agent: a task is data, and may come from anywhere."""
+    """Validate the map from variables to task fields. Raises ConfigError for a variable that controls what is
+    executed or where calls go, and for a hidden field: tasks are untrusted data."""
     for name, key in fields.items():
         if not name.isidentifier() or not name.isascii():
-            raise ConfigError(f"env: {name!r} is no name of an environment variable")
+            raise ConfigError(f"env: {name!r} is not a valid name of an environment variable")
         if _RESERVED.fullmatch(name.upper()):
             raise ConfigError(
                 f"env: the variable {name} decides what is run or where calls go, so no task may set it; "
@@ -82,17 +82,17 @@ _RESERVED: Final = re.compile(
 
 
 def task_variables(task: Any, fields: Mapping[str, str]) -> dict[str, str]:
-    """Fields of a dict task as environment variables; text as it is, other values as JSON. `fields` maps each variable
-    to the field it holds. Raises AgentError for a field the task does not have, or that no variable can hold."""
+    """Fields of a dict task as environment variables: text unchanged, other values as JSON. `fields` maps variables to
+    fields. Raises AgentError for a missing field, or a value that a variable cannot hold."""
     values = cast(Mapping[str, Any], task) if isinstance(task, Mapping) else {}
-    return {name: _fitting(name, key, _text(_field(values, name, key))) for name, key in fields.items()}
+    return {name: _checked_length(name, key, _text(_field(values, name, key))) for name, key in fields.items()}
 
 
-def _fitting(name: str, key: str, value: str) -> str:
-    if "\0" in value or len(value.encode(errors="replace")) > LONGEST:
+def _checked_length(name: str, key: str, value: str) -> str:
+    if "\0" in value or len(value.encode(errors="replace")) > MAX_VARIABLE_BYTES:
         raise AgentError(
-            f"the task's field {key!r} cannot be held by the variable {name}: it has a NUL, or more than {LONGEST} "
-            "bytes; read it from AGL_TASK or standard input"
+            f"the task's field {key!r} cannot be held by the variable {name}: it has a NUL, or more than "
+            f"{MAX_VARIABLE_BYTES} bytes; read it from AGL_TASK or standard input"
         )
     return value
 
@@ -108,8 +108,8 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
 
 
-LONGEST = 100_000
-"""Linux takes 128 KiB for one variable."""
+MAX_VARIABLE_BYTES = 100_000
+"""Linux limits one variable to 128 KiB."""
 
 
 class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
@@ -129,7 +129,7 @@ class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
         if layer is None:
             super().__setitem__(key, value)
         else:
-            self.encodekey(key)  # the same TypeError as ever for what is not a string
+            self.encodekey(key)  # raises the usual TypeError for a value that is not a string
             self.encodevalue(value)
             layer[key] = value
 
@@ -154,7 +154,7 @@ class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
 
 
 def install() -> None:
-    """Switch this process over. Safe to call twice."""
+    """Replace the class of `os.environ` in this process. Idempotent."""
     if isinstance(os.environ, _Environ):
         return
     os.environ.__class__ = _Environ

@@ -1,6 +1,6 @@
-"""A runner's heartbeat: a thread that tells the store that the worker lives, however busy the runner's own loop is.
+"""Heartbeats of a runner: a thread that renews the worker's lease, however busy the runner's event loop is.
 
-It stops of itself while that loop has not turned for a long time: a runner that hangs must not keep its attempts.
+It pauses while that loop has not run for HUNG_AFTER_SECONDS: a runner that hangs must lose its attempts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
 
-HUNG_SECONDS = 300.0
-"""A loop that has not turned for so long is taken to hang."""
+HUNG_AFTER_SECONDS = 300.0
+"""An event loop that has not run for this long counts as hung."""
 
 
-class Heart:
-    """Beats every `interval` seconds from `start` to `stop`. `stats` is called in its thread."""
+class Heartbeat:
+    """Sends a heartbeat every `interval` seconds from `start` to `stop`. `stats` is called in its thread."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Heart:
     ) -> None:
         self._store, self._worker_id, self._lease, self._interval = store, worker_id, lease_seconds, interval
         self._stats = stats
-        self._turned = time.monotonic()
+        self._last_alive = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._work: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="agl-heartbeat", daemon=True)
@@ -45,19 +45,19 @@ class Heart:
         self._thread.start()
         self._ready.wait()
 
-    def turned(self) -> None:
-        """The runner's loop is alive."""
-        self._turned = time.monotonic()
+    def loop_is_alive(self) -> None:
+        """Called by the runner's event loop to show that it runs."""
+        self._last_alive = time.monotonic()
 
     async def stop(self) -> None:
-        """Ends it; safe to call twice, and before `start`."""
+        """Stop sending. Idempotent, and harmless before `start`."""
         if self._loop is None or self._work is None:
             return
         loop, self._loop = self._loop, None
         try:
             loop.call_soon_threadsafe(self._work.cancel)
         except RuntimeError:
-            return  # it has ended by itself
+            return  # it has ended already
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
@@ -71,7 +71,7 @@ class Heart:
         self._ready.set()
         while True:
             await asyncio.sleep(self._interval)
-            if time.monotonic() - self._turned > HUNG_SECONDS:
+            if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
                 continue
             try:
                 await self._store.update_worker(self._worker_id, self._stats(), lease_seconds=self._lease)

@@ -1,4 +1,4 @@
-"""Trying again: a store that is full, or a server that is away for a while, ends no runner."""
+"""Retries of store operations while the store is full or its server is unreachable."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_DELAY = 0.05
-LONGEST_DELAY = 5.0
-SAY_AGAIN_SECONDS = 30.0
-"""A store that stays unusable is mentioned no more often than this."""
+FIRST_DELAY_SECONDS = 0.05
+MAX_DELAY_SECONDS = 5.0
+WARN_EVERY_SECONDS = 30.0
+"""Minimum time between two warnings."""
 
 
-class Patience:
-    """Carries operations out, each again for up to `seconds` while the store is full or its server cannot be reached.
-    Only operations that may be repeated are given to it."""
+class StoreRetry:
+    """Runs operations, retrying each for up to `seconds` while the store is full or its server is unreachable.
+    Operations must be idempotent."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._said = float("-inf")
+        self._last_warning = float("-inf")
 
     async def __call__(self, operation: Callable[[], Awaitable[T]], /) -> T:
-        """The operation's result; raises what it last raised once the time is up."""
+        """The operation's result. Raises its last error after `seconds`."""
         deadline = time.monotonic() + self.seconds
-        delay = FIRST_DELAY
+        delay = FIRST_DELAY_SECONDS
         while True:
             try:
                 return await operation()
@@ -40,12 +40,12 @@ class Patience:
             except (StoreFullError, StoreServerError) as error:
                 if time.monotonic() + delay > deadline:
                     raise
-                self._say(error)
+                self._warn(error)
             await asyncio.sleep(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
+            delay = min(2 * delay, MAX_DELAY_SECONDS)
 
-    def _say(self, error: StoreError) -> None:
+    def _warn(self, error: StoreError) -> None:
         now = time.monotonic()
-        if now - self._said > SAY_AGAIN_SECONDS:
-            self._said = now
-            logger.warning("the store cannot be used, trying again for up to %g s: %s", self.seconds, error)
+        if now - self._last_warning > WARN_EVERY_SECONDS:
+            self._last_warning = now
+            logger.warning("the store cannot be used, retrying for up to %g s: %s", self.seconds, error)

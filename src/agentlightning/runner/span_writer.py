@@ -1,4 +1,4 @@
-"""Spans on their way from agents to the store: gathered while a write is under way, then written together."""
+"""Writes the agents' spans to the store in batches: spans that arrive during a write go into the next one."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BATCH = 1000
-"""Spans in one write."""
+"""Maximum number of spans in one write."""
 
 
-class Patience(Protocol):
-    """Carries an operation out, trying again where that helps."""
+class Retry(Protocol):
+    """Runs an operation, retrying it as needed."""
 
     async def __call__(self, operation: Callable[[], Awaitable[T]], /) -> T: ...
 
 
 class SpanWriter:
-    """Writes spans in the order they were put. `on_fenced` is told the attempt of each span the store marked."""
+    """Writes spans in the order of `put`. `on_fenced` is called with the id of each attempt that the store has
+    superseded."""
 
-    def __init__(self, store: LightningStoreBase, patiently: Patience, on_fenced: Callable[[str], None]) -> None:
+    def __init__(self, store: LightningStoreBase, retry: Retry, on_fenced: Callable[[str], None]) -> None:
         self._store = store
-        self._patiently = patiently
+        self._retry = retry
         self._on_fenced = on_fenced
         self._waiting: deque[Span] = deque()
         self._arrived = asyncio.Event()
@@ -52,20 +53,20 @@ class SpanWriter:
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def put(self, spans: Sequence[Span]) -> None:
-        """Take spans over."""
+        """Queue spans for writing."""
         self._waiting.extend(spans)
         self._put += len(spans)
         self._arrived.set()
 
     async def written(self) -> None:
-        """Wait until everything put so far is in the store."""
+        """Wait until all spans queued so far are in the store."""
         if self._done < self._put:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append((self._put, future))
             await future
 
     async def run(self) -> None:
-        """Write until cancelled. Raises what the store raises, but for spans it does not want."""
+        """Write until cancelled. Raises errors of the store, except for spans that it rejects."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -73,35 +74,35 @@ class SpanWriter:
                 batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
                 await self._write(batch)
                 self._done += len(batch)
-                self._tell()
+                self._notify_waiters()
 
-    def _tell(self) -> None:
+    def _notify_waiters(self) -> None:
         while self._waiters and self._waiters[0][0] <= self._done:
             _, future = self._waiters.popleft()
             if not future.done():
                 future.set_result(None)
 
-    async def _write(self, batch: Sequence[Span], mended: bool = False) -> None:
+    async def _write(self, batch: Sequence[Span], sanitized: bool = False) -> None:
         try:
-            kept = await self._patiently(lambda: self._store.add_many_spans(batch))
+            kept = await self._retry(lambda: self._store.add_many_spans(batch))
         except (ConfigError, ConflictError, NotFoundError) as error:
-            for span in batch if len(batch) > 1 else ():  # a refused span must not take those of others with it
+            for span in batch if len(batch) > 1 else ():  # a rejected span must not take others with it
                 await self._write([span])
             if len(batch) == 1:
-                await self._write_otherwise(batch[0], error, mended)
+                await self._write_sanitized(batch[0], error, sanitized)
             return
         for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
             self._on_fenced(attempt_id)
 
-    async def _write_otherwise(self, span: Span, error: AgentLightningError, mended: bool) -> None:
-        """What can be stored of a refused span: whatever an agent emits, it does not end the runner."""
-        if isinstance(error, ConfigError) and not mended:
-            return await self._write([storable(span)], mended=True)
-        logger.warning("the store refuses span %r of attempt %s: %s", span.name, span.attempt_id, error)
+    async def _write_sanitized(self, span: Span, error: AgentLightningError, sanitized: bool) -> None:
+        """Store what can be stored of a rejected span: nothing that an agent emits may end the runner."""
+        if isinstance(error, ConfigError) and not sanitized:
+            return await self._write([storable(span)], sanitized=True)
+        logger.warning("the store rejects span %r of attempt %s: %s", span.name, span.attempt_id, error)
 
 
 def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
-    """A failure as a span of its attempt, made now."""
+    """An exception span of the attempt, created now."""
     now = time.time()
     attributes = {
         EXCEPTION_TYPE: failure.type,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.agent import Contract, Function, Methods, load_agent
+from agentlightning.runner.agents.agent import AgentClass, FunctionAdapter, LitAgentAdapter, load_agent
 from agentlightning.runner.agents.command import Command
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import CommandLine, Pickled, Reference, agent_spec, function_spec
@@ -52,11 +52,11 @@ def test_an_object_that_cannot_travel_says_what_to_do_instead() -> None:
 
 
 KINDS = {
-    "reward_of_task": Function,
-    "reward_of_task_async": Function,
-    "decorated": Function,
-    "Sync": Methods,
-    "Posting": Contract,
+    "reward_of_task": FunctionAdapter,
+    "reward_of_task_async": FunctionAdapter,
+    "decorated": FunctionAdapter,
+    "Sync": LitAgentAdapter,
+    "Posting": AgentClass,
 }
 
 
@@ -77,15 +77,15 @@ def test_a_file_is_loaded_with_its_neighbours_importable(tmp_path: Path, make_ca
 
 
 BROKEN = {
-    "no module": ("no_such_package.agent:solve", "there is no module 'no_such_package'"),
+    "no module": ("no_such_package.agent:solve", "no module 'no_such_package'"),
     "no name": ("agentlightning.testing.agents:ecoh", "has no 'ecoh'; did you mean agentlightning.testing.agents:echo"),
-    "no file": ("/nowhere/agent.py:solve", "there is no file /nowhere/agent.py"),
+    "no file": ("/nowhere/agent.py:solve", "file not found: /nowhere/agent.py"),
     "no program": ("no-such-program --x", "there is no program 'no-such-program'.*any other text is a command"),
     "a script that is no program": ("agent.py --x", r"did you mean `python agent.py --x` or `agent.py:NAME`"),
-    "an open quote": ("sh -c 'oops", "is no command line"),
-    "nothing": ("  ", "an empty text"),
+    "an open quote": ("sh -c 'oops", "is not a valid command line"),
+    "nothing": ("  ", "an empty string"),
     "no callable": ("agentlightning.span:REWARD", "cannot be called"),
-    "a class without run": ("agentlightning.span:Span", "needs rollout_id, attempt_id"),
+    "a class without run": ("agentlightning.span:Span", "requires rollout_id, attempt_id"),
 }
 
 
@@ -109,7 +109,7 @@ def test_the_nearest_file_is_named(tmp_path: Path) -> None:
         ("def solve(:", "SyntaxError"),
         ("1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit('no config')", "SystemExit: no config"),
-        ("raise KeyError('OPENAI_API_KEY')", "make it inside the agent"),
+        ("raise KeyError('OPENAI_API_KEY')", "create it inside the agent"),
     ],
 )
 def test_a_module_that_fails_shows_the_real_cause_and_where_it_is(tmp_path: Path, text: str, cause: str) -> None:

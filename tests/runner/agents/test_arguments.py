@@ -7,13 +7,13 @@ import pytest
 
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
-from agentlightning.runner.agents.arguments import Call, Signature, bind_resources
+from agentlightning.runner.agents.arguments import Invocation, Signature, bind_resources
 
 POLICY = LLM(endpoint="http://elsewhere:1", model="policy", policy_version=3)
 PROMPT = PromptTemplate(template="Say {word}")
 
 
-def call_with(function: Any, call: Call) -> Any:
+def call_with(function: Any, call: Invocation) -> Any:
     return Signature.of(function).call(call)
 
 
@@ -92,10 +92,10 @@ def test_a_first_parameter_that_is_a_text_is_never_given_a_whole_object(make_cal
     signature = Signature.of(typed)
     assert signature.call(make_call({"name": "Ada"})) == "Ada"
     assert signature.call(make_call("Ada")) == "Ada"
-    with pytest.raises(AgentError, match=r"nothing fits the parameter 'name' of typed\. Did you mean 'nam'\?"):
+    with pytest.raises(AgentError, match=r"there is no value for the parameter 'name' of typed\. Did you mean 'nam'\?"):
         signature.call(make_call({"nam": "Ada"}))
 
 
 def test_an_agent_that_needs_a_model_is_told_that_there_is_none(make_call: Any) -> None:
-    with pytest.raises(AgentError, match=r"'llm' of .*There is none in this rollout"):
+    with pytest.raises(AgentError, match=r"'llm' of .*This rollout has none"):
         call_with(lambda task, llm: None, make_call({}))

@@ -37,7 +37,7 @@ def test_what_is_not_finite_is_an_error_and_never_zero(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, "1.0", [1.0], {}, {"a": "x"}, {1: 1.0}, Decimal(1), object()])
 def test_what_is_no_number_is_an_error_and_never_zero(value: Any) -> None:
     assert not looks_like_reward(value)
-    with pytest.raises(RewardError, match="which is no reward"):
+    with pytest.raises(RewardError, match="which is not a reward"):
         check_reward(value, "it")
 
 
@@ -54,5 +54,5 @@ def test_a_reward_function_is_called_by_the_names_of_its_parameters(make_call: A
 
 
 def test_a_reward_function_names_the_parameter_nothing_fits(make_call: Any) -> None:
-    with pytest.raises(AgentError, match=r"'expected' of .*Here it can be given: answer, output"):
+    with pytest.raises(AgentError, match=r"'expected' of .*Available here: answer, output"):
         RewardFunction.of(lambda expected: 1.0).start(make_call({"answer": 42}), "said")

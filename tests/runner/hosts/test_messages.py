@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.rollouts import Attempt, AttemptedRollout, RolloutConfig
-from agentlightning.runner.hosts.messages import Cancel, Done, Frames, FromHost, Job, WireError, encode
+from agentlightning.runner.hosts.messages import Cancel, Done, FrameDecoder, FromHost, Job, MessageError, encode
 
 
 @given(
@@ -21,7 +21,7 @@ def test_messages_arrive_whole_however_the_stream_is_cut(messages: list[Done | C
     stream = b"".join(map(encode, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    frames = Frames(Done | Cancel)
+    frames = FrameDecoder(Done | Cancel)
     assert [message for piece in pieces for message in frames.feed(piece)] == messages
 
 
@@ -43,13 +43,13 @@ class Evil:
     ],
 )
 def test_what_is_no_message_of_a_host_is_an_error_and_nothing_else(body: bytes) -> None:
-    with pytest.raises(WireError):
-        list(Frames(FromHost).feed(struct.pack("!Q", len(body)) + body))
+    with pytest.raises(MessageError):
+        list(FrameDecoder(FromHost).feed(struct.pack("!Q", len(body)) + body))
 
 
 def test_a_message_beyond_the_limit_is_not_waited_for() -> None:
-    with pytest.raises(WireError, match="at most"):
-        list(Frames(FromHost).feed(struct.pack("!Q", 1 << 60)))
+    with pytest.raises(MessageError, match="at most"):
+        list(FrameDecoder(FromHost).feed(struct.pack("!Q", 1 << 60)))
 
 
 def test_a_job_arrives_as_it_was_sent() -> None:
@@ -57,4 +57,4 @@ def test_a_job_arrives_as_it_was_sent() -> None:
         "ro", {"a": [1, None, 0.5]}, 1.0, config=RolloutConfig(max_attempts=3), attempt=Attempt("ro", "at", 1, 2.0)
     )
     job = Job(1, rollout, {"llm": {"resource_type": "llm"}}, "http://h", {"A": "b"})
-    assert list(Frames(Job | Cancel).feed(encode(job))) == [job]
+    assert list(FrameDecoder(Job | Cancel).feed(encode(job))) == [job]

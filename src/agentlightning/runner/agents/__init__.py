@@ -1,0 +1,1 @@
+"""Forms of agents: how an agent or reward function is specified, loaded and called."""

@@ -1,4 +1,4 @@
-"""What an agent function is given, by the name of each parameter.
+"""Arguments of an agent function, chosen by the name of each parameter.
 
 | parameter | value |
 | --- | --- |
@@ -7,12 +7,12 @@
 | `prompt_template` | the first PromptTemplate resource |
 | `resources` | all resources, by name |
 | `rollout` | the `AttemptedRollout` |
-| `base_url`, `api_key`, `model` | where this attempt's model calls go, its key, the model's name |
+| `base_url`, `api_key`, `model` | URL of this attempt's model calls, its key, the name of the model |
 | the name of a resource | that resource |
 | a key of a dict task | that value |
 | the first positional parameter, whatever its name | the task |
 
-The first row that fits wins. A parameter that nothing fits keeps its default; without one it is an AgentError.
+The first matching row wins. A parameter without a match keeps its default; without a default it is an AgentError.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 
-KNOWN = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
+PARAMETERS = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
 
 
 class Stoppable(Protocol):
-    """Something that can be stopped from outside."""
+    """A program that can be stopped."""
 
     def terminate(self) -> None:
-        """Ask it to end; make it end soon."""
+        """Ask it to exit, and kill it after the grace."""
         ...
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it immediately."""
         ...
 
 
 class AttemptLLM(LLM):
-    """An LLM bound to one attempt: every way to ask for its URL gives the one whose calls are recorded there."""
+    """An LLM bound to one attempt: every way to get its URL returns the URL whose calls are recorded there."""
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         return self.endpoint
 
 
 @dataclass(slots=True)
-class Call:
-    """One attempt, as an agent sees it."""
+class Invocation:
+    """One attempt as the agent sees it, with its resources and environment."""
 
     rollout: AttemptedRollout
     resources: NamedResources = field(default_factory=NamedResources)
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The attempt's variables, over those of the process."""
+    """Variables of the attempt, which override those of the process."""
     task: Any = None
     cancelled: bool = False
     program: Stoppable | None = None
-    """What runs for the attempt outside of this process."""
+    """The attempt's program, if it is a command."""
 
-    def known(self) -> dict[str, Any]:
-        """The value of each known parameter; those without one are absent."""
+    def named_values(self) -> dict[str, Any]:
+        """Values of the known parameters; those without a value are absent."""
         llm = first_llm(self.resources)
         template = next((r for r in self.resources.values() if isinstance(r, PromptTemplate)), None)
         values: dict[str, Any] = {
@@ -84,13 +84,13 @@ class Call:
 
 
 def first_llm(resources: NamedResources) -> LLM | None:
-    """The LLM an agent is given where it asks for one."""
+    """The first LLM resource, which agents get as `llm`."""
     return next((resource for resource in resources.values() if isinstance(resource, LLM)), None)
 
 
 def bind_resources(resources: NamedResources, server_url: str, environment: Mapping[str, str]) -> NamedResources:
-    """The resources of one attempt: an LLM served by our own server leads to this attempt, others stay as they are.
-    So do all where the attempt's model calls are not redirected."""
+    """The resources of one attempt: LLMs served by our own server get the attempt's URL. Other resources stay
+    unchanged, and so do all of them if the attempt's model calls are not redirected."""
     if "OPENAI_BASE_URL" not in environment:
         return resources
     return {name: _bind(resource, server_url, environment) for name, resource in resources.items()}
@@ -101,7 +101,7 @@ def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[
         return resource
     fields = dict(resource)
     del fields["resource_type"]
-    if _ours(resource, server_url):
+    if _is_ours(resource, server_url):
         fields["endpoint"] = environment["OPENAI_BASE_URL"]
         fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
     elif isinstance(resource, ProxyLLM):
@@ -111,23 +111,23 @@ def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[
     return AttemptLLM(**fields)
 
 
-def _ours(llm: LLM, server_url: str) -> bool:
-    """A policy in training is always reached through the server we report to, whatever name others have for it."""
+def _is_ours(llm: LLM, server_url: str) -> bool:
+    """Whether the LLM is served by our server. A policy in training always is, whatever host name its URL has."""
     return llm.policy_version is not None or llm.root_url == server_url.rstrip("/")
 
 
-PLAIN = (str, int, float, bool)
+SCALAR_TYPES = (str, int, float, bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A function and its parameters, read once."""
+    """A function and its inspected parameters."""
 
     function: Callable[..., Any]
     name: str
     parameters: tuple[inspect.Parameter, ...]
     first: str | None
-    """The first positional parameter."""
+    """Name of the first positional parameter."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Signature:
@@ -140,21 +140,22 @@ class Signature:
         first = next((p.name for p in parameters if p.kind != p.KEYWORD_ONLY), None)
         return cls(function, name, parameters, first)
 
-    def call(self, call: Call) -> Any:
-        """The function's result, an awaitable if it is async. Raises AgentError for a parameter that nothing fits."""
-        values = {**_keys(call.task), **call.resources, **call.known()}
-        if self.first is not None and not (isinstance(call.task, Mapping) and self._first_is_plain):
-            values.setdefault(self.first, call.task)
+    def call(self, invocation: Invocation) -> Any:
+        """Call with injected arguments; an async function returns an awaitable. Raises AgentError for a parameter
+        without a value."""
+        values = {**_string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
+        if self.first is not None and not (isinstance(invocation.task, Mapping) and self._first_is_scalar):
+            values.setdefault(self.first, invocation.task)
         return self.apply(values)
 
     @property
-    def _first_is_plain(self) -> bool:
-        """Whether the first parameter says that it takes no object: then it is meant to be a key of the task."""
+    def _first_is_scalar(self) -> bool:
+        """Whether the first parameter is annotated as a scalar: then it is a key of the task, not the task itself."""
         annotation = self.parameters[0].annotation
-        return any(annotation is kind or annotation == kind.__name__ for kind in PLAIN)
+        return any(annotation is kind or annotation == kind.__name__ for kind in SCALAR_TYPES)
 
     def apply(self, values: Mapping[str, Any]) -> Any:
-        """Call with the values whose names are parameters."""
+        """Call with those values whose names are parameters."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter in self.parameters:
@@ -164,18 +165,18 @@ class Signature:
                 else:
                     kwargs[parameter.name] = values[parameter.name]
             elif parameter.default is parameter.empty:
-                raise AgentError(self._unfit(parameter.name, values))
+                raise AgentError(self._no_value_message(parameter.name, values))
         return self.function(*args, **kwargs)
 
-    def _unfit(self, name: str, values: Mapping[str, Any]) -> str:
-        hint = difflib.get_close_matches(name, [*values, *KNOWN], n=1)
+    def _no_value_message(self, name: str, values: Mapping[str, Any]) -> str:
+        hint = difflib.get_close_matches(name, [*values, *PARAMETERS], n=1)
         guess = f" Did you mean {hint[0]!r}?" if hint else ""
-        missing = " There is none in this rollout." if name in KNOWN else ""
+        missing = " This rollout has none." if name in PARAMETERS else ""
         return (
-            f"nothing fits the parameter {name!r} of {self.name}.{missing}{guess} "
-            f"Here it can be given: {', '.join(sorted(values))}"
+            f"there is no value for the parameter {name!r} of {self.name}.{missing}{guess} "
+            f"Available here: {', '.join(sorted(values))}"
         )
 
 
-def _keys(task: Any) -> dict[str, Any]:
+def _string_keys(task: Any) -> dict[str, Any]:
     return {key: value for key, value in task.items() if isinstance(key, str)} if isinstance(task, Mapping) else {}

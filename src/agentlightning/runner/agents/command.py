@@ -1,9 +1,9 @@
-"""An agent that is a program in any language.
+"""Agents that are programs in any language.
 
-It reads its task as JSON from `AGL_TASK` (left out where the task is longer than an environment variable may be) and
-from stdin, finds its model and its event URL in the environment (`rollouts.attempt_environment`), and its stdout is its
-output, of which the last 1 MB is kept. An exit code other than 0 is a failed attempt whose traceback is the end of
-stderr. It runs in a process group of its own, of which nothing is left when the attempt has ended.
+A program reads its task as JSON from stdin and from `AGL_TASK` (absent if the task is too long for an environment
+variable), and the URLs of its model and events from the environment (`rollouts.attempt_environment`). Its stdout is
+its output, of which the last 1 MB is stored. With a non-zero exit code the attempt fails, and the end of stderr is its
+traceback. It runs in its own process group, which is killed when the attempt ends.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import IO, Any, cast
 import orjson
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.arguments import Call
+from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.hosts.orphan_guard import guard
 
 OUTPUT_BYTES = 1_000_000
 ERROR_BYTES = 64_000
 TASK_VARIABLE_BYTES = 100_000
-"""Linux takes 128 KiB for one variable."""
+"""Linux limits one variable to 128 KiB."""
 POLL_SECONDS = 0.05
-"""How soon the end of a program is seen whose children still hold its pipes."""
+"""Poll interval for the exit of a program whose children keep its pipes open."""
 
 
 class CommandError(AgentError):
-    """A program that ended with an exit code other than 0, or by a signal."""
+    """A program exited with a non-zero code, or was killed by a signal."""
 
     def __init__(self, message: str, stderr: str) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class CommandError(AgentError):
 
 
 def check_executable(words: Sequence[str], forms: str) -> None:
-    """Raises AgentError where there is no such program."""
+    """Raise AgentError if there is no such program."""
     if shutil.which(words[0]) is not None:
         return
     hint = ""
@@ -55,34 +55,34 @@ def check_executable(words: Sequence[str], forms: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program and its arguments, run once for each attempt."""
+    """A program and its arguments, run once per attempt."""
 
     words: tuple[str, ...]
     grace: float = 2.0
     """Seconds between SIGTERM and SIGKILL."""
 
-    def blocks(self, call: Call) -> bool:
+    def blocks(self, invocation: Invocation) -> bool:
         return True
 
-    def start(self, call: Call) -> str:
-        """Run the program to its end; its output. Raises CommandError."""
-        task = orjson.dumps(call.task)
-        environment = {**os.environ, **call.environment, **task_variable(call.task)}
-        process = Running(self.words, environment, self.grace)
-        call.program = process
-        if call.cancelled:  # it was, before there was a program to stop
+    def start(self, invocation: Invocation) -> str:
+        """Run the program and return its output. Raises CommandError."""
+        task = orjson.dumps(invocation.task)
+        environment = {**os.environ, **invocation.environment, **task_variable(invocation.task)}
+        process = RunningCommand(self.words, environment, self.grace)
+        invocation.program = process
+        if invocation.cancelled:  # cancelled before the program was started
             process.terminate()
         return process.communicate(task)
 
 
 def task_variable(task: Any) -> dict[str, str]:
-    """`AGL_TASK`, which holds a task as JSON; nothing for one that is too long for a variable."""
+    """`AGL_TASK` with the task as JSON; empty if the task is too long for a variable."""
     text = orjson.dumps(task)
     return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
 
 
-class Running:
-    """A program while it runs."""
+class RunningCommand:
+    """A running program and its process group."""
 
     def __init__(self, words: Sequence[str], environment: dict[str, str], grace: float) -> None:
         self.name = shlex.join(words)
@@ -100,7 +100,8 @@ class Running:
         self._killing: threading.Timer | None = None
 
     def terminate(self) -> None:
-        """SIGTERM to the whole group, SIGKILL after the grace. Returns at once; `communicate` ends soon after."""
+        """Send SIGTERM to the group, and SIGKILL after the grace. Returns immediately; `communicate` returns soon
+        after."""
         self._signal(signal.SIGTERM)
         self._killing = threading.Timer(self.grace, self.kill)
         self._killing.daemon = True
@@ -110,12 +111,12 @@ class Running:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._lock:  # the group's id is ours until the program has been waited for
+        with self._lock:  # the group id cannot be reused until the program is waited for
             if self.process.returncode is None:
                 _signal_group(self.process.pid, number)
 
     def communicate(self, task: bytes) -> str:
-        """Feed the program its task, read what it says, wait for its end."""
+        """Write the task to stdin, read the output and wait for the program to exit."""
         stdout, stderr = _Tail(OUTPUT_BYTES), _Tail(ERROR_BYTES)
         try:
             self._pump(task, stdout, stderr)
@@ -146,31 +147,31 @@ class Running:
                         selector.unregister(key.fileobj)
                         cast(IO[bytes], key.fileobj).close()
                 if self._ended():
-                    self._signal(signal.SIGKILL)  # what it left behind; the pipes then close
+                    self._signal(signal.SIGKILL)  # processes it left behind; the pipes then close
                     if not ready:
-                        return  # a daemon in a group of its own still holds them
+                        return  # a daemon in another group keeps them open
 
     def _ended(self) -> bool:
-        """Whether the program has ended. Where the system can be asked so, it is not waited for: its process group
-        keeps its id."""
-        if not _can_look():
-            return self._waited_for()
+        """Whether the program has exited. Does not reap it where the system allows that, so that its group id stays
+        reserved."""
+        if not _can_peek_at_exit():
+            return self._poll_and_kill_group()
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def _waited_for(self) -> bool:
-        """What a program left behind is killed at once: nobody else can have got the group's id meanwhile."""
+    def _poll_and_kill_group(self) -> bool:
+        """Reap the program if it has exited and kill its group immediately, before the group id can be reused."""
         with self._lock:
             if self.process.returncode is None and self.process.poll() is not None:
                 _signal_group(self.process.pid, signal.SIGKILL)
             return self.process.returncode is not None
 
     def _reap(self) -> None:
-        if _can_look():
+        if _can_peek_at_exit():
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         while not self._ended():
             time.sleep(POLL_SECONDS)
         self._signal(signal.SIGKILL)
-        guard().remove(self.process.pid)  # before anybody else can get the id
+        guard().remove(self.process.pid)  # before the group id can be reused
         with self._lock:
             self.process.wait()
         if self._killing is not None:
@@ -180,8 +181,8 @@ class Running:
                 pipe.close()
 
 
-def _can_look() -> bool:
-    """Whether a program can be looked at without being waited for: not on macOS before Python 3.13."""
+def _can_peek_at_exit() -> bool:
+    """Whether a process's exit can be seen without reaping it: not on macOS before Python 3.13."""
     return hasattr(os, "waitid")
 
 
@@ -193,7 +194,7 @@ class _Tail:
         self.data = bytearray()
 
     def read(self, fd: int) -> bool:
-        """Take what is there; False at the end of the stream."""
+        """Read available bytes; False at the end of the stream."""
         piece = os.read(fd, 65536)
         self.data += piece
         if len(self.data) > 2 * self.limit:
@@ -205,7 +206,7 @@ class _Tail:
 
 
 def _write(fd: int, waiting: memoryview) -> memoryview:
-    """What is left to write. A program that does not read its stdin is within its rights."""
+    """Write a part; the rest. A program may close its stdin without reading it."""
     try:
         return waiting[os.write(fd, waiting[:65536]) :]
     except BlockingIOError:
@@ -222,7 +223,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """A return code in words: `ended with exit code 3`, `was killed by SIGSEGV`."""
+    """Describe a return code: `ended with exit code 3`, `was killed by SIGSEGV`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,6 +1,6 @@
-"""How users write agents in Python: `LitAgent` and the decorators `rollout`, `llm_rollout`, `prompt_rollout`.
+"""Agents written in Python: `LitAgent` and the decorators `rollout`, `llm_rollout`, `prompt_rollout`.
 
-Nothing here runs an agent, and nothing here imports more than the standard library: users import it first.
+Runs no agent, and imports only the standard library, because agent code imports it first.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ Function = Callable[..., Any]
 
 
 class LitAgent(Generic[Task]):
-    """An agent with a method for each way it is run.
+    """Base class of agents, with a method per mode.
 
-    `trained_agents` names the agents that learn, of those that take part in a rollout (`agl.track_agent`): a regular
-    expression for the whole name; None: all. An agent given by name (`module:name`) says it in the settings,
-    `algorithm.target_agent`.
+    `trained_agents` is a regular expression that the names (`agl.track_agent`) of the agents to train match in full;
+    None trains all. For an agent given by name (`module:name`), set `algorithm.target_agent` instead.
 
-    Override `rollout` or `rollout_async`; override the `training_` or `validation_` variants where training and
-    validation differ. Each returns what any agent returns: a number (the final reward), None (rewards were emitted),
-    or an output for the reward function.
+    Override `rollout` or `rollout_async`, or the `training_` and `validation_` variants if training and validation
+    differ. Each returns a number (the final reward), None (rewards were emitted), or an output for the reward
+    function.
 
         >>> class Agent(agl.LitAgent):
         ...     def rollout(self, task, resources, rollout):
@@ -75,14 +74,14 @@ METHODS = (
 
 
 def overridden(kind: type[LitAgent[Any]]) -> list[str]:
-    """The names of the methods a LitAgent class defines itself."""
+    """Names of the methods that a LitAgent class overrides."""
     return [name for name in METHODS if getattr(kind, name) is not getattr(LitAgent, name)]
 
 
 def method_for(agent: LitAgent[Any], mode: str | None) -> Function:
-    """The method that runs a rollout of this mode: the variant for the mode if there is one, async before sync.
+    """The method for a rollout of this mode: the variant of the mode if overridden, async before sync.
 
-    Mode "train" trains; every other mode validates.
+    Mode "train" is training; every other mode is validation.
     """
     variant = "training" if mode == "train" else "validation"
     mine = overridden(type(agent))
@@ -96,7 +95,7 @@ def method_for(agent: LitAgent[Any], mode: str | None) -> Function:
 
 
 class FunctionAgent(LitAgent[Any], Generic[P, R]):
-    """A function that was decorated as an agent. Calling it calls the function.
+    """A decorated agent function. Calling it calls the function.
 
     >>> agent = agl.rollout(lambda task: float(len(task)))
     >>> agent("abc")
@@ -115,10 +114,10 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
         return f"<agent {self.function.__module__}:{self.function.__qualname__}>"
 
     def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
-        """Run the function with its arguments injected; an async function gives an awaitable."""
-        from agentlightning.runner.agents.arguments import Call, Signature  # keeps the import of this module light
+        """Call the function with injected arguments; an async function returns an awaitable."""
+        from agentlightning.runner.agents.arguments import Invocation, Signature  # keeps this module cheap to import
 
-        return Signature.of(self.function).call(Call(rollout=rollout, resources=resources, task=task))
+        return Signature.of(self.function).call(Invocation(rollout=rollout, resources=resources, task=task))
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         result = self.rollout(task, resources, rollout)
@@ -126,7 +125,7 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
 
 
 def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
-    """Mark a function, sync or async, as an agent. Its arguments are injected by name; see `runner/inject.py`.
+    """Mark a function, sync or async, as an agent. Arguments are injected by name; see `runner/agents/arguments.py`.
 
     >>> @agl.rollout
     ... def agent(task):
@@ -150,8 +149,8 @@ def llm_rollout(
 def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
     """`rollout` for a function of `(task, llm)` or `(task, llm, rollout)`.
 
-    `strip_proxy` exists for code written for 0.x. Either value gives the same `llm`: its `endpoint` and its
-    `get_base_url(...)` both lead to the attempt.
+    `strip_proxy` is accepted for compatibility with 0.x and has no effect: `endpoint` and `get_base_url(...)` both
+    return the attempt's URL.
 
         >>> @agl.llm_rollout
         ... def agent(task, llm):
@@ -161,7 +160,7 @@ def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool
     """
     if function is None:
         return llm_rollout
-    return _requiring("llm", function)
+    return _require_parameter("llm", function)
 
 
 def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
@@ -173,10 +172,10 @@ def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
     >>> agent({"drink": "tea"}, agl.PromptTemplate(template="Make {drink}."))
     'Make tea.'
     """
-    return _requiring("prompt_template", function)
+    return _require_parameter("prompt_template", function)
 
 
-def _requiring(parameter: str, function: Callable[P, R]) -> FunctionAgent[P, R]:
+def _require_parameter(parameter: str, function: Callable[P, R]) -> FunctionAgent[P, R]:
     names = list(inspect.signature(function).parameters)
     if parameter not in names:
         raise AgentError(

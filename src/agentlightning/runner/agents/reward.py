@@ -1,8 +1,9 @@
-"""From what an agent returned to its final reward.
+"""Reward functions, and rewards returned by agents.
 
-A reward function is called by the names of its parameters: `task`, `output`, `rollout`, `resources` and the keys of a
-dict task. It may be async. It returns a finite number, or finite numbers by dimension. Without one, a number that the
-agent returned is its reward. Anything else is a RewardError: a failed attempt, never a reward of 0.0.
+A reward function gets its arguments by parameter name: `task`, `output`, `rollout`, `resources` and the keys of a dict
+task. It may be async. It returns a finite number, or a dict of finite numbers by dimension. Without a reward function,
+a number that the agent returns is its reward. Anything else is a RewardError, which fails the attempt; a missing
+reward never becomes 0.0.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from numbers import Real
 from typing import Any, cast
 
 from agentlightning.errors import AgentError, RewardError
-from agentlightning.runner.agents.arguments import Call, Signature
+from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.span import MAX_REWARD
 
 Reward = float | dict[str, float]
 
 
 def looks_like_reward(value: Any) -> bool:
-    """Whether a returned value is a number, or a dict of nothing but numbers by name."""
+    """Whether a returned value is a number, or a non-empty dict of numbers by name."""
     if isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value)
         return bool(items) and all(isinstance(k, str) and isinstance(v, Real) for k, v in items.items())
@@ -30,10 +31,10 @@ def looks_like_reward(value: Any) -> bool:
 
 
 def check_reward(value: Any, source: str) -> Reward:
-    """The value as a reward. Raises RewardError, naming `source`, for what is none."""
+    """The value as a reward. Raises RewardError, naming `source`, for an invalid one."""
     if not looks_like_reward(value):
         raise RewardError(
-            f"{source} gave {reprlib.repr(value)}, which is no reward: return a number, or a dict of numbers by name"
+            f"{source} gave {reprlib.repr(value)}, which is not a reward: return a number, or a dict of numbers by name"
         )
     if isinstance(value, Mapping):
         return {name: _finite(number, f"{source}[{name!r}]") for name, number in cast(Mapping[str, Any], value).items()}
@@ -48,10 +49,10 @@ def _finite(value: Any, source: str) -> float:
     if not math.isfinite(number):
         raise RewardError(
             f"{source} gave {number}, which cannot be learned from; return a finite number, "
-            "or raise an exception where there is none"
+            "or raise an exception if there is no reward"
         )
     if abs(number) > MAX_REWARD:
-        raise RewardError(f"{source} gave {number:g}; a reward is at most {MAX_REWARD:g} either way: scale it")
+        raise RewardError(f"{source} gave {number:g}; rewards range from {-MAX_REWARD:g} to {MAX_REWARD:g}: scale it")
     return number
 
 
@@ -63,18 +64,23 @@ class RewardFunction:
 
     @classmethod
     def of(cls, function: Any) -> RewardFunction:
-        """Raises AgentError for what cannot be called."""
+        """Raises AgentError for an object that cannot be called."""
         if not callable(function):
-            raise AgentError(f"the reward is {function!r}, which cannot be called; give a function")
+            raise AgentError(f"the reward is {function!r}, which cannot be called; pass a function")
         return cls(Signature.of(cast(Callable[..., Any], function)))
 
     @property
     def source(self) -> str:
         return f"the reward function {self.signature.name}"
 
-    def start(self, call: Call, output: Any) -> Any:
-        """What the function returns, an awaitable if it is async."""
-        task = cast(Mapping[Any, Any], call.task) if isinstance(call.task, Mapping) else {}
+    def start(self, invocation: Invocation, output: Any) -> Any:
+        """Call the function; an async one returns an awaitable."""
+        task = cast(Mapping[Any, Any], invocation.task) if isinstance(invocation.task, Mapping) else {}
         values = {key: value for key, value in task.items() if isinstance(key, str)}
-        known = {"task": call.task, "output": output, "rollout": call.rollout, "resources": call.resources}
+        known = {
+            "task": invocation.task,
+            "output": output,
+            "rollout": invocation.rollout,
+            "resources": invocation.resources,
+        }
         return self.signature.apply({**values, **known})

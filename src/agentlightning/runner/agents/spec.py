@@ -1,7 +1,7 @@
-"""What an agent was given as, in a form that travels to the process that runs it.
+"""Specification of an agent in a form that can be sent to the process that runs it.
 
-`module:name` and `path/to/file.py:name` stay names; any other text, or a list of words, is a command; a live object
-becomes a name where another process can import it under that name, and is pickled otherwise. Nothing is imported here.
+`module:name` and `path/to/file.py:name` are references; any other text, or a list of words, is a command line. An
+object becomes a reference if another process can import it by name, and is pickled otherwise. Imports nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentlightning.errors import AgentError
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
 
 AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str]
-"""Everything an agent may be given as."""
+"""Every form in which an agent can be given."""
 
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
 _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
@@ -28,7 +28,7 @@ _FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
 
 
 class Reference(Struct, frozen=True, tag=True):
-    """Something in a module, by name."""
+    """An object in a module, by name."""
 
     module: str
     """A module's dotted name, or the path of a Python file."""
@@ -43,7 +43,7 @@ class Reference(Struct, frozen=True, tag=True):
 
 
 class Pickled(Struct, frozen=True, tag=True):
-    """A live object that no import leads to."""
+    """An object that cannot be imported by name."""
 
     data: bytes
     label: str
@@ -65,18 +65,18 @@ AgentSpec = Reference | Pickled | CommandLine
 
 
 def agent_spec(agent: AgentLike) -> AgentSpec:
-    """What was given, ready to travel. Nothing is imported. Raises AgentError for what cannot be an agent."""
+    """The specification of an agent. Imports nothing. Raises AgentError for an object that cannot be an agent."""
     if isinstance(agent, str):
-        return _reference(agent) or CommandLine(_words(agent))
+        return _reference(agent) or CommandLine(_split_command(agent))
     if isinstance(agent, Sequence):
-        return CommandLine(tuple(str(word) for word in agent) or _words(""))
-    return _live(agent, "agent")
+        return CommandLine(tuple(str(word) for word in agent) or _split_command(""))
+    return _spec_of_object(agent, "agent")
 
 
 def function_spec(function: Callable[..., Any] | str, role: str = "reward") -> Reference | Pickled:
-    """The same for a plain function, such as a reward. Raises AgentError."""
+    """The specification of a plain function, such as a reward function. Raises AgentError."""
     if not isinstance(function, str):
-        return _live(function, role)
+        return _spec_of_object(function, role)
     reference = _reference(function)
     if reference is None:
         raise AgentError(f"{role} {function!r} is neither `module:function` nor `path/to/file.py:function`")
@@ -88,25 +88,25 @@ def _reference(text: str) -> Reference | None:
     return Reference(match[1], match[2]) if match else None
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split_command(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise AgentError(f"agent {text!r} is no command line ({error}); {FORMS}") from error
+        raise AgentError(f"agent {text!r} is not a valid command line ({error}); {FORMS}") from error
     if not words:
-        raise AgentError(f"the agent is an empty text; {FORMS}")
+        raise AgentError(f"the agent is an empty string; {FORMS}")
     return words
 
 
-def _live(given: Any, role: str) -> Reference | Pickled:
+def _spec_of_object(given: Any, role: str) -> Reference | Pickled:
     if not callable(given) and not isinstance(given, LitAgent):
-        raise AgentError(not_an_agent(given, role))
+        raise AgentError(not_callable_message(given, role))
     label = f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
-    return _by_name(given) or Pickled(_pickle(given, label, role), label)
+    return _reference_to(given) or Pickled(_pickle(given, label, role), label)
 
 
-def _by_name(given: Any) -> Reference | None:
-    """A reference another process can follow to the same object, if there is one."""
+def _reference_to(given: Any) -> Reference | None:
+    """A reference that leads another process to the same object, if there is one."""
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name or not importable(module):
         return None
@@ -133,18 +133,18 @@ def importable(name: str) -> bool:
 
 
 def _find(name: str, path: Sequence[str] | None) -> Any:
-    # `importlib.util.find_spec` answers from sys.modules, where a module may sit that nobody else can import.
+    # `importlib.util.find_spec` looks in sys.modules, which may hold modules that other processes cannot import.
     specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return next((spec for spec in specs if spec is not None), None)
 
 
 def _pickle(given: Any, label: str, role: str) -> bytes:
-    by_value = _unimportable_homes(given)
+    by_value = _modules_to_pickle_by_value(given)
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(given)
-    except Exception as error:  # whatever a user's object raises while it is pickled
+    except Exception as error:  # pickling runs the user's code
         raise AgentError(
             f"{role} {label} cannot be sent to the processes that run it: {type(error).__name__}: {error}. "
             "Move it to a module and pass 'module:name', or make what it captures inside it"
@@ -154,14 +154,14 @@ def _pickle(given: Any, label: str, role: str) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _unimportable_homes(given: Any) -> list[ModuleType]:
+def _modules_to_pickle_by_value(given: Any) -> list[ModuleType]:
     inner = given.function if isinstance(given, FunctionAgent) else given
     homes = {getattr(thing, "__module__", None) for thing in (inner, type(inner))}
     modules = [sys.modules[home] for home in homes if isinstance(home, str) and home in sys.modules]
-    return [module for module in modules if module.__name__ != "__main__" and not _shipped(module.__name__)]
+    return [module for module in modules if module.__name__ != "__main__" and not _is_importable(module.__name__)]
 
 
-def _shipped(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     return module in sys.builtin_module_names or importable(module)
 
 
@@ -173,8 +173,8 @@ def resolve(module: ModuleType, name: str) -> Any:
     return found
 
 
-def not_an_agent(found: Any, role: str) -> str:
-    """What to say about an object that cannot be called."""
+def not_callable_message(found: Any, role: str) -> str:
+    """Error message for an object that cannot be called."""
     if role == "agent" and hasattr(found, "run"):
         kind = type(found).__qualname__
         return f"the agent is an instance of {kind}; pass the class {kind} itself: each attempt makes its own"

@@ -1,8 +1,8 @@
-"""An agent host: the process in which a Python agent, or the supervisor of a command, runs its attempts.
+"""An agent host: the process that runs attempts of a Python agent, or supervises those of a command.
 
-A host is forked by the zygote, runs many attempts at once (async agents as tasks, sync ones and commands in threads),
-sends what they emit to the runner at once, and each attempt's end after all of its spans. Whatever an agent raises
-becomes a record here, and nowhere else. The host lives as long as the runner holds the other end of its socket.
+Forked by the fork server, it runs many attempts concurrently (async agents as tasks, sync agents and commands in
+threads). It sends emitted spans to the runner immediately, and the end of an attempt after all of its spans. This is
+the only place where an exception of an agent becomes a record. The host exits when the runner closes its socket.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from agentlightning.errors import Failure
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import in_process_environment
 from agentlightning.runner import attempt_environ
-from agentlightning.runner.agents.agent import Agent, Contract, users_traceback
-from agentlightning.runner.agents.arguments import Call, bind_resources
+from agentlightning.runner.agents.agent import Agent, AgentClass
+from agentlightning.runner.agents.arguments import Invocation, bind_resources
 from agentlightning.runner.agents.command import CommandError, task_variable
+from agentlightning.runner.agents.loading import user_traceback
 from agentlightning.runner.agents.reward import Reward, RewardFunction, check_reward, looks_like_reward
 from agentlightning.runner.hosts.messages import (
     Done,
-    Frames,
+    FrameDecoder,
     FromHost,
     Job,
+    MessageError,
     Ready,
     Spans,
     Started,
     Stopping,
     ToHost,
-    WireError,
     encode,
 )
 from agentlightning.span import JUDGE, Span
@@ -51,12 +52,12 @@ from agentlightning.tracing.scope import current_scope, enter_main, scope
 from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
-"""How much of an output is kept with the attempt."""
+"""Maximum length of the output that is stored with the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every host of a zygote shares."""
+    """What all hosts of a fork server share."""
 
     agent: Agent
     reward: RewardFunction | None
@@ -64,22 +65,22 @@ class Setup:
     fields: Mapping[str, str]
     """Environment variable -> the field of a dict task it holds."""
     hidden: Sequence[str]
-    """Fields of a dict task that the agent is not given."""
+    """Fields of a dict task that are hidden from the agent."""
 
 
 def serve(sock: socket.socket, setup: Setup) -> None:
-    """Run attempts until the runner goes away. The process has `environ` and the tracer installed already."""
+    """Run attempts until the runner disconnects. `attempt_environ` and the tracer are installed already."""
     asyncio.run(Host(sock, setup).serve())
 
 
 @dataclass(frozen=True, slots=True)
 class _Sink:
-    """Where the spans of one attempt go."""
+    """Sends the spans of one attempt to the runner."""
 
     job_id: int
     send: Callable[[Spans], None]
     remote: PostingSink
-    """For processes that were forked from this one: two cannot write to one socket."""
+    """Used in processes forked from this one: two processes cannot write to one socket."""
     process: int
 
     def put(self, spans: Sequence[Span]) -> None:
@@ -90,8 +91,8 @@ class _Sink:
 
 
 @dataclass(frozen=True, slots=True)
-class _JudgeSink:
-    """Where the spans of a reward function go: into the attempt it judges, marked as no part of what the agent did."""
+class _RewardSink:
+    """Records the spans of a reward function in the attempt it scores, marked as not the agent's own."""
 
     sink: _Sink
 
@@ -100,13 +101,13 @@ class _JudgeSink:
 
 
 class Host:
-    """The process' one host."""
+    """The single host of this process."""
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._sock = sock
         self._setup = setup
-        self._frames: Frames[ToHost] = Frames(ToHost)
-        self._running: dict[int, tuple[asyncio.Task[None], Call]] = {}
+        self._frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
+        self._running: dict[int, tuple[asyncio.Task[None], Invocation]] = {}
         self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
         self._sending = threading.Lock()
         self._end = asyncio.Event()
@@ -116,14 +117,14 @@ class Host:
         loop.add_reader(self._sock, self._receive)
         self._send(Ready(os.getpid()))
         await self._end.wait()
-        self._leave()
+        self._exit()
 
-    def _leave(self) -> None:
-        """Nobody waits for anything here any more: stop the commands, then go without waiting for threads."""
-        for _, call in self._running.values():
-            call.cancelled = True
-            if call.program is not None:
-                call.program.kill()
+    def _exit(self) -> None:
+        """Kill the commands and exit without waiting for threads: the runner has disconnected."""
+        for _, invocation in self._running.values():
+            invocation.cancelled = True
+            if invocation.program is not None:
+                invocation.program.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -131,13 +132,13 @@ class Host:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _send(self, message: FromHost) -> None:
-        # From whatever thread, at once: a reward is on its way before the agent can make its next call.
+        # Called from any thread, sends immediately: a reward is on its way before the agent makes its next call.
         data = _encoded(message)
         try:
             with self._sending:
                 self._sock.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the runner is gone; the loop sees it too and ends
+            return  # the runner has disconnected; the loop notices and ends
 
     def _receive(self) -> None:
         try:
@@ -154,65 +155,70 @@ class Host:
     def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
             self._send(Started(message.job_id))
-            task = visible(message.rollout.input, self._setup.hidden)
-            call = Call(replace(message.rollout, input=task), {}, message.environment, task)
-            self._running[message.job_id] = (asyncio.create_task(self._attempt(message, call)), call)
+            task = without_hidden_fields(message.rollout.input, self._setup.hidden)
+            invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
+            self._running[message.job_id] = (asyncio.create_task(self._attempt(message, invocation)), invocation)
         elif message.job_id in self._running:
-            task, call = self._running[message.job_id]
-            call.cancelled = True
+            task, invocation = self._running[message.job_id]
+            invocation.cancelled = True
             self._send(Stopping(message.job_id))
-            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step: a task that never ran has no end
-            if call.program is not None:
-                call.program.terminate()
+            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step: a task that never ran cannot end
+            if invocation.program is not None:
+                invocation.program.terminate()
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, job: Job, call: Call) -> None:
-        """The boundary: whatever happens inside is a record afterwards."""
+    async def _attempt(self, job: Job, invocation: Invocation) -> None:
+        """Error boundary: every exception of the agent becomes a record."""
         failure: Failure | None = None
         output: Any = None
-        ids = call.rollout.rollout_id, call.rollout.attempt.attempt_id
+        ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id
         address, key = job.server_url, job.environment.get("AGL_KEY", "")
         sink = _Sink(job.job_id, self._send, PostingSink(address, key), os.getpid())
         with scope(*ids, sink, address=address, key=key):
             try:
                 resources = named_resources.validate_python(job.resources)
-                call.resources = bind_resources(resources, job.server_url, job.environment)
-                variables = attempt_environ.task_variables(call.task, self._setup.fields)
-                if isinstance(self._setup.agent, Contract):
-                    variables |= task_variable(call.task)
+                invocation.resources = bind_resources(resources, job.server_url, job.environment)
+                variables = attempt_environ.task_variables(invocation.task, self._setup.fields)
+                if isinstance(self._setup.agent, AgentClass):
+                    variables |= task_variable(invocation.task)
                 with attempt_environ.overlay({**variables, **_shared_environment(job)}):
-                    output = await self._run(call)
+                    output = await self._run(invocation)
                 if self._setup.reward is not None:
-                    given = replace(call, rollout=job.rollout, task=job.rollout.input, resources=resources)
-                    with scope(*ids, _JudgeSink(sink), "judge", address=job.server_url, role="judge"):
-                        reward = await self._judge(self._setup.reward, given, output)
+                    given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
+                    with scope(*ids, _RewardSink(sink), "judge", address=job.server_url, role="judge"):
+                        reward = await self._run_reward(self._setup.reward, given, output)
                     emit_reward(reward)
                 else:
-                    output = _record_returned(output)
-                output = recordable(output)
-            except BaseException as error:  # noqa: BLE001  the one place where an agent's failure becomes a record
-                error = error.with_traceback(None) if isinstance(error, CommandError) else users_traceback(error)
+                    output = _record_output(output)
+                output = shorten_output(output)
+            except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
+                error = error.with_traceback(None) if isinstance(error, CommandError) else user_traceback(error)
                 output, failure = None, Failure.of(error)
-                if not call.cancelled:
+                if not invocation.cancelled:
                     emit_exception(error)
             flush()
         del self._running[job.job_id]
         self._send(Done(job.job_id, failure, output))
 
-    async def _run(self, call: Call) -> Any:
-        """What the agent returns."""
+    async def _run(self, invocation: Invocation) -> Any:
+        """The agent's return value."""
         agent = self._setup.agent
-        return await (self._in_thread(agent.start, call) if agent.blocks(call) else _settled(agent.start(call)))
+        return await (
+            self._in_thread(agent.start, invocation)
+            if agent.blocks(invocation)
+            else _await_if_needed(agent.start(invocation))
+        )
 
-    async def _judge(self, reward: RewardFunction, call: Call, output: Any) -> Reward:
-        """Run the reward function, outside of the attempt's environment: models it asks are asked where they always
-        are."""
-        return check_reward(await self._in_thread(reward.start, call, output), reward.source)
+    async def _run_reward(self, reward: RewardFunction, invocation: Invocation, output: Any) -> Reward:
+        """Run the reward function outside of the attempt's environment, so that its own model calls are not
+        redirected."""
+        return check_reward(await self._in_thread(reward.start, invocation, output), reward.source)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The function's result, awaited if need be. Does not end before the thread does, cancelled or not."""
-        future = asyncio.wrap_future(self._threads.submit(_caught, function, *args))
+        """Call the function in a thread and await its result. Does not return before the thread ends, even if
+        cancelled."""
+        future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
@@ -224,14 +230,14 @@ class Host:
         value, error = future.result()
         if error is not None:
             raise error
-        return await _settled(value)
+        return await _await_if_needed(value)
 
 
 def _encoded(message: FromHost) -> bytes:
-    """The message as bytes, its spans made storable where they cannot be sent as they are."""
+    """Encode a message; spans with values that cannot be encoded are sanitized."""
     try:
         return encode(message)
-    except WireError as error:
+    except MessageError as error:
         if isinstance(message, Spans):
             return encode(Spans(message.job_id, tuple(map(storable, message.spans))))
         if isinstance(message, Done):
@@ -239,21 +245,21 @@ def _encoded(message: FromHost) -> bytes:
         raise
 
 
-def visible(task: Any, hidden: Sequence[str]) -> Any:
-    """The task without the fields that the agent is not to see."""
+def without_hidden_fields(task: Any, hidden: Sequence[str]) -> Any:
+    """The task without its hidden fields."""
     if not hidden or not isinstance(task, Mapping):
         return task
     return {key: value for key, value in cast(Mapping[Any, Any], task).items() if key not in hidden}
 
 
 def _shared_environment(job: Job) -> Mapping[str, str]:
-    """For an agent that shares this process with other attempts. Programs get the attempt's own (see `command.py`)."""
+    """Environment of an agent that shares this process with other attempts. Commands get their own (`command.py`)."""
     worker_id = job.rollout.attempt.worker_id or ""
     return in_process_environment(job.environment, worker_id)
 
 
-def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
-    # A future cannot carry every exception: StopIteration and KeyboardInterrupt would not arrive.
+def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    # A future cannot carry every exception: StopIteration and KeyboardInterrupt would be lost.
     enter_main()
     try:
         return function(*args), None
@@ -261,17 +267,17 @@ def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseExceptio
         return None, error
 
 
-async def _settled(value: Any) -> Any:
+async def _await_if_needed(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-# -- what an agent returned ------------------------------------------------------------------------------------------
+# -- return values ------------------------------------------------------------------------------------------
 
 
-def _record_returned(output: Any) -> Any:
-    """The output; None where what the agent returned was its reward or its spans, which are recorded."""
+def _record_output(output: Any) -> Any:
+    """Record a returned reward or returned spans, and return None for them; return any other output unchanged."""
     if _are_spans(output):
-        _put_returned(output)
+        _record_spans(output)
     elif looks_like_reward(output):
         emit_reward(check_reward(output, "the agent"))
     else:
@@ -283,8 +289,8 @@ def _are_spans(output: Any) -> bool:
     return isinstance(output, list) and bool(output) and all(isinstance(s, Span | ReadableSpan) for s in output)
 
 
-def _put_returned(spans: list[Span | ReadableSpan]) -> None:
-    """Keep spans that an agent made itself, as spans of its attempt."""
+def _record_spans(spans: list[Span | ReadableSpan]) -> None:
+    """Record spans that an agent returned as spans of its attempt."""
     inside = current_scope()
     if inside is None:
         raise RuntimeError("an attempt runs inside a scope")
@@ -299,8 +305,8 @@ def _put_returned(spans: list[Span | ReadableSpan]) -> None:
     )
 
 
-def recordable(output: Any) -> Any:
-    """The output as a short JSON value: as it is where it is short, else the beginning of its text."""
+def shorten_output(output: Any) -> Any:
+    """The output as a JSON value; the beginning of its text if it exceeds OUTPUT_CHARACTERS."""
     try:
         text = orjson.dumps(output, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:

@@ -1,8 +1,7 @@
-"""What agents print, in a file of bounded size.
+"""The log file that agents print to, limited in size.
 
-The processes of the agents write to the file themselves, so that it goes on whatever becomes of the runner. The runner
-looks at its size now and then: a file that has grown beyond the limit keeps its end beside it, as `NAME.1`, and is
-emptied.
+Agent processes append to the file themselves, so that logging survives the runner. The runner checks its size
+periodically: the end of a file over the limit is moved to `NAME.1`, and the file is truncated.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 LIMIT_BYTES: Final = 16 * 1024 * 1024
-LOOK_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 1.0
 
 
 class AgentLog:
@@ -22,15 +21,15 @@ class AgentLog:
         self.path = Path(path)
         self.limit = limit
         self.cut = 0
-        """How many times it was cut."""
+        """How many times it was truncated."""
 
     @property
     def previous(self) -> Path:
-        """Where the end of what was cut is."""
+        """File with the end of the truncated output."""
         return self.path.with_name(f"{self.path.name}.1")
 
     def trim(self) -> None:
-        """Cut the file if it is too long. What is printed in the moment between reading and emptying it is lost."""
+        """Rotate the file if it exceeds the limit. Output written between copying and truncating is lost."""
         try:
             with self.path.open("r+b") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -39,6 +38,6 @@ class AgentLog:
                 file.seek(size - self.limit)
                 self.previous.write_bytes(file.read(self.limit))
                 file.truncate(0)
-        except OSError:  # no regular file, or it is gone: then nothing grows
+        except OSError:  # not a regular file, or deleted: nothing to limit
             return
         self.cut += 1

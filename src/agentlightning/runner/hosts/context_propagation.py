@@ -1,4 +1,4 @@
-"""In one process with many attempts: pools carry the context of a call, and queues remember who has put an item.
+"""Propagates the attempt's context through pools and queues, in a process that runs many attempts at once.
 
 `install()` patches the standard library, and joblib and anyio where the agent uses them:
 
@@ -6,10 +6,10 @@
   `ThreadPool` too) and joblib's threads make each call in the context it was submitted in, callbacks included;
 - `ProcessPoolExecutor`, `multiprocessing.Pool` and joblib's processes make each call in the attempt it was
   submitted in, with its environment variables; what is emitted there is posted to the server;
-- `queue.Queue`, `queue.SimpleQueue`, `asyncio.Queue` and anyio's memory streams remember which attempt has put an item.
-  Whoever inherited the scope of one attempt and takes an item of another is in no scope from then on: what it does is
-  not recorded under the attempt that happened to start it. A last-in-first-out queue is not followed, since such are
-  used to keep connections and clients.
+- `queue.Queue`, `queue.SimpleQueue`, `asyncio.Queue` and anyio's memory streams record which attempt put each item.
+  A worker that inherited the scope of one attempt and takes an item of another leaves its scope, so that its work is
+  not recorded under the attempt that happened to start it. Last-in-first-out queues are not tracked: they usually hold
+  pooled connections and clients.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from agentlightning.tracing.scope import (
 )
 
 _ORIGINS: Final = "_agentlightning_origins"
-"""Attribute of a queue: id of an item -> the attempts that have put it, in order."""
+"""Attribute of a queue: id of an item -> the scopes that have put it, in order."""
 
 
 def install() -> None:
-    """Patch this process. Harmless when repeated."""
+    """Patch this process. Idempotent."""
     if queue.SimpleQueue is _SimpleQueue:
         return
     _wrap(threading.Thread, "start", _start_thread)
@@ -92,15 +92,15 @@ def _start_thread(thread: threading.Thread, original: Callable[..., None]) -> No
 def _submit_to_threads(
     pool: ThreadPoolExecutor, original: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    return original(pool, InThread(function), *args, **kwargs)
+    return original(pool, InCallerContext(function), *args, **kwargs)
 
 
 def _add_callback(future: Future[Any], original: Callable[..., None], callback: Callable[..., Any]) -> None:
-    original(future, InThread(callback))
+    original(future, InCallerContext(callback))
 
 
-class InThread:
-    """A function that runs in the context in which this was made, in whatever thread. May run many times at once."""
+class InCallerContext:
+    """A function that runs in the context of its creator, in any thread. May run concurrently."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -114,12 +114,12 @@ class InThread:
             self._note_foreign_work(context)
 
     def _note_foreign_work(self, context: Context) -> None:
-        """It may have returned what it took from a queue: whoever called it then has that work."""
+        """If the function took another attempt's item from a queue, its caller now works for that attempt."""
         if context.run(foreign_work) is not None and self._context.run(foreign_work) is None:
-            _mix(self._context.run(inherited_scope))
+            _mark_mixed(self._context.run(inherited_scope))
 
 
-def _mix(scope: Scope | None) -> None:
+def _mark_mixed(scope: Scope | None) -> None:
     if scope is not None:
         scope.lifetime.mix()
 
@@ -128,8 +128,8 @@ def _mix(scope: Scope | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """An attempt, as it travels to another process with a call."""
+class PropagatedAttempt:
+    """What another process needs to run a call in this attempt."""
 
     rollout_id: str
     attempt_id: str
@@ -139,8 +139,8 @@ class Carried:
     variables: Mapping[str, str]
 
     @classmethod
-    def of_here(cls) -> Carried | None:
-        """None outside of any attempt."""
+    def current(cls) -> PropagatedAttempt | None:
+        """The current attempt; None outside of any."""
         scope = current_scope()
         if scope is None or not scope.key:
             return None
@@ -158,41 +158,40 @@ def _posting_sink(address: str, key: str) -> PostingSink:
     return PostingSink(address, key)
 
 
-class InProcess:
-    """A function that runs in the attempt in which this was made, in whatever process; in none, if it was made in
-    none."""
+class InCallerAttempt:
+    """A function that runs in the attempt of its creator, in any process; in none if it was created in none."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.carried = Carried.of_here()
+        self.propagated = PropagatedAttempt.current()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Context().run(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.carried is None:
+        if self.propagated is None:
             return self.function(*args, **kwargs)
         _prepare_process()
         with ExitStack() as stack:
-            stack.enter_context(entered(self.carried.scope()))
-            stack.enter_context(attempt_environ.overlay(self.carried.variables))
-            if self.carried.agent is not None:
-                stack.enter_context(track_agent(self.carried.agent))
+            stack.enter_context(entered(self.propagated.scope()))
+            stack.enter_context(attempt_environ.overlay(self.propagated.variables))
+            if self.propagated.agent is not None:
+                stack.enter_context(track_agent(self.propagated.agent))
             return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_process, (self.function, self.carried)
+        return _in_process, (self.function, self.propagated)
 
 
-def _in_process(function: Callable[..., Any], carried: Carried | None) -> InProcess:
-    found = InProcess.__new__(InProcess)
-    found.function, found.carried = function, carried
+def _in_process(function: Callable[..., Any], propagated: PropagatedAttempt | None) -> InCallerAttempt:
+    found = InCallerAttempt.__new__(InCallerAttempt)
+    found.function, found.propagated = function, propagated
     return found
 
 
 @functools.cache
 def _prepare_process() -> None:
-    """One that was not forked from a host is prepared as a host is."""
+    """Prepare a process that was not forked from a host."""
     client_headers.install()
     attempt_environ.install()
     install()
@@ -201,7 +200,7 @@ def _prepare_process() -> None:
 def _submit_to_processes(
     pool: Executor, original: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    return original(pool, InProcess(function), *args, **kwargs)
+    return original(pool, InCallerAttempt(function), *args, **kwargs)
 
 
 def _submit_to_pool(
@@ -213,20 +212,22 @@ def _submit_to_pool(
     **kwargs: Any,
 ) -> Any:
     given = inspect.signature(original).bind(pool, func, *args, **kwargs).arguments
-    given["func"] = InThread(func) if isinstance(pool, multiprocessing.pool.ThreadPool) else InProcess(func)
-    for name in ("callback", "error_callback"):  # called in a thread of the pool's own
+    given["func"] = (
+        InCallerContext(func) if isinstance(pool, multiprocessing.pool.ThreadPool) else InCallerAttempt(func)
+    )
+    for name in ("callback", "error_callback"):  # called in a thread of the pool
         if given.get(name) is not None:
-            given[name] = InThread(given[name])
+            given[name] = InCallerContext(given[name])
     return original(**given)
 
 
 def _patch_joblib(module: Any) -> None:
-    """It submits what is left from a thread of its pool's, when something is done."""
+    """joblib submits the remaining work from a thread of its pool when a task completes."""
     call, dispatch_next = module.Parallel.__call__, module.Parallel.dispatch_next
 
     @functools.wraps(call)
     def called(parallel: Any, iterable: Any) -> Any:
-        parallel._agentlightning_dispatch = InThread(functools.partial(dispatch_next, parallel))
+        parallel._agentlightning_dispatch = InCallerContext(functools.partial(dispatch_next, parallel))
         return call(parallel, iterable)
 
     @functools.wraps(dispatch_next)
@@ -244,67 +245,66 @@ def _patch_loky(module: Any) -> None:
 
 
 def _put(target: Any, original: Callable[..., None], item: Any, *args: Any, **kwargs: Any) -> None:
-    taken_back = _remember(target, item)
+    undo = _record_origin(target, item)
     try:
         original(target, item, *args, **kwargs)
     except BaseException:
-        taken_back()
+        undo()
         raise
 
 
 def _get(target: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     item = original(target, *args, **kwargs)
-    _recall(target, item)
+    _restore_origin(target, item)
     return item
 
 
-def _remember(target: Any, item: Any) -> Callable[[], object]:
-    """Keep with a queue who puts the item; what is returned undoes it."""
+def _record_origin(target: Any, item: Any) -> Callable[[], object]:
+    """Record the scope that puts the item; the returned function undoes it."""
     origin = None if isinstance(target, queue.LifoQueue | asyncio.LifoQueue) else origin_of_work()
     if origin is None:
         return _nothing
     origins: dict[int, deque[Scope]] = target.__dict__.setdefault(_ORIGINS, {})
-    putters = origins.setdefault(id(item), deque())
-    putters.append(origin)
-    return putters.pop
+    origins_of_item = origins.setdefault(id(item), deque())
+    origins_of_item.append(origin)
+    return origins_of_item.pop
 
 
 def _nothing() -> None:
     return
 
 
-def _recall(target: Any, item: Any) -> None:
+def _restore_origin(target: Any, item: Any) -> None:
     origins: dict[int, deque[Scope]] | None = target.__dict__.get(_ORIGINS)
-    if not origins or not (putters := origins.get(id(item))):
+    if not origins or not (origins_of_item := origins.get(id(item))):
         return
-    origin = putters.popleft()
-    if not putters:
+    origin = origins_of_item.popleft()
+    if not origins_of_item:
         origins.pop(id(item), None)
     if take_work(origin):
-        _look_whether_it_is_handed_on()
+        _watch_for_handover()
 
 
-def _look_whether_it_is_handed_on() -> None:
-    """A task that ends as soon as it has taken something, as that of `wait_for(queue.get(), ...)` does, has taken it
-    for somebody else."""
+def _watch_for_handover() -> None:
+    """A task that ends right after taking an item, as in `wait_for(queue.get(), ...)`, took it for its caller."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
         return
     if task is not None:
-        task.get_loop().call_soon(_look, task, inherited_scope())
+        task.get_loop().call_soon(_check_handover, task, inherited_scope())
 
 
-def _look(task: asyncio.Task[Any], scope: Scope | None) -> None:
+def _check_handover(task: asyncio.Task[Any], scope: Scope | None) -> None:
     if task.done():
-        _mix(scope)
+        _mark_mixed(scope)
 
 
 class _SimpleQueue(queue.SimpleQueue[Any]):
-    """`queue.SimpleQueue`, which cannot be patched, with the same memory."""
+    """Replaces `queue.SimpleQueue`, which cannot be patched, and records origins too."""
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        _remember(self, item)
+        _record_origin(self, item)
         super().put(item, block, timeout)
 
     def put_nowait(self, item: Any) -> None:
@@ -312,7 +312,7 @@ class _SimpleQueue(queue.SimpleQueue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         item = super().get(block, timeout)
-        _recall(self, item)
+        _restore_origin(self, item)
         return item
 
     def get_nowait(self) -> Any:
@@ -320,12 +320,12 @@ class _SimpleQueue(queue.SimpleQueue[Any]):
 
 
 _streaming: ContextVar[bool] = ContextVar("agentlightning_streaming", default=False)
-"""Inside `send` and `receive`, which use their counterparts that do not wait."""
+"""True inside `send` and `receive`, which call their `nowait` counterparts."""
 
 
 def _patch_anyio(module: Any) -> None:
-    """Here an item may go from a sender to a receiver that waits, without ever being in the stream: both ends are
-    followed where their user sees them, and the state they share has the memory."""
+    """An item may go straight from a sender to a waiting receiver, so both ends are wrapped at their public methods and
+    the origins are stored on the state they share."""
     sender, receiver = module.MemoryObjectSendStream, module.MemoryObjectReceiveStream
     send, send_nowait = sender.send, sender.send_nowait
     receive, receive_nowait = receiver.receive, receiver.receive_nowait
@@ -334,33 +334,33 @@ def _patch_anyio(module: Any) -> None:
     def sent_nowait(stream: Any, item: Any) -> Any:
         if _streaming.get():
             return send_nowait(stream, item)
-        taken_back = _remember(stream._state, item)
+        undo = _record_origin(stream._state, item)
         try:
             return send_nowait(stream, item)
         except BaseException:
-            taken_back()
+            undo()
             raise
 
     @functools.wraps(send)
     async def sent(stream: Any, item: Any) -> None:
-        taken_back = _remember(stream._state, item)
+        undo = _record_origin(stream._state, item)
         try:
             await _inside(send, stream, item)
         except BaseException:
-            taken_back()
+            undo()
             raise
 
     @functools.wraps(receive_nowait)
     def received_nowait(stream: Any) -> Any:
         item = receive_nowait(stream)
         if not _streaming.get():
-            _recall(stream._state, item)
+            _restore_origin(stream._state, item)
         return item
 
     @functools.wraps(receive)
     async def received(stream: Any) -> Any:
         item = await _inside(receive, stream)
-        _recall(stream._state, item)
+        _restore_origin(stream._state, item)
         return item
 
     sender.send, sender.send_nowait = sent, sent_nowait

@@ -1,8 +1,8 @@
-"""The zygote: a process that imports the agent once and forks agent hosts on demand.
+"""The fork server: a process that imports the agent once and forks agent hosts on request.
 
-It reads a `Load` message from stdin, imports, then answers the runner over the socket it was given. It stays single
-threaded, so that a fork is safe and takes milliseconds, and it imports nothing heavy that the agent does not import.
-When the runner goes away its hosts get a moment to end by themselves, then they are killed.
+It reads a `Load` message from stdin, imports the agent, then serves the runner's requests over a socket. It stays
+single-threaded, so that a fork is safe and takes milliseconds, and imports nothing heavy that the agent does not
+import. When the runner disconnects, the hosts get SHUTDOWN_SECONDS to exit; then they are killed.
 """
 
 from __future__ import annotations
@@ -32,31 +32,40 @@ from agentlightning.runner.agents.agent import load_agent, load_object
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.hosts import context_propagation
 from agentlightning.runner.hosts.agent_host import Setup, serve
-from agentlightning.runner.hosts.messages import Exited, Fork, Frames, Load, Loaded, LoadFailed, ToZygote, encode
+from agentlightning.runner.hosts.messages import (
+    Exited,
+    Fork,
+    FrameDecoder,
+    Load,
+    Loaded,
+    LoadFailed,
+    ToForkServer,
+    encode,
+)
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.tracer import install_globally
 
 logger = logging.getLogger(__name__)
 
-PARTING_SECONDS = 1.0
-"""How long hosts have to end by themselves once the runner is gone."""
+SHUTDOWN_SECONDS = 1.0
+"""Time that hosts get to exit after the runner has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A host, seen from here."""
+    """A forked host process."""
 
     host_id: int
     report: IO[bytes]
-    """Where `faulthandler` writes when the host crashes."""
+    """File that `faulthandler` writes to when the host crashes."""
 
 
 def main() -> None:
-    """Serve one runner, to its end."""
+    """Serve one runner until it disconnects."""
     control = socket.socket(fileno=int(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):
-        cast(TextIOWrapper, stream).reconfigure(line_buffering=True)  # lines of many agents meet in one log
-    (load,) = Frames(Load).feed(sys.stdin.buffer.read())
+        cast(TextIOWrapper, stream).reconfigure(line_buffering=True)  # many agents write lines to one log
+    (load,) = FrameDecoder(Load).feed(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = load.sys_path
     client_headers.install()
@@ -64,19 +73,19 @@ def main() -> None:
     try:
         setup = prepare(load)
     except AgentError as error:
-        _say(control, LoadFailed(str(error)))
+        _send(control, LoadFailed(str(error)))
         return
     attempt_environ.install()
     install_globally()
-    if not _say(control, Loaded()):
+    if not _send(control, Loaded()):
         return
     gc.collect()
-    gc.freeze()  # what is loaded stays shared between the hosts: the collector does not touch it
-    Zygote(control, setup).serve()
+    gc.freeze()  # keeps loaded pages shared between the hosts: the collector does not touch them
+    ForkServer(control, setup).serve()
 
 
-def _say(control: socket.socket, message: Loaded | LoadFailed | Exited) -> bool:
-    """False where nobody is left to be told."""
+def _send(control: socket.socket, message: Loaded | LoadFailed | Exited) -> bool:
+    """Send a message to the runner; False if it has disconnected."""
     try:
         control.sendall(encode(message))
     except (BrokenPipeError, ConnectionResetError):
@@ -85,8 +94,8 @@ def _say(control: socket.socket, message: Loaded | LoadFailed | Exited) -> bool:
 
 
 def prepare(load: Load) -> Setup:
-    """Import what is to run. Raises AgentError."""
-    with attempt_environ.borrowed(load.variables):
+    """Import the agent and the reward function. Raises AgentError."""
+    with attempt_environ.process_variables(load.variables):
         agent = load_agent(load.agent, grace=load.grace)
     reward = None if load.reward is None else RewardFunction.of(load_object(load.reward, "reward"))
     if threading.active_count() > 1:
@@ -95,33 +104,33 @@ def prepare(load: Load) -> Setup:
     return Setup(agent, reward, load.slots, load.fields, load.hidden)
 
 
-class Zygote:
-    """Forks, kills and buries hosts."""
+class ForkServer:
+    """Forks, kills and reaps agent hosts."""
 
     def __init__(self, control: socket.socket, setup: Setup) -> None:
         self._control = control
         self._setup = setup
         self._children: dict[int, _Child] = {}
         self._fds: deque[int] = deque()
-        self._frames: Frames[ToZygote] = Frames(ToZygote)
+        self._frames: FrameDecoder[ToForkServer] = FrameDecoder(ToForkServer)
         self._wake, self._waker = socket.socketpair()
         for end in (self._wake, self._waker):
             end.setblocking(False)
 
     def serve(self) -> None:
-        signal.signal(signal.SIGCHLD, _noticed)
+        signal.signal(signal.SIGCHLD, _on_sigchld)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ, self._obey)
-            selector.register(self._wake, selectors.EVENT_READ, self._bury)
-            going = True
-            while going:
+            selector.register(self._control, selectors.EVENT_READ, self._receive)
+            selector.register(self._wake, selectors.EVENT_READ, self._reap)
+            connected = True
+            while connected:
                 for key, _ in selector.select():
-                    going = key.data() and going
-        self._part()
+                    connected = key.data() and connected
+        self._shut_down()
 
-    def _obey(self) -> bool:
-        """Do what the runner asks for; False when it is gone."""
+    def _receive(self) -> bool:
+        """Read and execute the runner's requests; False when it has disconnected."""
         try:
             data, ancillary, *_ = self._control.recvmsg(65536, socket.CMSG_SPACE(16 * 4))
         except ConnectionResetError:
@@ -131,19 +140,19 @@ class Zygote:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
             self._fds.extend(fds)
         for message in self._frames.feed(data):
-            self._do(message)
+            self._handle(message)
         return bool(data)
 
-    def _do(self, message: ToZygote) -> None:
+    def _handle(self, message: ToForkServer) -> None:
         if isinstance(message, Fork):
             self._fork(message.host_id, self._fds.popleft())
             return
         for pid, child in self._children.items():
             if child.host_id == message.host_id:
-                os.kill(pid, signal.SIGKILL)  # not buried yet, so the pid is still its own
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
 
     def _fork(self, host_id: int, fd: int) -> None:
-        report = tempfile.TemporaryFile()  # noqa: SIM115  closed when the host is buried
+        report = tempfile.TemporaryFile()  # noqa: SIM115  closed when the host is reaped
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -164,15 +173,15 @@ class Zygote:
             serve(sock, self._setup)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
-        except BaseException:  # noqa: BLE001  a forked child must not return into the zygote's frames
+        except BaseException:  # noqa: BLE001  a forked child must not return into the fork server's frames
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
-    def _bury(self) -> bool:
-        """Report the hosts that have ended."""
+    def _reap(self) -> bool:
+        """Collect the exit status of hosts that have exited, and report them."""
         try:
             while self._wake.recv(4096):
                 pass
@@ -187,19 +196,19 @@ class Zygote:
     def _report(self, child: _Child, status: int) -> None:
         text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
         child.report.close()
-        _say(self._control, Exited(child.host_id, status, text))
+        _send(self._control, Exited(child.host_id, status, text))
 
-    def _part(self) -> None:
-        deadline = time.monotonic() + PARTING_SECONDS
+    def _shut_down(self) -> None:
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
         while self._children and time.monotonic() < deadline:
             time.sleep(0.01)
-            self._bury()
+            self._reap()
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
 
 
-def _noticed(number: int, frame: FrameType | None) -> None:
-    """The signal itself says nothing; that there is a handler makes it write to the wake-up socket."""
+def _on_sigchld(number: int, frame: FrameType | None) -> None:
+    """Empty: with a handler installed, SIGCHLD writes to the wake-up socket."""
 
 
 def _reseed() -> None:

@@ -1,4 +1,4 @@
-"""The zygote as its runner sees it: a process, a socket to it, and the few things it can be asked for."""
+"""The runner's handle on the fork server: starts the process, sends it requests and receives its messages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.runner.hosts.messages import (
     Exited,
     Fork,
-    Frames,
-    FromZygote,
+    FrameDecoder,
+    FromForkServer,
     Kill,
     Load,
     Loaded,
     LoadFailed,
-    WireError,
+    MessageError,
     encode,
 )
 
@@ -33,18 +33,18 @@ OnMessage = Callable[[Loaded | LoadFailed | Exited], None]
 
 CLOSE_SECONDS = 5.0
 HOME = str(Path(__file__).resolve().parents[2])
-"""Where this package is, which a relative entry of the Python path would not say in another directory."""
+"""Directory of this package; a relative entry of the Python path would not find it from another directory."""
 BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.hosts.fork_server import main; main()"
 
 
-class ZygoteProcess:
-    """Started by `spawn`, heard from `attach` on, ended by `close`."""
+class ForkServerProcess:
+    """`spawn` starts the process, `attach` starts receiving its messages, `close` ends it."""
 
     def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
         self._load = load
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self.log = None if log is None else AgentLog(log)
-        self._frames: Frames[FromZygote] = Frames(FromZygote)
+        self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._on_message: OnMessage | None = None
@@ -55,14 +55,14 @@ class ZygoteProcess:
         return self._process is not None
 
     def spawn(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the process and tell it what to import, with `variables` over our own. Needs no event loop. Raises
-        AgentError."""
+        """Start the process and send it what to import; `variables` override this process's environment. Needs no event
+        loop. Raises AgentError."""
         if not self._cwd.is_dir():
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
         with theirs, _output(self.log) as output:
-            # A session of its own: Ctrl-C is for the runner, which then decides what becomes of the attempts.
+            # A new session, so that Ctrl-C reaches only the runner, which decides what happens to the attempts.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -74,18 +74,18 @@ class ZygoteProcess:
                 start_new_session=True,
             )
         load = replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {}))
-        self._tell(load, self._process.stdin)
+        self._send_load(load, self._process.stdin)
 
-    def _tell(self, load: Load, stdin: IO[bytes] | None) -> None:
+    def _send_load(self, load: Load, stdin: IO[bytes] | None) -> None:
         try:
             if stdin is not None:
                 with stdin:
                     stdin.write(encode(load))
         except BrokenPipeError:
-            return  # it has ended already; `attach` sees that
+            return  # it has exited already; `attach` notices
 
     def attach(self, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
-        """Listen, in the running loop."""
+        """Receive messages in the running event loop."""
         self._on_message, self._on_lost = on_message, on_lost
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
 
@@ -106,7 +106,7 @@ class ZygoteProcess:
             for message in self._frames.feed(data):
                 if self._on_message is not None:
                     self._on_message(message)
-        except WireError:
+        except MessageError:
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._socket)
@@ -114,7 +114,7 @@ class ZygoteProcess:
                 self._on_lost()
 
     def fork(self, host_id: int) -> socket.socket:
-        """Ask for a host; our end of its socket. The host is there once it says `Ready`."""
+        """Request a host and return our end of its socket. The host takes jobs once it has sent `Ready`."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._send(Fork(host_id), theirs)
@@ -122,7 +122,7 @@ class ZygoteProcess:
         return ours
 
     def kill(self, host_id: int) -> None:
-        """End a host with SIGKILL."""
+        """Kill a host with SIGKILL."""
         self._send(Kill(host_id))
 
     def _send(self, message: Fork | Kill, passed: socket.socket | None = None) -> None:
@@ -134,11 +134,11 @@ class ZygoteProcess:
 
     @property
     def output(self) -> str:
-        """Where what it prints can be read."""
+        """Where its output can be read, for error messages."""
         return "on stderr" if self.log is None else f"in {self.log.path}"
 
     def returncode(self) -> int | None:
-        """How it ended, once it has said goodbye."""
+        """Its exit code, after it has disconnected; None if it still runs after a second."""
         if self._process is None:
             return None
         try:
@@ -147,7 +147,7 @@ class ZygoteProcess:
             return None
 
     async def close(self) -> None:
-        """End the process and every host it has. Safe to call twice."""
+        """End the process and all of its hosts. Idempotent."""
         if self._control is None or self._process is None:
             return
         if self._on_message is not None:
@@ -166,7 +166,7 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _output(log: AgentLog | None) -> IO[Any]:
-    """Where agents print: the log, or our stderr. Never our stdout, which belongs to whoever reads our results."""
+    """The file agents print to: the log, or our stderr. Never our stdout, which carries the results of a command."""
     return open(os.dup(2), "wb") if log is None else open(log.path, "ab")
 
 

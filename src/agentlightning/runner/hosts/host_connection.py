@@ -1,4 +1,4 @@
-"""The runner's end of one agent host: which attempts run there, and what is said about them."""
+"""The runner's connection to one agent host: sends jobs, receives spans and results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from agentlightning.runner.hosts.messages import (
     Cancel,
     Done,
     Exited,
-    Frames,
+    FrameDecoder,
     FromHost,
     Job,
+    MessageError,
     Ready,
     Spans,
     Started,
     Stopping,
-    WireError,
     encode,
 )
 from agentlightning.span import Span
@@ -32,7 +32,7 @@ OnSpans = Callable[[Sequence[Span]], None]
 
 
 class AgentCrashedError(AgentError):
-    """The process an attempt ran in has ended."""
+    """The process that an attempt ran in has exited."""
 
     def __init__(self, exited: Exited, killed: str | None = None) -> None:
         memory = " (out of memory?)" if exited.status == -9 else ""
@@ -42,20 +42,20 @@ class AgentCrashedError(AgentError):
 
 
 class NotStartedError(AgentError):
-    """The process ended before it began the attempt; another can run it."""
+    """The process exited before it started the attempt; another host can run it."""
 
 
 @dataclass(slots=True)
-class Open:
-    """An attempt that runs on a host."""
+class RunningJob:
+    """An attempt that is running on a host."""
 
     job: Job
     done: asyncio.Future[Done]
     on_spans: OnSpans
     started: bool = False
 
-    def take(self, spans: Sequence[Span]) -> None:
-        """Spans of the attempt, whatever they say of whose they are: a host speaks for what it runs."""
+    def forward(self, spans: Sequence[Span]) -> None:
+        """Forward spans as spans of this attempt, whatever ids they carry."""
         ids = self.job.rollout.rollout_id, self.job.rollout.attempt.attempt_id
         self.on_spans(
             [
@@ -69,28 +69,28 @@ class Open:
         )
 
 
-class HostLink(asyncio.Protocol):
-    """One host, from the request to fork it to its end."""
+class HostConnection(asyncio.Protocol):
+    """One host, from its fork request until it exits."""
 
     def __init__(self, host_id: int, on_change: Callable[[], None]) -> None:
         self.host_id = host_id
-        self.running: dict[int, Open] = {}
+        self.running: dict[int, RunningJob] = {}
         self.stopping: set[int] = set()
-        """Jobs nobody waits for any more, which have not ended yet."""
-        self.unheard: set[int] = set()
-        """Those of them of which the host has not even said that it has heard."""
+        """Stopped jobs that have not ended yet."""
+        self.unacknowledged: set[int] = set()
+        """Stopped jobs whose stop the host has not acknowledged."""
         self.killed: str | None = None
-        """Why we kill it while attempts run in it."""
+        """Why it is killed while attempts run in it, for their error message."""
         self.ready = False
         self.used = False
-        """It has been given an attempt."""
+        """Whether it was ever given an attempt."""
         self.retired = False
         self.broken = False
-        """It has sent what is no message, and is to be killed."""
+        """It sent invalid data and has to be killed."""
         self.exited: Exited | None = None
         self._on_change = on_change
         self._transport: asyncio.Transport | None = None
-        self._frames: Frames[FromHost] = Frames(FromHost)
+        self._frames: FrameDecoder[FromHost] = FrameDecoder(FromHost)
         self._outbox: list[bytes] = []
 
     @property
@@ -99,23 +99,23 @@ class HostLink(asyncio.Protocol):
 
     @property
     def takes_work(self) -> bool:
-        return self.ready and not self.retired and not self.broken and not self.unheard and self.exited is None
+        return self.ready and not self.retired and not self.broken and not self.unacknowledged and self.exited is None
 
-    # -- saying ------------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------------------
 
     def start(self, job: Job, on_spans: OnSpans) -> asyncio.Future[Done]:
-        """Run a job; the future is its end. Raises AgentError for a task that cannot be sent."""
+        """Start a job and return the future of its end. Raises AgentError for a task that cannot be encoded."""
         data = encode(job)
         done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self.running[job.job_id] = Open(job, done, on_spans)
+        self.running[job.job_id] = RunningJob(job, done, on_spans)
         self.used = True
         self._send(data)
         return done
 
     def stop(self, job_id: int) -> None:
-        """Stop a job; it keeps its place until it has ended."""
+        """Stop a job; it occupies its slot until it has ended."""
         self.stopping.add(job_id)
-        self.unheard.add(job_id)
+        self.unacknowledged.add(job_id)
         self._send(encode(Cancel(job_id)))
 
     def _send(self, data: bytes) -> None:
@@ -130,11 +130,11 @@ class HostLink(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """Hang up; the host ends."""
+        """Close the connection; the host then exits."""
         if self._transport is not None:
             self._transport.close()
 
-    # -- hearing -----------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -144,18 +144,18 @@ class HostLink(asyncio.Protocol):
             return
         try:
             for message in self._frames.feed(data):
-                self._hear(message)
-        except WireError as error:
+                self._handle(message)
+        except MessageError as error:
             self.broken, self.killed = True, f"was killed: {error}"
             self._on_change()
 
-    def _hear(self, message: FromHost) -> None:
+    def _handle(self, message: FromHost) -> None:
         if isinstance(message, Ready):
             self.ready = True
             self._on_change()
             return
         if isinstance(message, Stopping):
-            self.unheard.discard(message.job_id)
+            self.unacknowledged.discard(message.job_id)
             self._on_change()
             return
         job = self.running.get(message.job_id)
@@ -165,13 +165,13 @@ class HostLink(asyncio.Protocol):
             return
         if isinstance(message, Spans):
             if job is not None:
-                job.take(message.spans)
+                job.forward(message.spans)
             return
         if job is not None and not job.done.done():
             job.done.set_result(message)
         if message.job_id in self.stopping:
             self.stopping.discard(message.job_id)
-            self.unheard.discard(message.job_id)
+            self.unacknowledged.discard(message.job_id)
             self._on_change()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -179,17 +179,17 @@ class HostLink(asyncio.Protocol):
         if self.exited is not None:
             self.fail_running(self.exited)
 
-    def has_exited(self, exited: Exited) -> None:
-        """The process has ended; what it said before is heard first."""
+    def on_exit(self, exited: Exited) -> None:
+        """The process has exited: fail its jobs after the messages it had sent are read."""
         self.exited = exited
         self.stopping.clear()
         if self._transport is None:
             self.fail_running(exited)
-        else:  # a child the agent forked may hold the socket open for ever
+        else:  # a child of the agent may keep the socket open
             asyncio.get_running_loop().call_later(0.5, self.fail_running, exited)
 
     def fail_running(self, exited: Exited) -> None:
-        """Everything that ran here has failed with the process."""
+        """Fail every job that was running on this host."""
         self.close()
         for job in list(self.running.values()):
             if not job.done.done():

@@ -1,8 +1,8 @@
-"""What a runner, its zygote and its agent hosts say to each other: MessagePack, each message after its length.
+"""Messages between the runner, its fork server and its agent hosts: MessagePack frames with a length prefix.
 
-Agents run in the hosts, and are imported in the zygote. So whatever comes from there is read as one of a few messages
-with fields of known types, of a bounded size, and is never unpickled; what cannot be read so is a WireError, and the
-process that sent it is ended.
+Agents run in the hosts and are imported in the fork server. Data from there is therefore decoded as one of a few
+message types with typed fields and a bounded size, and never unpickled; anything else is a MessageError, and the
+process that sent it is killed.
 """
 
 from __future__ import annotations
@@ -20,70 +20,70 @@ from agentlightning.runner.agents.spec import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
 
 MAX_BYTES = 256 * 1024 * 1024
-"""Of one message."""
+"""Maximum size of one message."""
 
 
-class WireError(AgentError):
-    """Bytes that are no message, or a message that cannot be sent."""
+class MessageError(AgentError):
+    """Bytes that are not a valid message, or a message that cannot be encoded."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Whatever is sent."""
+    """Base class of all messages."""
 
 
-# -- runner to zygote ------------------------------------------------------------------------------------------------
+# -- runner to fork server -------------------------------------------------------------------------------------------
 
 
 class Load(Message, frozen=True):
-    """The first message: what to import, and how to run it."""
+    """The first message: what to import and how to run it."""
 
     agent: AgentSpec
     reward: Reference | Pickled | None
     sys_path: tuple[str, ...]
     slots: int
-    """Attempts one host runs at once."""
+    """Maximum number of concurrent attempts of one host."""
     fields: dict[str, str]
     """Environment variable -> the field of a dict task it holds."""
     hidden: tuple[str, ...]
-    """Fields of a dict task that only the reward function is given."""
+    """Fields of a dict task that are given to the reward function only."""
     grace: float
     variables: dict[str, str] = {}
-    """What the environment holds besides while the agent is imported."""
+    """Environment variables to set while the agent is imported."""
 
 
 class Fork(Message, frozen=True):
-    """Make a host. Its end of a socket pair travels with the message."""
+    """Fork a host. Its end of a socket pair is passed with the message."""
 
     host_id: int
 
 
 class Kill(Message, frozen=True):
-    """SIGKILL for a host."""
+    """Kill a host with SIGKILL."""
 
     host_id: int
 
 
-# -- zygote to runner ------------------------------------------------------------------------------------------------
+# -- fork server to runner -------------------------------------------------------------------------------------------
 
 
 class Loaded(Message, frozen=True):
-    """The agent is imported; forks may be asked for."""
+    """The agent is imported; hosts can be forked."""
 
 
 class LoadFailed(Message, frozen=True):
-    """The agent cannot be had."""
+    """The agent could not be imported."""
 
     message: str
 
 
 class Exited(Message, frozen=True):
-    """A host has ended."""
+    """A host has exited."""
 
     host_id: int
     status: int
-    """A return code as `subprocess` has it: negative for a signal."""
+    """Return code as in `subprocess`: negative for a signal."""
     traceback: str
-    """What `faulthandler` wrote, if it was a fault."""
+    """Output of `faulthandler`, if the host crashed."""
 
 
 # -- runner to host --------------------------------------------------------------------------------------------------
@@ -95,13 +95,13 @@ class Job(Message, frozen=True):
     job_id: int
     rollout: AttemptedRollout
     resources: dict[str, dict[str, Any]]
-    """By name, as JSON has them."""
+    """Resources by name, as JSON values."""
     server_url: str
     environment: dict[str, str]
 
 
 class Cancel(Message, frozen=True):
-    """Stop one attempt; nobody waits for its result, only for its end."""
+    """Stop one attempt. Its result is ignored; its end is awaited."""
 
     job_id: int
 
@@ -110,41 +110,41 @@ class Cancel(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The host takes jobs."""
+    """The host accepts jobs."""
 
     pid: int
 
 
 class Started(Message, frozen=True):
-    """The host has begun an attempt. One it never began is not hurt by the host's end."""
+    """The host has started an attempt. Attempts that it never started can run on another host if it dies."""
 
     job_id: int
 
 
 class Spans(Message, frozen=True):
-    """What an attempt has emitted."""
+    """Spans that an attempt has emitted."""
 
     job_id: int
     spans: tuple[Span, ...]
 
 
 class Stopping(Message, frozen=True):
-    """The host has heard that an attempt is to stop: its event loop is alive."""
+    """The host acknowledges a `Cancel`: its event loop is alive."""
 
     job_id: int
 
 
 class Done(Message, frozen=True):
-    """An attempt has ended; all its spans were sent before."""
+    """An attempt has ended; all of its spans were sent before."""
 
     job_id: int
     failure: Failure | None = None
     output: Any = None
-    """What the agent returned, as a JSON value, shortened; None where that was its reward."""
+    """The agent's return value as shortened JSON; None if it was the reward."""
 
 
-ToZygote = Fork | Kill
-FromZygote = Loaded | LoadFailed | Exited
+ToForkServer = Fork | Kill
+FromForkServer = Loaded | LoadFailed | Exited
 ToHost = Job | Cancel
 FromHost = Ready | Started | Spans | Stopping | Done
 
@@ -154,27 +154,27 @@ _LENGTH = struct.Struct("!Q")
 Kind = TypeVar("Kind")
 
 
-def _plain(value: Any) -> Any:
+def _encode_model(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     raise TypeError(f"{type(value).__qualname__} cannot be sent")
 
 
-def _model(kind: type[Any], value: Any) -> Any:
+def _decode_model(kind: type[Any], value: Any) -> Any:
     return kind.model_validate(value)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_model)
 
 
 def encode(message: Message) -> bytes:
-    """One message, ready to be written. Raises WireError where it holds what cannot be sent."""
+    """One message as a frame. Raises MessageError if it cannot be encoded."""
     try:
         body = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(f"{type(message).__name__} cannot be sent to another process: {error}") from error
+        raise MessageError(f"{type(message).__name__} cannot be sent to another process: {error}") from error
     if len(body) > MAX_BYTES:
-        raise WireError(f"{type(message).__name__} is {len(body)} bytes long; at most {MAX_BYTES} can be sent")
+        raise MessageError(f"{type(message).__name__} is {len(body)} bytes long; at most {MAX_BYTES} can be sent")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -182,18 +182,18 @@ def _decode(body: bytes, decoder: msgspec.msgpack.Decoder[Kind]) -> Kind:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise WireError(f"{len(body)} bytes that are no message came: {error}") from error
+        raise MessageError(f"{len(body)} bytes received that are not a valid message: {error}") from error
 
 
-class Frames(Generic[Kind]):
-    """Cuts a stream of bytes into messages of one kind (a union of their types)."""
+class FrameDecoder(Generic[Kind]):
+    """Decodes a byte stream into messages of one kind (a union of message types)."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kind, dec_hook=_model)
+        self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_model)
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Kind]:
-        """The messages that are complete with these bytes. Raises WireError at the first that is none."""
+        """Messages that are complete after these bytes. Raises MessageError for an invalid one."""
         self._data += data
         start = 0
         while (end := self._end(start)) is not None:
@@ -207,6 +207,6 @@ class Frames(Generic[Kind]):
             return None
         length = _LENGTH.unpack_from(self._data, start)[0]
         if length > MAX_BYTES:
-            raise WireError(f"a message of {length} bytes was announced; at most {MAX_BYTES} are read")
+            raise MessageError(f"a message of {length} bytes was announced; at most {MAX_BYTES} are read")
         end = start + _LENGTH.size + length
         return end if end <= len(self._data) else None

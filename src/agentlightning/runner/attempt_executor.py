@@ -1,0 +1,86 @@
+"""Executes a claimed attempt on an agent host and reports its end to the store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from agentlightning.errors import AgentError, AgentTimeoutError, ConflictError, Failure, NotFoundError
+from agentlightning.resources import NamedResources, ProxyLLM
+from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment, worker_environment
+from agentlightning.runner.agents.arguments import first_llm
+from agentlightning.runner.hosts.host_pool import HostPool
+from agentlightning.runner.hosts.messages import Done
+from agentlightning.runner.retry import StoreRetry
+from agentlightning.runner.span_writer import SpanWriter, failure_span
+from agentlightning.store.base import LightningStoreBase
+
+
+class AttemptExecutor:
+    """Runs the attempts of one worker. `server_url` and `redirect` have the meaning they have for `Runner`."""
+
+    def __init__(
+        self,
+        store: LightningStoreBase,
+        pool: HostPool,
+        writer: SpanWriter,
+        retry: StoreRetry,
+        *,
+        worker_id: str,
+        secret: str,
+        server_url: str | None,
+        redirect: bool | None,
+    ) -> None:
+        self.server_url, self.redirect = server_url, redirect
+        self._store, self._pool, self._writer, self._retry = store, pool, writer, retry
+        self._worker_id, self._secret = worker_id, secret
+
+    async def execute(
+        self, claimed: AttemptedRollout, resources: NamedResources | None
+    ) -> tuple[AttemptStatus, dict[str, Any]]:
+        """Run an attempt until it ends: its status, and the metadata to store with it."""
+        seconds = claimed.config.timeout_seconds
+        try:
+            if resources is None:
+                raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
+            done = await self._run(claimed, resources)
+        except TimeoutError:
+            timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
+            return "timeout", self._record_failure(claimed, timeout)
+        except AgentError as error:
+            return "failed", self._record_failure(claimed, error)
+        if done.failure is not None:
+            return "failed", {"error": asdict(done.failure)}
+        return "succeeded", {} if done.output is None else {"output": done.output}
+
+    async def _run(self, claimed: AttemptedRollout, resources: NamedResources) -> Done:
+        url = self.server_url or ""
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        llm = first_llm(resources)
+        proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
+        redirect = self.redirect or (self.redirect is None and proxy_url is not None)
+        environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
+        if redirect:
+            environment |= worker_environment(proxy_url or url, self._secret, self._worker_id)
+        if redirect and llm is not None:
+            environment["AGL_MODEL"] = llm.model
+        timeout = claimed.config.timeout_seconds
+        return await self._pool.run(claimed, resources, url, environment, self._writer.put, timeout)
+
+    def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
+        """Record a failure that the agent's process could not record itself."""
+        failure = Failure.of(error.with_traceback(None))  # the runner's own frames say nothing about the agent
+        self._writer.put([failure_span(claimed, failure)])
+        return {"error": asdict(failure)}
+
+    async def report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: dict[str, Any]) -> str:
+        """Report the end of an attempt to the store. Returns its status, or "discarded" if the store had moved on."""
+        ids = (claimed.rollout_id, claimed.attempt.attempt_id)
+        try:
+            attempt = await self._retry(lambda: self._store.update_attempt(*ids, status=status, metadata=metadata))
+        except NotFoundError:
+            return "discarded"
+        except ConflictError:  # the store has ended it; if that was the same timeout, only the metadata is missing
+            attempt = await self._retry(lambda: self._store.update_attempt(*ids, metadata=metadata))
+            return status if attempt.status == status else "discarded"
+        return "discarded" if attempt.metadata.get("superseded") else status
