@@ -26,8 +26,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.scheduler import TokenGenerator
-from agentlightning.policy.base import SamplingParams
 
 PROMPTS, GROUP, PROMPT, NEW, VOCABULARY = 64, 8, 100, 48, 512
 Prompts = list[list[int]]

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.local.update_gate import Gate
-from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.testing.models import tiny_tokenizer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.base import Algorithm, Training
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
+    from agentlightning.chat.base import ChatFormat
     from agentlightning.config import (
         DataConfig,
         EvaluationConfig,
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
     from agentlightning.evaluation.intervals import Gain
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.policy.base import ChatFormat, Policy
+    from agentlightning.policy.base import Policy
     from agentlightning.policy.losses.base import NLLLoss, PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
@@ -129,6 +130,7 @@ _NAMES_BY_MODULE: dict[str, tuple[str, ...]] = {
         "SFTConfig",
         "SFTResult",
     ),
+    "chat.base": ("ChatFormat",),
     "config": (
         "DataConfig",
         "EvaluationConfig",
@@ -168,10 +170,7 @@ _NAMES_BY_MODULE: dict[str, tuple[str, ...]] = {
     "evaluation.intervals": ("Gain",),
     "evaluator": ("evaluate",),
     "gateway.config": ("GatewayConfig",),
-    "policy.base": (
-        "ChatFormat",
-        "Policy",
-    ),
+    "policy.base": ("Policy",),
     "policy.losses.base": (
         "NLLLoss",
         "PPOLoss",

@@ -353,7 +353,7 @@ class Trainer:
             server = await stack.enter_async_context(serving)
             assert server.gateway is not None
             limits = rollout_config(config.runner), config.runner.max_failed_share
-            tokens = TokenLimits(getattr(policy, "vocabulary", None), policy.context_length)
+            tokens = TokenLimits(policy.vocab_size, policy.context_length)
             source = RolloutSource(store, *limits, model=policy.model, limits=tokens, queue=queue)
             if runner is None:
                 stack.enter_context(

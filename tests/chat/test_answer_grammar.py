@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.base import Sample
 from agentlightning.engine.local.guided_decoding import Grammars
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.reasoning import Markers
-from agentlightning.policy.base import Sample
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.templates import FAMILIES
 from agentlightning.testing.tokenizer import tiny_tokenizer

@@ -2,8 +2,8 @@
 
 import pytest
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ContextLengthError, PolicyError
-from agentlightning.policy.base import SamplingParams
 from agentlightning.testing import ByteChatFormat, ScriptedEngine, read_chatml
 
 CHAT = ByteChatFormat()

@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 
 from agentlightning import span as names
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.app import Gateway
-from agentlightning.policy.base import Sample
 from agentlightning.rollouts import attempt_environment
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine

@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from agentlightning import span as names
-from agentlightning.policy.base import RESHAPING
+from agentlightning.engine.base import DISTRIBUTION_PARAMS
 
 ASKED = [{"role": "user", "content": "hi"}]
 DELTA = "response.output_text.delta"
@@ -88,7 +88,7 @@ async def test_what_reshapes_a_draw_is_refused_by_name_where_the_engine_would_ig
 
 async def test_what_reshapes_a_draw_reaches_an_engine_that_honours_it_and_the_span_says_so(serve):
     service = await serve(["Hi", "Hi"])
-    service.engine.reshapes = frozenset(RESHAPING)
+    service.engine.supported_params = frozenset(DISTRIBUTION_PARAMS)
     await service.ask(extra_body=RESHAPED)
     await service.ask(presence_penalty=0, frequency_penalty=0, logit_bias={}, extra_body={"min_p": 0})
     params = service.engine.calls[0][1]

@@ -79,7 +79,7 @@ async def test_the_tokens_of_what_is_too_long_are_still_counted(serve, bpe_chat)
 @pytest.mark.parametrize("text", ["", "hi", "a b " * 50_000, "\n" * 5000, "é" * 9000, "<|im_end|>" * 3000])
 @pytest.mark.parametrize("most", [10, 2000])
 def test_no_text_is_said_to_be_longer_than_it_is(bpe_chat, text, most):
-    length, least = len(bpe_chat.encode(text)), bpe_chat.least_tokens(text, most)
+    length, least = len(bpe_chat.encode(text)), bpe_chat.min_token_count(text, most)
     assert least <= length
     assert (least > most) == (length > most) or length < 2 * most
 

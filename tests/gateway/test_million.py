@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from agentlightning import span as names
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.app import Gateway
-from agentlightning.policy.base import Sample
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore
 from agentlightning.testing import ByteChatFormat, ScriptedEngine

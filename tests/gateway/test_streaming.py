@@ -96,7 +96,7 @@ async def test_an_engine_that_tells_log_probabilities_only_at_the_end_has_them_i
     whole = service.engine.sample
 
     async def quiet(prompt_token_ids, params, on_tokens=None, *, affinity=""):
-        return await whole(prompt_token_ids, replace(params, tells_logprobs=False), on_tokens)
+        return await whole(prompt_token_ids, replace(params, stream_logprobs=False), on_tokens)
 
     service.engine.sample = quiet
     chunks = [chunk.choices[0] for chunk in await service.stream(logprobs=True) if chunk.choices]

@@ -7,7 +7,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.policy.base import ENDING, RESHAPING
+from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS
 from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 OFF = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
@@ -132,7 +132,7 @@ async def test_vllms_way_to_say_so_works_too(serve, bpe_chat):
 
 async def test_every_field_reaches_an_engine_that_honours_it(serve):
     service = await serve(["Hello."])
-    service.engine.reshapes = frozenset([*RESHAPING, *ENDING])
+    service.engine.supported_params = frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
     given = {"repetition_penalty": 1.2, "min_tokens": 2, "stop_token_ids": [5], "ignore_eos": True}
     await service.ask([HI], extra_body=given)
     (_, params) = service.engine.calls[0]

@@ -15,8 +15,8 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
-from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
@@ -69,7 +69,7 @@ async def test_log_probabilities_and_the_likeliest_tokens_are_told_with_each_tok
     ) -> None:
         told.extend(zip(tokens, logprobs, tops, strict=True))
 
-    params = SamplingParams(max_tokens=12, top_logprobs=3, tells_logprobs=True)
+    params = SamplingParams(max_tokens=12, top_logprobs=3, stream_logprobs=True)
     sample = await policy.sample(prompt(policy), params, receive)
     assert told == list(zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True))
     for token, logprob, top in told:

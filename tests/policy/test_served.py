@@ -15,10 +15,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from agentlightning.config import PolicyConfig, TrainConfig
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServedModel, ServersConfig, open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
-from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
@@ -35,6 +35,7 @@ class Learner:
 
     model = "policy"
     context_length = 512
+    vocab_size = None
     can_update_in_flight = True
 
     def __init__(self, server: ScriptedModelServer) -> None:

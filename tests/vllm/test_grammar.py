@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentlightning.chat.answer_grammar import Outline, answer_grammar
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
 from agentlightning.engine.servers.pool import Replicas
-from agentlightning.policy.base import SamplingParams, holds_to
 
 SCHEMA = {
     "type": "object",
@@ -35,8 +35,8 @@ async def test_answers_are_the_calls_that_are_asked_for(engine: Replicas):
     several, one = (answer_grammar(chat, Outline(TOOLS, needs_call=True, one_call=single)) for single in (False, True))
     assert several is not None
     assert one is not None
-    assert await holds_to(engine, several, "grammar")
-    assert await holds_to(engine, one, "grammar")
+    assert await engine.can_enforce(several, "grammar")
+    assert await engine.can_enforce(one, "grammar")
     drawn = await asyncio.gather(
         *(engine.sample(prompt, SamplingParams(grammar=one, seed=seed, max_tokens=300)) for seed in range(8)),
         *(engine.sample(prompt, SamplingParams(grammar=several, seed=seed, max_tokens=300)) for seed in range(8)),
@@ -54,4 +54,4 @@ async def test_answers_are_the_calls_that_are_asked_for(engine: Replicas):
 
 
 async def test_a_grammar_that_is_none_is_said_so_beforehand(engine: Replicas):
-    assert not await holds_to(engine, '%llguidance {}\nstart: %json {"type": "of no kind"}\n', "grammar")
+    assert not await engine.can_enforce('%llguidance {}\nstart: %json {"type": "of no kind"}\n', "grammar")

@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local.sampler import keep_top
 from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
 from agentlightning.engine.servers.pool import Replicas
 from agentlightning.engine.servers.replica import Replica
 from agentlightning.engine.servers.vllm import VllmServer
 from agentlightning.errors import ConfigError, ContextLengthError
-from agentlightning.policy.base import ChatFormat, Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.transport import open_transport
 from agentlightning.weight_sync.disk import WeightsFolder
@@ -160,8 +161,8 @@ async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_ca
 
 async def test_an_answer_can_be_held_to_a_schema(engine: Replicas, prompt: list[int]):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    assert await engine.holds_to(json.dumps(schema))
-    assert not await engine.holds_to('{"type": "of no kind"}')
+    assert await engine.can_enforce(json.dumps(schema))
+    assert not await engine.can_enforce('{"type": "of no kind"}')
     sample = await engine.sample(prompt, SamplingParams(json_schema=json.dumps(schema), max_tokens=200))
     assert sample.finish_reason == "stop"
     assert json.loads(engine.chat.decode(sample.token_ids, skip_special_tokens=True))["n"] in (1, 2)

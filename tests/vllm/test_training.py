@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from agentlightning import span as names
 from agentlightning.config import TrainConfig
 from agentlightning.demo import job
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store import LightningStore

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.policy.base import SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy

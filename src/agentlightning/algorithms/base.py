@@ -19,7 +19,7 @@ from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import TrainingSample
 
 if TYPE_CHECKING:
-    from agentlightning.policy.base import ChatFormat
+    from agentlightning.chat.base import ChatFormat
     from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 

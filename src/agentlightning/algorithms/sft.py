@@ -23,8 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import token_tree
+from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.base import ChatFormat, Message, Policy
+from agentlightning.policy.base import Policy
 from agentlightning.policy.losses.base import Loss, NLLLoss, TokenLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, cast
 
+from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.lark import ANY, Lark, beginning, containing, optional
 from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, MarkedFormat, read_whole
 from agentlightning.chat.tool_calls.template_probe import written
-from agentlightning.policy.base import ChatFormat
 
 _GAP: Final = r"\s{1,4}"
 """Whitespace after a thought."""
@@ -61,10 +61,9 @@ class Outline:
 @lru_cache(maxsize=256)
 def answer_grammar(chat: ChatFormat, outline: Outline) -> str | None:
     """The grammar; None where the model's format cannot hold an answer to it."""
-    markers: Mapping[str, int] | None = getattr(chat, "markers", None)
-    if markers is None:
+    if chat.markers is None:
         return None
-    lark = Lark(markers)
+    lark = Lark(chat.markers)
     tools = tuple((name, _told(schema)) for name, schema in outline.tools)
     content = None if outline.content is None else _told(outline.content)
     if any(lark.marked(text) for tool in tools for text in tool) or lark.marked(content or ""):

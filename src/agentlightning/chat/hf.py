@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import jinja2
 
+from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
 from agentlightning.chat.literals import Literals
 from agentlightning.chat.text_encoder import TextEncoder
 from agentlightning.chat.tool_calls import FORMATS, named
@@ -30,7 +31,6 @@ from agentlightning.chat.tool_calls.hermes import HERMES
 from agentlightning.chat.tool_calls.response_template import declared
 from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, find_layout
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Message, ParsedMessage
 
 _PROBE: Final = KEY
 _TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
@@ -49,7 +49,7 @@ _MOST_VIEWS: Final = 64
 _LONG_IDS: Final = ("call_probe1",)
 
 
-class HFChatFormat:
+class HFChatFormat(ChatFormat):
     """`ChatFormat` over a transformers tokenizer.
 
     `eos_token_ids` are added to what the tokenizer, the `generation_config.json` beside it and its template say.
@@ -67,8 +67,7 @@ class HFChatFormat:
         # Ours is not the trainer's, which may change what it pads and cuts. It is read from several threads.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = TextEncoder(self._tokenizer)
-        self.options: dict[str, Any] = {}
-        """Variables of the template (`with_options`)."""
+        self.template_kwargs: Mapping[str, Any] = {}
         self._views: dict[str, HFChatFormat] = {}
         self._literals: Literals | None = None
         """None while the template is still being looked at."""
@@ -76,7 +75,7 @@ class HFChatFormat:
         self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
         """How the model writes tool calls; `tool_calls.name` says which format was found."""
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
-        self.markers: dict[str, int] = _markers(self._tokenizer)
+        self.markers: Mapping[str, int] | None = _markers(self._tokenizer)
         """Text -> id of the tokens that are no part of a text."""
         self._find_tool_calls(tool_calls is not None)
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
@@ -106,17 +105,16 @@ class HFChatFormat:
         that were rendered is text (`policy.literals`)."""
         return self._literals.encode(text) if self._literals is not None else self._encoder.encode(text)
 
-    def literal(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """A text to be put into a rendered one, in which nothing is a special token."""
         return self._literals.literal(text) if self._literals is not None else text
 
-    def plain(self, text: str) -> str:
+    def unescape(self, text: str) -> str:
         """A rendered text as people read it."""
         return self._literals.plain(text) if self._literals is not None else text
 
-    def least_tokens(self, text: str, most: int) -> int:
-        """How many tokens a rendered text has at least, without encoding far more than `most`."""
-        return self._encoder.least(self.plain(text), most)
+    def min_token_count(self, text: str, limit: int) -> int:
+        return self._encoder.least(self.unescape(text), limit)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -126,22 +124,22 @@ class HFChatFormat:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def with_options(self, options: Mapping[str, Any]) -> HFChatFormat:
+    def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> HFChatFormat:
         """The same format, with variables for its template: `enable_thinking`, say. Raises ConfigError for a name that
         is not the template's to read."""
-        if taken := sorted(_RESERVED & options.keys()):
+        if taken := sorted(_RESERVED & kwargs.keys()):
             raise ConfigError(f"chat_template_kwargs sets {', '.join(taken)}, which is no variable of a template")
-        key = json.dumps(options, sort_keys=True)
+        key = json.dumps(kwargs, sort_keys=True)
         if (view := self._views.get(key)) is None:
             view = copy.copy(self)
-            view.options = dict(options)
+            view.template_kwargs = dict(kwargs)
             if len(self._views) < _MOST_VIEWS:
                 self._views[key] = view
         return view
 
     def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
         """Content and tool calls of an answer; `tools` say what type an argument has, where its text does not."""
-        return read_whole(self.tool_calls, self.plain(text), tools)
+        return read_whole(self.tool_calls, self.unescape(text), tools)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         return self._tokenizer.apply_chat_template(
@@ -149,7 +147,7 @@ class HFChatFormat:
             tools=list(tools) if tools else None,
             add_generation_prompt=generate,
             tokenize=False,
-            **self.options,
+            **self.template_kwargs,
         )
 
     @cached_property

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.policy.base import Message
+from agentlightning.chat.base import Message
 
 Encode = Callable[[str], list[int]]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.observability.logs import SlowLog
     from agentlightning.observability.metrics import Metrics
-    from agentlightning.policy.base import Engine, Policy
+    from agentlightning.policy.base import Policy
     from agentlightning.server.app import Server
     from agentlightning.store.base import LightningStoreBase, Retention
     from agentlightning.store.sql.store import SqlStore

@@ -1,0 +1,1 @@
+"""What samples answers from a model: the engine protocol, a local engine, and engines over model servers."""

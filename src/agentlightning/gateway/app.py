@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentlightning.engine.base import Engine
 from agentlightning.gateway.asgi import ClientGone, Outlet, read_body, read_headers
 from agentlightning.gateway.callers.agents import AgentRule, Agents
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
@@ -56,7 +57,6 @@ from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.provider import Path as ProviderPath
 from agentlightning.gateway.upstream.servers import Backends
-from agentlightning.policy.base import Engine
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import Transport, open_transport

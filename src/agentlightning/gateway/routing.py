@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import Rule
 from agentlightning.gateway.errors import Problem, bad
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import Backends
-from agentlightning.policy.base import Engine
 
 _MAX_KNOWN: Final = 4096
 """Names whose routes are remembered: callers make names up."""

@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, ConstraintKind, Sample, SamplingParams
 from agentlightning.engine.local.guided_decoding import Grammars
 from agentlightning.engine.local.kv_cache import vocabulary
 from agentlightning.engine.local.scheduler import TokenGenerator
 from agentlightning.engine.local.worker import EngineThread
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
-from agentlightning.policy.base import ENDING, RESHAPING, HeldTo, Sample, SamplingParams
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.updater import Updater
 from agentlightning.trajectory import TrainingSample
@@ -77,14 +77,13 @@ class LocalPolicy:
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = _context_length(config, model, tokenizer)
-        self.vocabulary = vocabulary(model)
-        """Token ids are smaller than this."""
+        self.vocab_size = vocabulary(model)
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
         optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
         self._updater = Updater(model, optimizer)
-        self._grammars = Grammars(tokenizer, self.vocabulary, self.chat.eos_token_ids)
+        self._grammars = Grammars(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = TokenGenerator(
             model,
             eos_token_ids=self.chat.eos_token_ids,
@@ -117,12 +116,12 @@ class LocalPolicy:
         return self._version
 
     @property
-    def reshapes(self) -> frozenset[str]:
-        """See `policy.base.unhonoured`."""
-        return frozenset([*RESHAPING, *ENDING])
+    def supported_params(self) -> frozenset[str]:
+        """See `Engine.supported_params`."""
+        return frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
 
-    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
-        """See `policy.base.holds_to`."""
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
         return await asyncio.to_thread(self._grammars.knows, text, kind)
 
     async def sample(

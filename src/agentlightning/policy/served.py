@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from zlib import crc32
 
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import ConstraintKind, Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig, open_servers
 from agentlightning.engine.servers.pool import Replicas
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.base import ChatFormat, HeldTo, Policy, Sample, SamplingParams
+from agentlightning.policy.base import Policy
 from agentlightning.trajectory import TrainingSample
 from agentlightning.weight_sync.base import Lend, Lender
 from agentlightning.weight_sync.disk import WeightsFolder
@@ -60,7 +62,7 @@ class ServedPolicy:
         self.servers = servers
         self.model = servers.model
         self.context_length = min(servers.context_length, learner.context_length)
-        self.vocabulary: int | None = getattr(learner, "vocabulary", None)
+        self.vocab_size = learner.vocab_size
         self.differences: list[float] = []
         """For each update, how far the servers' log-probabilities of the probed tokens were from the learner's."""
         self.transfer = transfer
@@ -114,12 +116,12 @@ class ServedPolicy:
         return self.learner.chat
 
     @property
-    def reshapes(self) -> frozenset[str]:
-        return self.servers.reshapes
+    def supported_params(self) -> frozenset[str]:
+        return self.servers.supported_params
 
-    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
-        """See `policy.base.holds_to`."""
-        return await self.servers.holds_to(text, kind)
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
+        return await self.servers.can_enforce(text, kind)
 
     @property
     def policy_version(self) -> int:

@@ -16,16 +16,17 @@ from typing import Any, Final, cast
 
 import orjson
 
+from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
 from agentlightning.chat.tool_calls.format import CallFormat, Tools, read_whole
 from agentlightning.chat.tool_calls.hermes import CALL_END, CALL_START, HERMES
+from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.policy.base import ChatFormat, FinishReason, Message, ParsedMessage, Sample, SamplingParams
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 
 
-class ByteChatFormat:
+class ByteChatFormat(ChatFormat):
     """ChatML with Hermes tool calls; tokens 0 to 255 are bytes, 256 to 258 are special."""
 
     eos_token_ids: frozenset[int] = frozenset({256, 258})
@@ -75,6 +76,7 @@ class ScriptedEngine:
         self.model = model
         self.context_length = context_length
         self.chat: ChatFormat = chat or ByteChatFormat()
+        self.supported_params: frozenset[str] = frozenset()
         self.delay = delay
         self.tokens_per_step = tokens_per_step
         self.calls: list[tuple[list[int], SamplingParams]] = []
@@ -88,6 +90,9 @@ class ScriptedEngine:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self._policy_version = version
+
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        return False
 
     async def sample(
         self,
@@ -116,7 +121,7 @@ class ScriptedEngine:
                 await asyncio.sleep(self.delay)
             if on_tokens is not None:
                 step = slice(start, start + self.tokens_per_step)
-                values = (logprobs[step], tops[step]) if params.tells_logprobs else ()
+                values = (logprobs[step], tops[step]) if params.stream_logprobs else ()
                 cast(Callable[..., None], on_tokens)(tokens[step], *values)
         return Sample(tuple(tokens), logprobs, reason, version, top_logprobs=tops)
 

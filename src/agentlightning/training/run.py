@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrainConfig
 from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.evaluation.evaluation import Evaluation, evaluate_tasks
 from agentlightning.evaluation.intervals import lowest_means
-from agentlightning.policy.base import ChatFormat, Policy
+from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import TaskSampler

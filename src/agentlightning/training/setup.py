@@ -13,10 +13,11 @@ import orjson
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import TrainConfig
+from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError, DatasetError, PolicyError, ResumeError
 from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
-from agentlightning.policy.base import Engine, Policy
+from agentlightning.policy.base import Policy
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.store.base import LightningStoreBase

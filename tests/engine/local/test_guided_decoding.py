@@ -9,12 +9,12 @@ import jsonschema_rs
 import pytest
 import torch
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.guided_decoding import Grammars, allowed
 from agentlightning.engine.local.kv_cache import vocabulary
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.policy.base import SamplingParams, holds_to
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS
@@ -53,7 +53,7 @@ async def policy(checkpoint):
 
 async def test_an_untrained_model_writes_json_that_fits_and_another_row_is_free(policy):
     prompt = policy.chat.encode("Say yes or no: ")
-    assert await holds_to(policy, TEXT)
+    assert await policy.can_enforce(TEXT)
     held = [
         policy.sample(prompt, SamplingParams(seed=seed, json_schema=TEXT, temperature=seed % 2)) for seed in range(6)
     ]
@@ -87,9 +87,9 @@ async def test_log_probabilities_are_those_under_the_mask(policy):
 
 async def test_a_schema_nobody_can_be_held_to_is_said_so_beforehand(policy):
     cannot = json.dumps({"not": {"type": "string"}})
-    assert not await holds_to(policy, cannot)
-    assert not await holds_to(policy, "[]")
-    assert not await holds_to(ScriptedEngine([]), TEXT)
+    assert not await policy.can_enforce(cannot)
+    assert not await policy.can_enforce("[]")
+    assert not await ScriptedEngine([]).can_enforce(TEXT)
     with pytest.raises(ConfigError, match="cannot be held to this json_schema"):
         await policy.sample([1, 2], SamplingParams(json_schema=cannot))
 

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from agentlightning.credit import training_samples
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local import cascade_attention
 from agentlightning.engine.local.scheduler import Request, TokenGenerator
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
-from agentlightning.policy.base import Sample, SamplingParams
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.updater import Updater

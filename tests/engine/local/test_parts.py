@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, sampler
 from agentlightning.engine.local.prefix_cache import PrefixStore, Segment, common_prefix
 from agentlightning.engine.local.stop_strings import StopScanner
-from agentlightning.policy.base import SamplingParams
 from agentlightning.testing.models import tiny_tokenizer
 
 # -- drawing -----------------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache
 from agentlightning.engine.local.kv_cache import read_layout
 from agentlightning.engine.local.scheduler import Request, TokenGenerator
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.policy.base import SamplingParams
 from agentlightning.testing.models import Architecture, tiny_model, tiny_tokenizer
 
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig, open_servers
 from agentlightning.engine.servers.pool import Replicas
 from agentlightning.engine.servers.replica import Patience, Replica
 from agentlightning.engine.servers.sglang import SGLangServer
 from agentlightning.engine.servers.vllm import VllmServer
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.policy.base import SamplingParams
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.transport import open_transport
@@ -105,7 +105,7 @@ async def test_tokens_and_their_log_probabilities_come_as_the_server_drew_them(o
 async def test_log_probabilities_are_told_with_their_tokens_where_they_are_wanted(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         told: list[Any] = []
-        params = SamplingParams(max_tokens=3, tells_logprobs=True, top_logprobs=2)
+        params = SamplingParams(max_tokens=3, stream_logprobs=True, top_logprobs=2)
         sample = await engine.sample(PROMPT, params, lambda *values: told.append(values))  # type: ignore[arg-type]
         parts = [tuple(part for value in values for part in value) for values in zip(*told, strict=True)]
         assert parts == [sample.token_ids, sample.logprobs, sample.top_logprobs]
@@ -113,18 +113,18 @@ async def test_log_probabilities_are_told_with_their_tokens_where_they_are_wante
 
 async def test_what_schemas_servers_hold_to_is_found_out_once(one: ScriptedModelServer):
     async with engine_of(one) as engine:
-        assert await engine.holds_to('{"type": "object"}')
+        assert await engine.can_enforce('{"type": "object"}')
         assert draws(one)[0]["sampling_params"]["structured_outputs"] == {"json": '{"type": "object"}'}
         one.failures["/inference/v1/generate"] = [400]
-        assert not await engine.holds_to('{"type": "of no kind"}')
+        assert not await engine.can_enforce('{"type": "of no kind"}')
         asked = len(draws(one))
-        assert await engine.holds_to('{"type": "object"}')
-        assert not await engine.holds_to('{"type": "of no kind"}')
+        assert await engine.can_enforce('{"type": "object"}')
+        assert not await engine.can_enforce('{"type": "of no kind"}')
         assert len(draws(one)) == asked
-        assert await engine.holds_to("start: x", "grammar")
+        assert await engine.can_enforce("start: x", "grammar")
         assert draws(one)[-1]["sampling_params"]["structured_outputs"] == {"grammar": "start: x"}
         one.failures["/inference/v1/generate"] = [400]
-        assert not await engine.holds_to("start: none", "grammar")
+        assert not await engine.can_enforce("start: none", "grammar")
 
 
 async def test_a_stream_leaves_its_connection_good_for_the_next_call(one: ScriptedModelServer):

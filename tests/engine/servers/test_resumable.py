@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.base import End, Run
 from agentlightning.engine.servers.resumable import Drawing, Stopped, UnknownWeightsError
-from agentlightning.policy.base import Sample, SamplingParams
 
 PROMPT = (1, 2, 3)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.base import Ask, BackendError, Http, Run
 from agentlightning.engine.servers.sglang import SGLangServer, _Progress
-from agentlightning.policy.base import SamplingParams
 from agentlightning.testing.model_server import ScriptedModelServer
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import open_transport

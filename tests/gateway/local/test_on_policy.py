@@ -49,7 +49,7 @@ async def test_what_keeps_a_policy_from_learning_is_not_followed_and_said_once(s
         await service.ask(stop=["!"])
     for _, params in service.engine.calls[:2]:
         assert (params.temperature, params.seed, params.top_p, params.top_k) == (0.8, None, 1.0, 0)
-        assert (params.stop, params.max_tokens, params.reshaping) == (("!",), 9, ())
+        assert (params.stop, params.max_tokens, params.distribution_params) == (("!",), 9, ())
     (said,) = caplog.messages
     for name in ("seed", "top_p", "top_k", "min_p", "presence_penalty", "logit_bias", "temperature"):
         assert name in said

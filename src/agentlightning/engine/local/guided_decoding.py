@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from agentlightning.engine.base import ConstraintKind
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import HeldTo
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +58,18 @@ class Grammars:
         """The tokenizer as llguidance has it; False: it cannot be had."""
         self.compile = lru_cache(maxsize=256)(self._compile)
 
-    def knows(self, text: str, kind: HeldTo = "json_schema") -> bool:
+    def knows(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """Whether answers can be held to it. The first call takes up to a second, for large vocabularies."""
         return self.compile(text, kind) is not None
 
-    def matcher(self, text: str, kind: HeldTo = "json_schema") -> Matcher:
+    def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> Matcher:
         """For one answer. Raises ConfigError for what `knows` says no to."""
         compiled = self.compile(text, kind)
         if compiled is None:
             raise ConfigError(f"answers cannot be held to this {kind}; leave it out, and check them")
         return Matcher(compiled.deep_copy())
 
-    def _compile(self, text: str, kind: HeldTo) -> Any:
+    def _compile(self, text: str, kind: ConstraintKind) -> Any:
         """At its beginning, to be copied: that is a thousand times cheaper than to compile it anew. None where
         llguidance is not there, or cannot hold answers to it."""
         if not (tokenizer := self._open()):

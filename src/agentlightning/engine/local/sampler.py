@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import SamplingParams
 
 BELOW_ONE = 1.0 - 2.0**-52
 """The largest uniform number used: times a total it stays below that total, so no token of probability 0 is drawn."""

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentlightning.engine.base import FinishReason, SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import Grammars, Matcher, allowed
 from agentlightning.engine.local.kv_cache import SlotCache, read_layout
 from agentlightning.engine.local.prefix_cache import Match, PrefixStore, common_prefix
 from agentlightning.engine.local.stop_strings import StopScanner
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.policy.base import FinishReason, SamplingParams
 
 AHEAD = 256
 """Tokens of room made for an answer at the start, so that the slots seldom grow while it is drawn."""
@@ -163,7 +163,7 @@ class TokenGenerator:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
         sampler.check(params)
         sampler.check_tokens(params, self._vocabulary)
-        if (held := params.held) is not None and not (self._grammars and self._grammars.knows(held[1], held[0])):
+        if (held := params.constraint) is not None and not (self._grammars and self._grammars.knows(held[1], held[0])):
             raise ConfigError(f"answers cannot be held to this {held[0]} here; leave it out, and check them")
         if not prompt:
             raise PolicyError("the prompt has no tokens; give at least one")
@@ -181,7 +181,7 @@ class TokenGenerator:
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request. Raises as `check` does."""
         self.check(prompt, params)
-        room, held = self.context_length - len(prompt), params.held
+        room, held = self.context_length - len(prompt), params.constraint
         request = Request(
             tokens=list(prompt),
             prompt_length=len(prompt),

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.scheduler import Request, TokenGenerator
 from agentlightning.engine.local.switch_interval import SWITCH_INTERVAL
 from agentlightning.errors import AgentLightningError, PolicyError
-from agentlightning.policy.base import SamplingParams
 
 T = TypeVar("T")
 OnTokens = Callable[..., None]
@@ -161,7 +161,7 @@ class EngineThread:
             del self._calls[request]
         if not done and call.on_tokens is None:
             return None
-        values = ((request.logprobs[-1],), request.top_logprobs[-1:]) if request.params.tells_logprobs else ()
+        values = ((request.logprobs[-1],), request.top_logprobs[-1:]) if request.params.stream_logprobs else ()
         return News(call, (request.tokens[-1],), values, result=request if done else None, final=done)
 
     def _fail(self, error: Exception) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from agentlightning.engine.base import FinishReason, SamplingParams
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
-from agentlightning.policy.base import FinishReason, SamplingParams
 from agentlightning.transport import Answer, Transport, TransportError
 from agentlightning.weight_sync.base import Courier, Lend
 
@@ -87,8 +87,8 @@ class Served:
 class Backend(Protocol):
     """One server. All of its methods raise BackendError."""
 
-    reshapes: frozenset[str]
-    """What of `policy.base.RESHAPING` it draws with, its log-probabilities too."""
+    supported_params: frozenset[str]
+    """What of `DISTRIBUTION_PARAMS` it draws with, its log-probabilities too."""
 
     @property
     def url(self) -> str: ...

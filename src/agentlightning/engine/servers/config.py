@@ -14,6 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.base import Backend
 from agentlightning.engine.servers.pool import Replicas
 from agentlightning.engine.servers.replica import Patience, Replica, Transfer
@@ -21,7 +23,6 @@ from agentlightning.engine.servers.sglang import SGLangServer
 from agentlightning.engine.servers.vllm import VllmServer
 from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.base import ChatFormat, Engine
 from agentlightning.transport import Transport, open_transport
 from agentlightning.weight_sync.select import AUTO, COURIERS, DISK, environment
 

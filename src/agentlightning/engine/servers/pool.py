@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import ConstraintKind, Sample, SamplingParams
 from agentlightning.engine.servers.base import BackendError, End, Run, Served
 from agentlightning.engine.servers.replica import Adapter, Child, OnDisk, Patience, Replica, Source, Transfer, Weights
 from agentlightning.engine.servers.resumable import Drawing, Stopped, UnknownWeightsError
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, ServerError
-from agentlightning.policy.base import ChatFormat, HeldTo, Sample, SamplingParams
 from agentlightning.transport import Transport
 from agentlightning.util.rendezvous_hash import weight
 
@@ -106,13 +107,13 @@ class Replicas:
         return self._version
 
     @property
-    def reshapes(self) -> frozenset[str]:
-        """What of `policy.base.RESHAPING` all servers draw with."""
-        return frozenset[str].intersection(*(replica.backend.reshapes for replica in self.replicas))
+    def supported_params(self) -> frozenset[str]:
+        """What of `DISTRIBUTION_PARAMS` all servers draw with."""
+        return frozenset[str].intersection(*(replica.backend.supported_params for replica in self.replicas))
 
-    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
-        """See `policy.base.holds_to`. Found out by drawing a token, once for each schema or grammar."""
-        if kind not in self.reshapes:
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`. Found out by drawing a token, once for each schema or grammar."""
+        if kind not in self.supported_params:
             return False
         if text not in self._schemas:
             if len(self._schemas) >= MOST_SCHEMAS:
@@ -450,12 +451,12 @@ class AdapterEngine:
         return self.replicas.chat
 
     @property
-    def reshapes(self) -> frozenset[str]:
-        return self.replicas.reshapes
+    def supported_params(self) -> frozenset[str]:
+        return self.replicas.supported_params
 
-    async def holds_to(self, text: str, kind: HeldTo = "json_schema") -> bool:
-        """See `policy.base.holds_to`."""
-        return await self.replicas.holds_to(text, kind)
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
+        return await self.replicas.can_enforce(text, kind)
 
     @property
     def policy_version(self) -> int:

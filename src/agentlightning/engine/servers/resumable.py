@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from agentlightning.engine.base import FinishReason, Sample, SamplingParams
 from agentlightning.engine.local.stop_strings import StopScanner
 from agentlightning.engine.servers.base import Ask, End, Run, Top
-from agentlightning.policy.base import FinishReason, Sample, SamplingParams
 
 
 class UnknownWeightsError(Exception):
@@ -62,7 +62,7 @@ class Drawing:
         """Whether another server would draw what is left from the same distribution: penalties count tokens drawn,
         a schema or grammar begins with the first of them, and those of another server are its prompt."""
         params = self._params
-        counts = params.presence_penalty or params.frequency_penalty or params.held is not None
+        counts = params.presence_penalty or params.frequency_penalty or params.constraint is not None
         return not self.token_ids or not counts
 
     def ask(self, model: str, adapter: bool) -> Ask:
@@ -85,7 +85,7 @@ class Drawing:
         self.top_logprobs += run.top_logprobs
         self.versions += [version] * len(run.token_ids)
         if self._on_tokens is not None and run.token_ids:
-            told = (run.logprobs, run.top_logprobs) if self._params.tells_logprobs else ()
+            told = (run.logprobs, run.top_logprobs) if self._params.stream_logprobs else ()
             self._on_tokens(run.token_ids, *told)
         if stopped:
             raise Stopped

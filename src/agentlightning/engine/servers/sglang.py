@@ -12,9 +12,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
+from agentlightning.engine.base import TERMINATION_PARAMS, SamplingParams
 from agentlightning.engine.servers.base import Ask, BackendError, End, Http, Receive, Run, Served, Top, refusal
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import ENDING, SamplingParams
 from agentlightning.transport import Transport
 
 GENERATE: Final = "/generate"
@@ -24,7 +24,7 @@ LOAD_SECONDS: Final = 600.0
 class SGLangServer:
     """One SGLang server at `url` (without `/v1`). `token` is what it was started with as `--api-key`."""
 
-    reshapes: frozenset[str] = frozenset(ENDING)
+    supported_params: frozenset[str] = frozenset(TERMINATION_PARAMS)
 
     def __init__(
         self,

@@ -17,9 +17,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
+from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams
 from agentlightning.engine.servers.base import Ask, BackendError, End, Http, Receive, Run, Served, Top, refusal
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import ENDING, RESHAPING, SamplingParams
 from agentlightning.transport import Transport
 from agentlightning.weight_sync.base import Courier, Lend, TransferError
 
@@ -43,7 +43,7 @@ class VllmServer:
     `token` is what it was started with as `--api-key`. A server that says nothing for `seconds` while it draws has
     failed."""
 
-    reshapes: frozenset[str] = frozenset([*RESHAPING, *ENDING])
+    supported_params: frozenset[str] = frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(ask.end_tokens),
-        "structured_outputs": {_HELD[params.held[0]]: params.held[1]} if params.held else None,
+        "structured_outputs": {_HELD[params.constraint[0]]: params.constraint[1]} if params.constraint else None,
         # Stop strings may be special tokens: a tool call's end, say.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.concurrency import without_slot
 from agentlightning.gateway.dialects.content import Piece
@@ -20,7 +21,6 @@ from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Likeliest
 from agentlightning.gateway.local.update_gate import Gate, Visitor
 from agentlightning.gateway.recording.local_span import Record
-from agentlightning.policy.base import Engine, Sample, SamplingParams
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.attribution import Caller, Ids
 from agentlightning.gateway.dialects.base import Dialect, Head, Request
 from agentlightning.gateway.errors import bad
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.conversation import Conversations, Prompt, literal
+from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.prompt_limit import encode_within
 from agentlightning.gateway.local.reasoning import thought_markers
 from agentlightning.gateway.recording.local_span import Record
-from agentlightning.policy.base import ChatFormat, Engine, Message, SamplingParams
 from agentlightning.span import new_span_id
 
 
@@ -31,11 +31,8 @@ def asked_messages(request: Request, engine: Engine) -> list[list[Message]]:
 def chat_of(engine: Engine, request: Request) -> ChatFormat:
     """How the conversation of a request is written. Raises Problem 400 for what the template cannot be asked."""
     if request.template:
-        view: Callable[[Mapping[str, Any]], ChatFormat] | None = getattr(engine.chat, "with_options", None)
-        if view is None:
-            raise bad("chat_template_kwargs", f"chat_template_kwargs cannot be honoured by what serves {engine.model}")
         try:
-            chat = view(request.template)
+            chat = engine.chat.with_template_kwargs(request.template)
         except ConfigError as error:
             raise bad("chat_template_kwargs", str(error)) from None
     else:
@@ -59,7 +56,7 @@ def prompts_of(
         return [
             Prompt(encode_within(chat, given, room) if isinstance(given, str) else given) for given in request.prompts
         ]
-    text = chat.render(request.messages, request.tools) + literal(chat, request.prefill)
+    text = chat.render(request.messages, request.tools) + chat.escape(request.prefill)
     return [Prompt(encode_within(chat, text, room))]
 
 
@@ -106,7 +103,7 @@ def answer_of(
         one_call=request.constraint.one_call,
         call_prefix=dialect.call_prefix,
         tools=request.tools,
-        held=params.held is not None,
+        held=params.constraint is not None,
         thinks=None if request.prompts or request.prefill else thought_markers(chat),
         begun=request.prefill,
         legacy=request.legacy,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from agentlightning.policy.base import ChatFormat, Sample
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import Sample
 
 Likeliest = tuple[tuple[int, float], ...]
 """(token, log-probability), likeliest first."""

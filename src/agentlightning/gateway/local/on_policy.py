@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.callers.attempts import AttemptContext
 from agentlightning.gateway.metrics import Counters
-from agentlightning.policy.base import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ContextLengthError
-from agentlightning.policy.base import ChatFormat
 
 
 def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | None = None) -> list[int]:
     """The tokens of a rendered text. Raises ContextLengthError where they are certainly more than `room`, what is left
-    of a `context`; a chat format that cannot say so early (`least_tokens`) encodes whatever comes."""
-    least: Callable[[str, int], int] | None = getattr(chat, "least_tokens", None)
-    if room is not None and least is not None and (count := least(text, room)) > room:
+    of a `context`."""
+    if room is not None and (count := chat.min_token_count(text, room)) > room:
         raise ContextLengthError(
             f"the prompt has more than {count + (context or room) - room} tokens and the context holds "
             f"{context or room}; shorten the prompt, or use a model with a longer context"

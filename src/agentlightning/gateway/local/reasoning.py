@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import ChatFormat, Message
 
 _PROBE: Final = "agentlightning probe"
 _TAG: Final = r"(<[^<>]+>|\[[^\[\]]+\])"

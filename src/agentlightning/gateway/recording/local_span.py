@@ -9,10 +9,11 @@ from typing import Any
 import orjson
 
 from agentlightning import span as names
+from agentlightning.chat.base import Message
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Prompt
-from agentlightning.policy.base import Message, SamplingParams
 from agentlightning.span import Span
 
 
@@ -111,7 +112,7 @@ class Record:
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
             names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
             names.OVERRIDDEN: list(self.overridden) or None,
-            names.RESHAPED: list(params.reshaping) or None,
+            names.RESHAPED: list(params.distribution_params) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
             names.CONTINUES: self.prompt.continued_span,
             names.DRIFT: self.prompt.drift or None,

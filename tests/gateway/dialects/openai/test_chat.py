@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.openai.chat import read_request
 from agentlightning.gateway.dialects.sampling import forced_params
 from agentlightning.gateway.errors import Problem
-from agentlightning.policy.base import SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.chat.base import Message
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import (
@@ -45,7 +47,6 @@ from agentlightning.gateway.dialects.validation import (
 from agentlightning.gateway.errors import Problem, bad
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
-from agentlightning.policy.base import Message, SamplingParams
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
 

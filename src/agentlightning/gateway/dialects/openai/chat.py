@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.chat.base import Message
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
 from agentlightning.gateway.dialects.openai import common
@@ -34,7 +36,6 @@ from agentlightning.gateway.dialects.validation import (
 from agentlightning.gateway.errors import bad
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
-from agentlightning.policy.base import Message, SamplingParams
 
 _KNOWN: Final = frozenset(
     {
@@ -91,7 +92,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         tools=tools,
         barred=barred,
         params=sampling_params(
-            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs or token_ids), "the request"
+            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids), "the request"
         ),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),

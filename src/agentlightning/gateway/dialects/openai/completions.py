@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.dialects.openai import common
@@ -31,7 +33,6 @@ from agentlightning.gateway.dialects.validation import (
 from agentlightning.gateway.errors import bad
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Token
-from agentlightning.policy.base import ChatFormat, SamplingParams
 
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -58,7 +59,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
     token_ids = bool(optional(data, "return_token_ids", bool))
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
     top = top_logprobs(data, "logprobs") if logprobs is not None else 0
-    base = replace(_DEFAULT, top_logprobs=top, tells_logprobs=logprobs is not None or token_ids)
+    base = replace(_DEFAULT, top_logprobs=top, stream_logprobs=logprobs is not None or token_ids)
     return Request(
         model=optional(data, "model", str),
         prompts=_prompts(data.get("prompt")),

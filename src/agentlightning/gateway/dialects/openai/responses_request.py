@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from agentlightning.chat.base import Message
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, Reply
@@ -38,7 +40,6 @@ from agentlightning.gateway.translation.attachments import (
     parts_of,
     text_part,
 )
-from agentlightning.policy.base import Message, SamplingParams
 
 _KNOWN: Final = frozenset(
     {
@@ -85,7 +86,7 @@ def read_request(body: Body, recall: Recall, attachments: bool = False) -> Reque
         tools=tools,
         barred=barred,
         params=sampling_params(
-            data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, tells_logprobs=logprobs), "the request"
+            data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs), "the request"
         ),
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs,

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from agentlightning.chat.base import Message
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_PARAMS
 from agentlightning.gateway.dialects.validation import short
 from agentlightning.gateway.errors import bad
 from agentlightning.gateway.translation.attachments import joined
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.policy.base import Message, SamplingParams
 
 Json = dict[str, Any]
 Blocks = Callable[[bytes], list[Json]]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.attachments import Content, as_chat, without
 from agentlightning.gateway.translation.requests.base import Blocks, Extras, Json, object_of, results_first, shape_of
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.policy.base import Message
 
 _NEW_NAME: Final = ("api.openai.com", ".openai.azure.com")
 """Hosts that know `max_tokens` only by its later name; servers of others may know only the first."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.anthropic.messages import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.message_digest import same_meaning
@@ -26,7 +27,6 @@ from agentlightning.gateway.translation.requests.base import (
     turns_of,
 )
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.policy.base import Message
 
 _EFFORTS: Final[Mapping[str, tuple[str, int]]] = {
     "minimal": ("low", 1024),

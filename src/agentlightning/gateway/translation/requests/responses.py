@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.output_constraint import Constraint
@@ -26,7 +27,6 @@ from agentlightning.gateway.translation.requests.base import (
 )
 from agentlightning.gateway.translation.requests.chat import chat_extras
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.policy.base import Message
 
 _NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
 """Sampling parameters it has a word for."""

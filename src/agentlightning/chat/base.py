@@ -1,0 +1,68 @@
+"""The contract of a chat format: messages to text, text to tokens, and an answer back to content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall
+from agentlightning.errors import ConfigError
+
+__all__ = ["CallFormat", "ChatFormat", "Message", "ParsedMessage", "ParsedToolCall"]
+
+Message = dict[str, Any]
+"""A chat message of the OpenAI chat completions API: role, content, tool_calls, tool_call_id, name."""
+
+
+class ChatFormat(Protocol):
+    """A model's chat template, tokenizer and tool-call format. Subclass it to inherit the defaults of the optional
+    members: `markers`, `template_kwargs`, `with_template_kwargs`, `min_token_count`, `escape` and `unescape`."""
+
+    eos_token_ids: frozenset[int]
+    """Tokens that end a turn."""
+    tool_calls: CallFormat
+    """How the model writes tool calls."""
+    markers: Mapping[str, int] | None = None
+    """Text -> id of the tokens outside ordinary text, such as `<tool_call>`; None: unknown, so no grammar for answers
+    can be written."""
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    """Variables passed to the chat template."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as text, by the model's chat template. Raises ConfigError on messages it cannot render."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of rendered text: special tokens are recognised, none is added."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] | None = None) -> ParsedMessage:
+        """Content and tool calls of an answer without its end-of-turn token; `tools` are those it was offered.
+        Never raises: a malformed tool call stays in the content."""
+        ...
+
+    def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> ChatFormat:
+        """This format with variables for its template, such as `enable_thinking`. Raises ConfigError for a variable
+        that the template cannot take."""
+        raise ConfigError("chat_template_kwargs cannot be used with this model: its chat format takes none")
+
+    def min_token_count(self, text: str, limit: int) -> int:
+        """A lower bound on the number of tokens of rendered text, found without encoding much more than `limit`
+        tokens."""
+        return 0
+
+    def escape(self, text: str) -> str:
+        """Text to insert into rendered text such that nothing in it is encoded as a special token."""
+        return text
+
+    def unescape(self, text: str) -> str:
+        """Rendered text with everything that `escape` replaced restored."""
+        return text

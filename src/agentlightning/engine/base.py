@@ -1,0 +1,175 @@
+"""The contract of an engine: prompt tokens go in, sampled tokens and their log-probabilities come out.
+
+The gateway needs only `Engine`. Text, templates and tool calls are the business of `agentlightning.chat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from agentlightning.chat.base import ChatFormat
+
+__all__ = [
+    "DISTRIBUTION_PARAMS",
+    "TERMINATION_PARAMS",
+    "ConstraintKind",
+    "Engine",
+    "FinishReason",
+    "OnTokens",
+    "Sample",
+    "SamplingParams",
+    "TopLogprobs",
+]
+
+ConstraintKind = Literal["json_schema", "grammar"]
+"""The fields of `SamplingParams` that constrain the form of an answer."""
+
+FinishReason = Literal["stop", "length"]
+"""stop: an end-of-turn token or a stop string; length: max_tokens or the end of the context."""
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens at one position, (token, log-probability), most likely first."""
+
+OnTokens = Callable[..., None]
+"""Callback for new tokens: `on_tokens(token_ids)`, or with `SamplingParams.stream_logprobs`
+`on_tokens(token_ids, logprobs, top_logprobs)`, each as in `Sample`."""
+
+DISTRIBUTION_PARAMS: Final = (
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
+    *("json_schema", "grammar"),
+)
+"""Fields of `SamplingParams` beyond temperature, top_p and top_k that change the distribution. Not every engine
+supports them, and no loss can correct for them."""
+TERMINATION_PARAMS: Final = ("stop_token_ids", "ignore_eos")
+"""Fields that decide when an answer ends. Not every engine supports them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample the next tokens."""
+
+    temperature: float = 1.0
+    """0 is greedy: the recorded log-probabilities are then those of temperature 1, and no loss accepts them."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    max_tokens: int | None = None
+    """None: up to the end of the context."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer. The tokens that complete one are kept; the text from it on is not shown."""
+    seed: int | None = None
+    top_logprobs: int = 0
+    """Number of most likely tokens to report at each position, with their log-probabilities."""
+    stream_logprobs: bool = False
+    """Pass log-probabilities to `on_tokens` too (see `OnTokens`), from an engine that supports it."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the most likely token's probability are not sampled."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token sampled before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time it was sampled before."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, value added to its logit)."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or sampled before."""
+    min_tokens: int = 0
+    """No token that ends the answer is sampled before this many tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer in addition to the end-of-turn tokens."""
+    ignore_eos: bool = False
+    """End-of-turn tokens do not end the answer."""
+    json_schema: str | None = None
+    """JSON schema, as text, that constrains the answer: tokens that would violate it are not sampled. Only for an
+    engine that can enforce it (`Engine.can_enforce`)."""
+    grammar: str | None = None
+    """Grammar in llguidance's dialect (`agentlightning.chat.answer_grammar`) that constrains the answer likewise."""
+
+    @property
+    def constraint(self) -> tuple[ConstraintKind, str] | None:
+        """The schema or grammar that constrains the answer."""
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        return None if self.json_schema is None else ("json_schema", self.json_schema)
+
+    @property
+    def distribution_params(self) -> tuple[str, ...]:
+        """Names of the `DISTRIBUTION_PARAMS` that are set."""
+        return tuple(name for name in DISTRIBUTION_PARAMS if _is_set(self, name))
+
+    def unsupported(self, supported: frozenset[str]) -> tuple[str, ...]:
+        """Names of the parameters set here that an engine ignores, given its `Engine.supported_params`."""
+        termination = (name for name in TERMINATION_PARAMS if getattr(self, name))
+        return tuple(name for name in (*self.distribution_params, *termination) if name not in supported)
+
+    def end_tokens(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the answer, given the model's end-of-turn tokens."""
+        return (frozenset() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids)
+
+
+def _is_set(params: SamplingParams, name: str) -> bool:
+    value = getattr(params, name)
+    return value != 1 if name == "repetition_penalty" else bool(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sampled answer."""
+
+    token_ids: tuple[int, ...]
+    """Every sampled token, the end-of-turn token included."""
+    logprobs: tuple[float, ...]
+    """One for each token, under the distribution it was sampled from (temperature, top_p, top_k and all else)."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Version of the weights that sampled the last token."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(policy version, number of tokens it sampled), in order, where the weights changed during the answer; empty
+    where one version sampled all of it."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most likely tokens at the position of each token; empty unless requested."""
+
+
+class Engine(Protocol):
+    """What samples from a policy. Subclass it to inherit the defaults of the optional members."""
+
+    @property
+    def model(self) -> str:
+        """The model name that agents request."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of prompt and answer together."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat: ...
+
+    @property
+    def policy_version(self) -> int:
+        """0 for the weights as opened; it grows with each update and each `load`, and is never reused."""
+        ...
+
+    @property
+    def supported_params(self) -> frozenset[str]:
+        """Names from `DISTRIBUTION_PARAMS` and `TERMINATION_PARAMS` that the engine supports. Default: none."""
+        return frozenset()
+
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """Whether the engine can constrain answers to this JSON schema or grammar. Default: no."""
+        return False
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """Sample one answer. `on_tokens` is called in the caller's event loop with each new token or run of tokens.
+        Cancelling the call frees the engine's resources. Calls with the same `affinity` share their history: an engine
+        of several servers sends them to the same one. Raises ContextLengthError when the prompt leaves no room."""
+        ...
