@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation, evaluate_tasks
-from agentlightning.policy.base import Engine
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import LLM, NamedResources

@@ -28,11 +28,12 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.call_validation import TokenLimits
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.recording import raw_exchange
-from agentlightning.policy.base import Engine, Policy
+from agentlightning.policy.base import Policy
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import OTLP_ENDPOINTS

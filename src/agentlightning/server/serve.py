@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from agentlightning.engine.base import Engine
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
-from agentlightning.policy.base import Engine
 from agentlightning.server.app import Server
 from agentlightning.store.base import LightningStoreBase
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
+from agentlightning.chat.base import Message
 from agentlightning.errors import PolicyError
-from agentlightning.policy.base import Message
 from agentlightning.testing.scripted_engine import ScriptedEngine
 from agentlightning.trajectory import TrainingSample
 
