@@ -23,6 +23,7 @@ from agentlightning.cli.train import Json
 from agentlightning.cli.units import read_size, retention_from
 
 if TYPE_CHECKING:
+    from agentlightning.engine.base import Engine
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.observability.logs import SlowLog
     from agentlightning.observability.metrics import Metrics

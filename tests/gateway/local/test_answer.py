@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import ToolCall
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.policy.base import Sample
 from agentlightning.testing import ByteChatFormat
 
 BYTES = ByteChatFormat()

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.message_digest import same_meaning, text_of
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Conversations
-from agentlightning.policy.base import Sample
 from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 ATTEMPT = ("ro-1", "at-1")

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import Thought
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.reasoning import Markers, thought_markers
-from agentlightning.policy.base import Sample
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.tokenizer import tiny_tokenizer

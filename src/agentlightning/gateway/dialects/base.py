@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from agentlightning.chat.base import Message
+from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.policy.base import Message, SamplingParams
 
 Body = bytes | dict[str, Any]
 """The body of a request, as it came or parsed."""

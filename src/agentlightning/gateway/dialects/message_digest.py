@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agentlightning.policy.base import Message
+from agentlightning.chat.base import Message
 
 
 def same_meaning(message: Message) -> bytes:

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.message_digest import extend_digest
 from agentlightning.gateway.errors import Problem, bad
-from agentlightning.policy.base import Message
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.validation import short
 from agentlightning.gateway.errors import bad
-from agentlightning.policy.base import Engine, SamplingParams, unhonoured
 
 Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
 """Name on the wire -> (field of `SamplingParams`, reader that raises ValueError)."""
@@ -38,9 +38,9 @@ def forced_params(params: SamplingParams, resource: str, forced: Mapping[str, An
     return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
 
 
-def refuse_unhonoured(engine: Engine, params: SamplingParams) -> None:
+def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
     """Raises Problem 400, naming the field, on what the engine would ignore."""
-    for name in unhonoured(engine, params):
+    for name in params.unsupported(engine.supported_params):
         raise bad(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
 
 

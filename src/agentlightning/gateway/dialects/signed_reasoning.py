@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 
 import orjson
 
+from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.message_digest import same_meaning
-from agentlightning.policy.base import Message
 
 Block = dict[str, Any]
 

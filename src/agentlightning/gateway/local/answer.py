@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall
 from agentlightning.chat.tool_calls.format import CallReader, held_back
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import Piece, Thought, ToolCall
 from agentlightning.gateway.local.logprobs import Drawn, Likeliest, Token, token_logprobs
 from agentlightning.gateway.local.reasoning import Markers
-from agentlightning.policy.base import ChatFormat, Message, ParsedToolCall, Sample
 
 
 class Detokenizer:

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any, Literal
 
 from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
+from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.local.reasoning import Markers, thought_markers
 from agentlightning.gateway.offload import offload
-from agentlightning.policy.base import ChatFormat, Engine, SamplingParams, holds_to
 
 Holding = Literal["auto", "always", "never"]
 """Which answers are held to their schema: those that nobody learns from (of rollouts in the modes val and test, and of
@@ -39,12 +40,12 @@ async def hold(
     thought = thought_markers(chat)
     if not tools and thought is None:
         schema = constraint.content.schema if constraint.content else None
-        known = schema is not None and await holds_to(engine, schema)
+        known = schema is not None and await engine.can_enforce(schema)
         return replace(params, json_schema=schema) if known else params
-    if "grammar" in getattr(engine, "reshapes", ()) and _needs_grammar(chat, constraint, thought):
+    if "grammar" in engine.supported_params and _needs_grammar(chat, constraint, thought):
         for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), thought))):
             grammar = await offload(size, partial(answer_grammar, chat, outline))
-            if grammar is not None and await holds_to(engine, grammar, "grammar"):
+            if grammar is not None and await engine.can_enforce(grammar, "grammar"):
                 return replace(params, grammar=grammar)
     return params
 

@@ -23,13 +23,15 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
+from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.message_digest import (
     extend_digest,
     message_digests,
@@ -39,7 +41,6 @@ from agentlightning.gateway.dialects.message_digest import (
 from agentlightning.gateway.local.prompt_limit import encode_within
 from agentlightning.gateway.local.prompt_prefixes import Prefixes
 from agentlightning.gateway.local.reasoning import thought_markers, without_opening, without_thought
-from agentlightning.policy.base import ChatFormat, Message, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +146,19 @@ class Conversations:
         digests, variant = message_digests(messages), _variant(model, chat, tools)
         memory = self._touch(attempt)
         if memory is None:
-            tokens = encode_within(chat, chat.render(messages, tools) + literal(chat, prefill), context)
+            tokens = encode_within(chat, chat.render(messages, tools) + chat.escape(prefill), context)
             return Prompt(tokens, digests=digests, variant=variant, prefill=prefill)
         length, path = _longest(memory, digests, variant, messages)
         suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
             drift = _looks_known(memory, digests, messages, 0)
-            text = chat.render(messages, tools) + literal(chat, prefill)
+            text = chat.render(messages, tools) + chat.escape(prefill)
             reason = _reason(memory, digests, path is not None) if drift else None
             tokens = encode_within(chat, text, context)
             return Prompt(tokens, None, 0, drift, digests, variant, reason, prefill=prefill)
         known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
         reason = "edited" if drift else None
-        suffix += literal(chat, prefill)
+        suffix += chat.escape(prefill)
         tokens = known + encode_within(chat, suffix, context and context - len(known), context)
         return Prompt(tokens, path, len(known), drift, digests, variant, reason, prefill=prefill)
 
@@ -271,8 +272,8 @@ def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int
 
 
 def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | None) -> bytes:
-    options = getattr(chat, "options", None) or None
-    data = orjson.dumps([model, options, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
+    kwargs = dict(chat.template_kwargs) or None
+    data = orjson.dumps([model, kwargs, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -383,23 +384,11 @@ def _by_reading(
     if not places:
         return None
     place, end = min(places)
-    written = _plain(chat, text[len(before) : place])
+    written = chat.unescape(text[len(before) : place])
     readings = {written, without_thought(markers, written)}
     return (
         (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
     )
-
-
-def literal(chat: ChatFormat, text: str) -> str:
-    """A text to be put into a rendered one as what it says, where the chat format tells text from markers."""
-    make: Callable[[str], str] | None = getattr(chat, "literal", None)
-    return make(text) if text and make is not None else text
-
-
-def _plain(chat: ChatFormat, text: str) -> str:
-    """A rendered text as people read it, where the chat format renders some of it under names."""
-    plain: Callable[[str], str] | None = getattr(chat, "plain", None)
-    return text if plain is None else plain(text)
 
 
 def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:

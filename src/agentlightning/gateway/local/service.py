@@ -15,6 +15,7 @@ from functools import partial
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
+from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.asgi import Outlet
 from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
@@ -22,7 +23,7 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.openai import responses_request
 from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.dialects.sampling import forced_params, refuse_unhonoured
+from agentlightning.gateway.dialects.sampling import forced_params, refuse_unsupported
 from agentlightning.gateway.errors import Problem
 from agentlightning.gateway.local.call import Exchange, Show
 from agentlightning.gateway.local.call_builders import answer_of, asked_messages, chat_of, prompts_of, record_of
@@ -35,7 +36,6 @@ from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.routing import Routes
 from agentlightning.gateway.upstream.token_bound import likely_tokens
-from agentlightning.policy.base import Engine, SamplingParams
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
@@ -79,7 +79,7 @@ class LocalCalls:
             context = await self.find_context(caller)
             params, overridden = self._params(caller, context, model, params)
             trace_id, learned = context.trace_id, context.learned
-        refuse_unhonoured(engine, params)
+        refuse_unsupported(engine, params)
         chat = await offload(size, partial(chat_of, engine, request))
         if not request.prefill:  # What is begun otherwise cannot be held.
             held = partial(hold, tools=request.tools, learned=learned, holding=self.holding, size=size)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.chat.base import Message
 from agentlightning.gateway.asgi import Outlet
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request

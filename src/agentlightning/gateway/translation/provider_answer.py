@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 import orjson
 
+from agentlightning.chat.base import ChatFormat
 from agentlightning.gateway.dialects.content import (
     CallBegun,
     CallEnded,
@@ -28,7 +29,6 @@ from agentlightning.gateway.dialects.content import (
 )
 from agentlightning.gateway.dialects.signed_reasoning import Block, is_sealed
 from agentlightning.gateway.local.answer import Answer, StopFilter
-from agentlightning.policy.base import ChatFormat
 
 Json = dict[str, Any]
 
