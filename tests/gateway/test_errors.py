@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from agentlightning.errors import PolicyError
-from agentlightning.gateway.errors import problem_of
+from agentlightning.gateway.errors import to_api_error
 
 
 async def refused(service, caplog, more=""):
@@ -35,6 +35,6 @@ async def test_what_an_engine_raises_is_the_engines_failure(serve, caplog, failu
 
 
 def test_an_unknown_failure_is_the_gateways_own():
-    problem = problem_of(KeyError("x"))
-    assert (problem.status, problem.code) == (500, "internal_error")
-    assert "engine" not in problem.message
+    api_error = to_api_error(KeyError("x"))
+    assert (api_error.status, api_error.code) == (500, "internal_error")
+    assert "engine" not in api_error.message

@@ -8,7 +8,7 @@ import openai
 import orjson
 import pytest
 
-from agentlightning.gateway.json_body import PIECE, parse
+from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse
 
 TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
 
@@ -85,11 +85,17 @@ def test_no_text_is_said_to_be_longer_than_it_is(bpe_chat, text, most):
 
 
 def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
-    messages = [{"role": "user", "content": text} for text in ("hi", "x" * PIECE, 'é"\\\ud83d\ude00'[:3], None)]
+    messages = [
+        {"role": "user", "content": text} for text in ("hi", "x" * MAX_CHUNK_BYTES, 'é"\\\ud83d\ude00'[:3], None)
+    ]
     data = {"model": "m", "messages": messages * 3, "n": 1, "nested": [[[1.5, True]] * 9]}
     assert parse(b" \n" + orjson.dumps(data)) == data
-    for broken in (orjson.dumps(data)[:-1], b'{"a": "' + b"x" * PIECE + b'", }', b"\xff" * (PIECE + 1)):
+    for broken in (
+        orjson.dumps(data)[:-1],
+        b'{"a": "' + b"x" * MAX_CHUNK_BYTES + b'", }',
+        b"\xff" * (MAX_CHUNK_BYTES + 1),
+    ):
         with pytest.raises(orjson.JSONDecodeError):
             parse(broken)
     with pytest.raises(orjson.JSONDecodeError):
-        parse(b'{"a": "' + b"x" * PIECE + b'", "\xff": 1}')
+        parse(b'{"a": "' + b"x" * MAX_CHUNK_BYTES + b'", "\xff": 1}')

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import GatewayConfig, Rule
-from agentlightning.gateway.errors import Problem
-from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.config import GatewayConfig, RouteRule
+from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.testing import ScriptedEngine
@@ -27,7 +27,7 @@ def providers(**options):
 
 
 def table(*rules, engines=ENGINES, them=None, **options):
-    return Routes(engines, [Rule.model_validate(rule) for rule in rules], them or providers(), **options)
+    return Router(engines, [RouteRule.model_validate(rule) for rule in rules], them or providers(), **options)
 
 
 def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
@@ -50,11 +50,11 @@ def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
 def test_the_default_serves_calls_without_a_name_and_strangers_only_if_it_is_told_to():
     one = {"policy": ENGINES["policy"]}
     assert table(engines=one).resolve(None).name == "policy"
-    with pytest.raises(Problem, match="known: policy") as caught:
+    with pytest.raises(ApiError, match="known: policy") as caught:
         table(engines=one).resolve("gpt-5")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
     assert table(engines=one, accept_any_model=True).resolve("gpt-5").name == "policy"
-    with pytest.raises(Problem, match="names no model"):
+    with pytest.raises(ApiError, match="names no model"):
         table().resolve(None)
     led = table({"model": "gpt-*", "provider": "them"}, default_model="gpt-5")
     assert (led.resolve(None).name, led.resolve(None).send_model) == ("gpt-5", "gpt-5")
@@ -75,7 +75,7 @@ def test_a_rule_may_be_for_callers_of_one_dialect():
     assert routes.resolve("claude-x", path="messages").provider.name == "a"
     assert routes.resolve("reference", path="messages").engine is ENGINES["reference"]
     assert routes.resolve("only-messages", path="messages").engine is ENGINES["policy"]
-    with pytest.raises(Problem, match="'only-messages' is not served here to callers of this dialect"):
+    with pytest.raises(ApiError, match="'only-messages' is not served here to callers of this dialect"):
         routes.resolve("only-messages", path="responses")
     assert routes.names("openai") == ["policy", "reference"]
     assert routes.names("anthropic") == ["policy", "reference", "only-messages"]
@@ -127,8 +127,8 @@ def test_whatever_is_asked_for_is_served_or_refused(model, agent):
     routes = table({"model": "[a-f]*", "agent": "*x*", "provider": "them"}, default_model="policy")
     try:
         assert routes.resolve(model, agent).name
-    except Problem as problem:
-        assert problem.status == 404  # noqa: PT017  some names fit
+    except ApiError as api_error:
+        assert api_error.status == 404  # noqa: PT017  some names fit
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import SecretStr
 
-from agentlightning.gateway.config import GatewayConfig, Rule
+from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.upstream.provider import Provider
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
@@ -31,11 +31,14 @@ def inherited_config(environment: Mapping[str, str]) -> GatewayConfig | None:
     if not providers:
         return None
     if openai is None or anthropic is None:
-        rules: tuple[Rule, ...] = (Rule(provider=providers[0].name),)
+        rules: tuple[RouteRule, ...] = (RouteRule(provider=providers[0].name),)
     elif anthropic.base_urls != (ANTHROPIC_URL,) and openai.base_urls == (OPENAI_URL,):
-        rules = (*(Rule(model=model, provider="openai") for model in _OPENAI_MODELS), Rule(provider="anthropic"))
+        rules = (
+            *(RouteRule(model=model, provider="openai") for model in _OPENAI_MODELS),
+            RouteRule(provider="anthropic"),
+        )
     else:
-        rules = (Rule(model="claude*", provider="anthropic"), Rule(provider="openai"))
+        rules = (RouteRule(model="claude*", provider="anthropic"), RouteRule(provider="openai"))
     return GatewayConfig(providers=providers, routes=rules)
 
 

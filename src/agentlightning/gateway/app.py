@@ -23,12 +23,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.engine.base import Engine
-from agentlightning.gateway.asgi import ClientGone, Outlet, read_body, read_headers
+from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
 from agentlightning.gateway.callers.agents import AgentRule, Agents
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
-from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller, Ids
-from agentlightning.gateway.callers.client_retries import Repeat
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
+from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, AttemptIds, Attribution, Caller
+from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.concurrency import Slots
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.anthropic import messages
@@ -39,11 +39,11 @@ from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
 from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.errors import UNAVAILABLE, Problem, problem_of
+from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
 from agentlightning.gateway.forwarding.fast_path import Direct, Line
 from agentlightning.gateway.forwarding.service import Forwarder
 from agentlightning.gateway.forwarding.stored_responses import ask_provider
-from agentlightning.gateway.json_body import read_object
+from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.local.conversation import Conversations
 from agentlightning.gateway.local.on_policy import OnPolicy
 from agentlightning.gateway.local.service import LocalCalls
@@ -52,10 +52,10 @@ from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.models_api import Models, json_reply, refusal
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.recording.rejected_span import keep_refusal
-from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.routing import Router
 from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.provider import Path as ProviderPath
+from agentlightning.gateway.upstream.provider import ApiPath as ProviderPath
 from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
@@ -122,10 +122,10 @@ class Gateway:
         config = config or GatewayConfig()
         self.budgets = Budgets(config.budget, store, budget_file)
         self.providers = {
-            provider.name: Backends(provider, partial(self._open_transport, provider.dial()), self.budgets)
+            provider.name: Backends(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
             for provider in config.providers
         }
-        self.table = Routes(
+        self.table = Router(
             engines,
             config.routes,
             self.providers,
@@ -134,7 +134,7 @@ class Gateway:
         )
         # Whether an attempt goes on does not depend on spans: nobody waits for those in a journal.
         bare = store.store if isinstance(store, JournaledStore) else store
-        self._contexts = Contexts(bare, recheck_seconds=recheck_seconds)
+        self._contexts = AttemptCache(bare, recheck_seconds=recheck_seconds)
         self.attribution = Attribution(
             store,
             secret,
@@ -151,7 +151,7 @@ class Gateway:
             self._slots, self.attribution, self._forwarder, self.counters, self._resume, max_body_bytes
         )
         self._watch = AttemptWatch(self._contexts, self.forget)
-        self._watch.direct = self._direct.calls
+        self._watch.fast_calls = self._direct.calls
 
     def _callees(self, config: GatewayConfig) -> tuple[Forwarder, LocalCalls]:
         """Who has calls answered: by providers, and by our own engines."""
@@ -269,8 +269,8 @@ class Gateway:
             if request.method != "DELETE":
                 return Response(self.kept.body(attempt, name), media_type="application/json")
             self.kept.delete(attempt, name)
-        except Problem as problem:
-            return refusal(request, problem)
+        except ApiError as api_error:
+            return refusal(request, api_error)
         return json_reply({"id": name, "object": "response", "deleted": True})
 
     # -- one call ------------------------------------------------------------------------------------------------
@@ -283,13 +283,13 @@ class Gateway:
         admit, direct = partial(self._admit, dialect), partial(self._direct.take, _PATHS[dialect])
         return _Endpoint(partial(self.serve, dialect), admit, direct)
 
-    def _resume(self, path: ProviderPath, attempt: Ids | None, work: Work) -> ASGIApp:
+    def _resume(self, path: ProviderPath, attempt: AttemptIds | None, work: Work) -> ASGIApp:
         """The rest of a call that cannot go the direct way to its end."""
 
-        async def resumed(scope: Scope, receive: Receive, outlet: Outlet) -> None:
+        async def resumed(scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
             async with self._slots.one():
-                with self._watch.under_way(attempt):
-                    await work(scope, receive, outlet)
+                with self._watch.track(attempt):
+                    await work(scope, receive, writer)
 
         return partial(self._serve, DIALECTS[f"/v1/{path}"], resumed)
 
@@ -297,10 +297,10 @@ class Gateway:
         """The answer to a caller who has no business here, by the head of its request alone."""
         try:
             self._direct.identify(line)
-        except Problem as problem:
+        except ApiError as api_error:
             self.counters.requests += 1
             self.counters.errors += 1
-            return problem.status, dialect.refusal(problem)
+            return api_error.status, dialect.refusal(api_error)
         return None
 
     async def serve_count(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -309,22 +309,22 @@ class Gateway:
 
     async def _serve(self, dialect: Dialect, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
         self.counters.requests += 1
-        outlet = Outlet(send, in_pieces=scope.get("http_version") != "1.0")
+        writer = ResponseWriter(send, chunked=scope.get("http_version") != "1.0")
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
-        outlet.passed = [(name, b"req_" + secrets.token_hex(12).encode())]
+        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
         try:
-            await work(scope, receive, outlet)
-        except ClientGone:
+            await work(scope, receive, writer)
+        except ClientDisconnected:
             self.counters.cancelled += 1
         except Exception as error:
             self.counters.errors += 1
-            problem = problem_of(error)
-            if problem.status >= 500:
-                explained = isinstance(error, (Problem, *UNAVAILABLE))
-                logger.error("a call failed: %s", problem.message, exc_info=None if explained else error)
-            await _fail(dialect, outlet, problem)
+            api_error = to_api_error(error)
+            if api_error.status >= 500:
+                explained = isinstance(error, (ApiError, *STORE_UNAVAILABLE))
+                logger.error("a call failed: %s", api_error.message, exc_info=None if explained else error)
+            await _fail(dialect, writer, api_error)
 
-    async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+    async def _call(self, dialect: Dialect, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         started = time.time()
         headers, caller = await self._caller(scope)
         body = b""
@@ -333,36 +333,38 @@ class Gateway:
                 body, caller = await self._body(scope, receive, headers, caller)
                 await slot.enter_async_context(self._slots.one())  # not sooner: who sends slowly holds none
                 run = await self._plan(dialect, headers, caller, body)
-            except ClientGone:
+            except ClientDisconnected:
                 raise
             except Exception as error:
                 await keep_refusal(self._store, _PATHS[dialect], caller, body, error, started)
                 raise
-            with self._watch.under_way(caller.attempt):
-                await run(scope, receive, outlet)
+            with self._watch.track(caller.attempt):
+                await run(scope, receive, writer)
 
     async def _plan(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
         """What is to be done for a call. What it raises nobody has recorded; what is raised afterwards is."""
-        asked = await offload(len(body), partial(read_object, body))
+        asked = await offload(len(body), partial(parse_object, body))
         if (forward := await self._forwarder.plan(_PATHS[dialect], caller, headers, asked)) is not None:
             return partial(self._forwarder.run, forward)
         caller, request = await self._read(dialect, headers, caller, body, asked)
         exchange, reply = await self._local.prepare(dialect, _PATHS[dialect], caller, request, len(body))
         return partial(self._local.draw, exchange, request, reply)
 
-    async def _count(self, scope: Scope, receive: Receive, outlet: Outlet) -> None:
+    async def _count(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         headers, caller = await self._caller(scope)
         body, caller = await self._body(scope, receive, headers, caller)
         async with self._slots.one():
-            await self._count_prompt(headers, caller, body, outlet)
+            await self._count_prompt(headers, caller, body, writer)
 
-    async def _count_prompt(self, headers: Mapping[str, str], caller: Caller, body: bytes, outlet: Outlet) -> None:
-        asked = await offload(len(body), partial(read_object, body))
-        if await self._forwarder.count(caller, headers, asked, outlet):
+    async def _count_prompt(
+        self, headers: Mapping[str, str], caller: Caller, body: bytes, writer: ResponseWriter
+    ) -> None:
+        asked = await offload(len(body), partial(parse_object, body))
+        if await self._forwarder.count(caller, headers, asked, writer):
             return
         caller, request = await self._read(MESSAGES, headers, caller, body, asked)
         tokens = await self._local.count(caller, request, len(body))
-        await outlet.whole(200, messages.count_reply(tokens))
+        await writer.send_json(200, messages.count_reply(tokens))
 
     async def _caller(self, scope: Scope) -> tuple[dict[str, str], Caller]:
         headers = read_headers(scope)
@@ -374,7 +376,7 @@ class Gateway:
         body = await read_body(receive, headers, self._max_body_bytes)
         if caller.attempt_id is not None:
             path = scope["path"].rpartition("/v1/")[2]
-            repeat = await offload(len(body) // 1024, partial(Repeat.of, headers, path, body))  # It is fast.
+            repeat = await offload(len(body) // 1024, partial(RequestIdentity.of, headers, path, body))  # It is fast.
             caller = structs.replace(caller, repeat=repeat)
         return body, caller
 
@@ -390,18 +392,18 @@ class Gateway:
         request = await offload(len(body), partial(dialect.read, body if asked is None else asked, recall))
         self.counters.count_unknown(request.unknown)
         agent = self._agents.identify(headers, request.asked, self.table)
-        return caller.spoken_by(agent, self.table), request
+        return caller.with_agent(agent, self.table), request
 
     async def _context(self, caller: Caller) -> AttemptContext:
         rollout_id, attempt_id = caller.rollout_id or "", caller.attempt_id or ""
         try:
             return await self._contexts.get(rollout_id, attempt_id)
-        except Problem:
+        except ApiError:
             self.forget(rollout_id, attempt_id)
             raise
 
 
-Work = Callable[[Scope, Receive, Outlet], Awaitable[None]]
+Work = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
 
 
 class _Endpoint:
@@ -427,11 +429,13 @@ def _attempt(caller: Caller) -> tuple[str, str] | None:
     return caller.attempt
 
 
-async def _fail(dialect: Dialect, outlet: Outlet, problem: Problem) -> None:
-    if not outlet.started:
-        return await outlet.whole(problem.status, dialect.refusal(problem), problem.retry, problem.retry_after)
-    await outlet.write(dialect.error_event(problem))
-    await outlet.close()
+async def _fail(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -> None:
+    if not writer.started:
+        return await writer.send_json(
+            api_error.status, dialect.refusal(api_error), api_error.retry, api_error.retry_after
+        )
+    await writer.send_events(dialect.error_event(api_error))
+    await writer.close()
 
 
 async def _alive(request: HttpRequest) -> Response:
@@ -441,7 +445,9 @@ async def _alive(request: HttpRequest) -> Response:
 async def _no_such_path(request: HttpRequest) -> Response:
     if request.headers.get("upgrade", "").lower() == "websocket":
         # Codex, told this, asks by HTTP at once; told anything else, it tries again for seconds.
-        return refusal(request, Problem(426, f"{request.url.path} is no websocket; send POST requests"))
+        return refusal(request, ApiError(426, f"{request.url.path} is no websocket; send POST requests"))
     served = ", ".join(f"POST {path}" for path in DIALECTS)
-    problem = Problem(404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models")
-    return refusal(request, problem)
+    api_error = ApiError(
+        404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models"
+    )
+    return refusal(request, api_error)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.util.decompression import CodingError, inflated
 
 _JSON: Final = (b"content-type", b"application/json")
@@ -22,7 +22,7 @@ _STREAM: Final = [
 ]
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The caller hung up."""
 
 
@@ -40,8 +40,8 @@ def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body, inflated. Raises Problem 413 above `limit` bytes, 415 for a coding that is not known, and
-    ClientGone where the caller hung up."""
+    """The whole body, inflated. Raises ApiError 413 above `limit` bytes, 415 for a coding that is not known, and
+    ClientDisconnected where the caller hung up."""
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -50,7 +50,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
         if size > limit:
@@ -62,37 +62,37 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
         return await inflated(body, headers["content-encoding"], limit)
     except CodingError as error:
         code = "body_too_large" if error.status == 413 else "content_encoding"
-        raise Problem(error.status, str(error), code=code) from None
+        raise ApiError(error.status, str(error), code=code) from None
 
 
-def _too_large(limit: int) -> Problem:
-    return Problem(413, f"the body is larger than {limit} bytes; shorten the conversation", code="body_too_large")
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes; shorten the conversation", code="body_too_large")
 
 
-async def until_gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Returns when the caller hangs up."""
     message: MutableMapping[str, Any] = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
 
 
-class Outlet:
+class ResponseWriter:
     """Where a reply goes. `in_pieces` False: what comes as a stream is sent in one piece, since HTTP/1.0 knows no
     chunks."""
 
-    def __init__(self, send: Send, in_pieces: bool = True) -> None:
+    def __init__(self, send: Send, chunked: bool = True) -> None:
         self._send = send
-        self._held: list[bytes] | None = None if in_pieces else []
+        self._buffer: list[bytes] | None = None if chunked else []
         self.started = False
-        self.passed: Sequence[tuple[bytes, bytes]] = ()
+        self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
         """Further headers: the request's id, or those of a provider's answer that the caller sees."""
 
-    async def whole(
+    async def send_json(
         self, status: int, body: bytes, retry: bool | None = None, retry_after: float | None = None
     ) -> None:
         """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request, `retry_after` in how many
         seconds at the soonest."""
-        headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.passed]
+        headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.extra_headers]
         if retry is not None:
             headers.append((b"x-should-retry", b"true" if retry else b"false"))
         if retry_after is not None:
@@ -101,21 +101,21 @@ class Outlet:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def write(self, events: bytes) -> None:
+    async def send_events(self, events: bytes) -> None:
         """Some more of a stream of events."""
-        if self._held is not None:
+        if self._buffer is not None:
             self.started = True
-            self._held.append(events)
+            self._buffer.append(events)
             return
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self.passed]})
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self.extra_headers]})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self) -> None:
-        if self._held is not None:
-            body = b"".join(self._held)
-            headers = [*_STREAM, (b"content-length", str(len(body)).encode()), *self.passed]
+        if self._buffer is not None:
+            body = b"".join(self._buffer)
+            headers = [*_STREAM, (b"content-length", str(len(body)).encode()), *self.extra_headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             return await self._send({"type": "http.response.body", "body": body})
         await self._send({"type": "http.response.body", "body": b""})

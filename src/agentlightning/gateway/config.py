@@ -20,7 +20,7 @@ _SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrin
 """What is wrong may be a provider's key, or beside one."""
 
 
-class Rule(BaseModel):
+class RouteRule(BaseModel):
     """Which calls go where."""
 
     model_config = _SECTION
@@ -41,7 +41,7 @@ class Rule(BaseModel):
     """US dollars for a million tokens of this model; None: as the provider is configured."""
 
     @model_validator(mode="after")
-    def _leads_somewhere(self) -> Rule:
+    def _leads_somewhere(self) -> RouteRule:
         if (self.engine is None) == (self.provider is None):
             raise ValueError("a rule names an engine or a provider, one of them")
         if self.engine is not None and (self.send_model is not None or self.price is not None):
@@ -53,7 +53,7 @@ class Rule(BaseModel):
         """Whether it fits more than one name."""
         return bool(set(self.model) & set("*?["))
 
-    def fits(self, model: str | None, agent: str | None, dialect: str | None = None) -> bool:
+    def matches(self, model: str | None, agent: str | None, dialect: str | None = None) -> bool:
         """`dialect` is the caller's; None: any will do."""
         if self.dialect is not None and dialect is not None and self.dialect != dialect:
             return False
@@ -98,7 +98,7 @@ class GatewayConfig(BaseModel):
     models: dict[str, str | ServedModel] = Field(default_factory=dict[str, str | ServedModel])
     """Further models to serve, which do not learn (a frozen reference, say): name -> directory that transformers
     loads, or a table of the servers that sample from it."""
-    routes: tuple[Rule, ...] = ()
+    routes: tuple[RouteRule, ...] = ()
     """Which calls go where: read in order, the first that fits decides. After them come engines by their names."""
     providers: tuple[Provider, ...] = ()
     """Other people's model servers, and vLLM or SGLang servers, that routes lead to."""

@@ -1,6 +1,6 @@
 """What goes wrong in a call, as the caller's SDK understands it: an HTTP status and OpenAI's error object.
 
-Every failure of the gateway leaves through `problem_of`. No message ever quotes a key.
+Every failure of the gateway leaves through `to_api_error`. No message ever quotes a key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentlightning.errors import (
 )
 
 
-class Problem(AgentLightningError):
+class ApiError(AgentLightningError):
     """A refusal: the status, and what an error object says."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Problem(AgentLightningError):
     def type(self) -> str:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def error(self) -> dict[str, Any]:
+    def error_object(self) -> dict[str, Any]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
@@ -64,32 +64,32 @@ _TYPES = {
 }
 
 
-UNAVAILABLE = (StoreFullError, StoreClosedError, StoreLostError)
+STORE_UNAVAILABLE = (StoreFullError, StoreClosedError, StoreLostError)
 """The database takes nothing now; the message says why."""
 
 _TOO_DEEP = "Recursion limit reached"
 """What orjson says of values nested more than 254 deep; it reads up to 1,024."""
 
 
-def problem_of(error: BaseException) -> Problem:
+def to_api_error(error: BaseException) -> ApiError:
     """The problem an exception is to the caller."""
-    if isinstance(error, Problem):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
-        return Problem(400, str(error), code="context_length_exceeded", param="messages")
+        return ApiError(400, str(error), code="context_length_exceeded", param="messages")
     if isinstance(error, ConfigError):
-        return Problem(400, str(error), param="messages")
-    if isinstance(error, UNAVAILABLE):
-        return Problem(503, f"the answer could not be recorded: {error}", code="store_unavailable")
+        return ApiError(400, str(error), param="messages")
+    if isinstance(error, STORE_UNAVAILABLE):
+        return ApiError(503, f"the answer could not be recorded: {error}", code="store_unavailable")
     if isinstance(error, StoreError):
-        return Problem(500, f"the answer could not be recorded: {error}", code="store_error")
+        return ApiError(500, f"the answer could not be recorded: {error}", code="store_error")
     if isinstance(error, PolicyError):
-        return Problem(500, f"the engine failed: {error}", code="engine_error")
+        return ApiError(500, f"the engine failed: {error}", code="engine_error")
     if isinstance(error, RecursionError) or (isinstance(error, TypeError) and str(error) == _TOO_DEEP):
-        return Problem(400, "the request is nested too deeply; send flatter values", code="nested_too_deeply")
-    return Problem(500, f"the gateway failed: {type(error).__name__}: {error}", code="internal_error")
+        return ApiError(400, "the request is nested too deeply; send flatter values", code="nested_too_deeply")
+    return ApiError(500, f"the gateway failed: {type(error).__name__}: {error}", code="internal_error")
 
 
-def bad(param: str, message: str) -> Problem:
+def bad_request(param: str, message: str) -> ApiError:
     """A request that names a parameter we cannot serve as it stands."""
-    return Problem(400, message, param=param)
+    return ApiError(400, message, param=param)

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
-PIECE: Final = 256 * 1024
+MAX_CHUNK_BYTES: Final = 256 * 1024
 """Bytes that are parsed at once."""
 
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -21,7 +21,7 @@ _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 def parse(body: bytes) -> Any:
     """Raises orjson.JSONDecodeError for what is no JSON."""
-    if len(body) <= PIECE:
+    if len(body) <= MAX_CHUNK_BYTES:
         return orjson.loads(body)
     try:
         return _parse(memoryview(body))
@@ -29,7 +29,7 @@ def parse(body: bytes) -> Any:
         raise orjson.JSONDecodeError(str(error), "", 0) from None
 
 
-def read_object(body: bytes) -> dict[str, Any] | None:
+def parse_object(body: bytes) -> dict[str, Any] | None:
     """None for what is no object: whoever reads it as a request says what is wrong with it."""
     try:
         asked = parse(body)
@@ -39,7 +39,7 @@ def read_object(body: bytes) -> dict[str, Any] | None:
 
 
 def _parse(data: memoryview) -> Any:
-    if len(data) <= PIECE:
+    if len(data) <= MAX_CHUNK_BYTES:
         return orjson.loads(data)
     match bytes(data[:64]).lstrip()[:1]:
         case b"{":

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
 from agentlightning.gateway.dialects.openai.chat import CHAT
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.forwarding.upstream_models import Listing, anthropic_model, openai_model, written_time
-from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.servers import Backends
 
 Json = dict[str, Any]
@@ -28,9 +28,9 @@ _LONGEST_PAGE: Final = 1000
 
 class Models:
     """The names of a routing table, for those whom `check` (of headers and the parameters of the path) lets in: it
-    raises Problem."""
+    raises ApiError."""
 
-    def __init__(self, table: Routes, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
+    def __init__(self, table: Router, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
         self._table = table
         self._check = check
         self._created = int(time.time())
@@ -41,8 +41,8 @@ class Models:
         dialect = dialect_of(request)
         try:
             self._check(request.headers, request.path_params)
-        except Problem as problem:
-            return refusal(request, problem)
+        except ApiError as api_error:
+            return refusal(request, api_error)
         models = await self._models(dialect)
         if dialect == "openai":
             patterns = self._table.patterns(dialect)
@@ -50,8 +50,8 @@ class Models:
             return json_reply({"object": "list", "data": list(models.values())} | more)
         try:
             return json_reply(_page(list(models.values()), request.query_params))
-        except Problem as problem:
-            return refusal(request, problem)
+        except ApiError as api_error:
+            return refusal(request, api_error)
 
     async def show(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that a pattern fits is served though its provider may not list it: aliases are
@@ -60,20 +60,20 @@ class Models:
         try:
             self._check(request.headers, request.path_params)
             route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
-        except Problem as problem:
-            return refusal(request, problem)
+        except ApiError as api_error:
+            return refusal(request, api_error)
         listed = await self._models(dialect) if route.name == name else {}
         return json_reply(listed.get(name) or self._own(dialect, route.name))
 
     async def _models(self, dialect: Dialect) -> dict[str, Json]:
         """By name."""
         found = {name: self._own(dialect, name) for name in self._table.names(dialect)}
-        open_ended = self._table.open_ended(dialect)
+        open_ended = self._table.open_pools(dialect)
         lists = await asyncio.gather(*(self._listing(backends).models() for backends in open_ended))
         shown = anthropic_model if dialect == "anthropic" else openai_model
         for backends, models in zip(open_ended, lists, strict=True):
             for model in models:
-                if model["id"] not in found and self._table.leads(model["id"], dialect, backends):
+                if model["id"] not in found and self._table.serves_under_own_name(model["id"], dialect, backends):
                     found[model["id"]] = shown(model)
         return found
 
@@ -97,10 +97,10 @@ def dialect_of(request: Request) -> Dialect:
 
 
 def _page(models: list[Json], query: Mapping[str, str]) -> Json:
-    """Raises Problem 400 for a limit that is none."""
+    """Raises ApiError 400 for a limit that is none."""
     limit, names = query.get("limit"), [model["id"] for model in models]
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _LONGEST_PAGE):
-        raise bad("limit", f"limit={limit!r} is no number from 1 to {_LONGEST_PAGE}")
+        raise bad_request("limit", f"limit={limit!r} is no number from 1 to {_LONGEST_PAGE}")
     after, before = query.get("after_id"), query.get("before_id")
     first = names.index(after) + 1 if after in names else 0
     last = names.index(before) if before in names else len(names)
@@ -111,10 +111,10 @@ def _page(models: list[Json], query: Mapping[str, str]) -> Json:
     return {"data": shown, "has_more": more, "first_id": edges[0], "last_id": edges[1]}
 
 
-def refusal(request: Request, problem: Problem) -> Response:
+def refusal(request: Request, api_error: ApiError) -> Response:
     """An error as the caller's client knows it, where the path does not say whose client it is."""
     dialect = MESSAGES if dialect_of(request) == "anthropic" else CHAT
-    return Response(dialect.refusal(problem), problem.status, media_type="application/json")
+    return Response(dialect.refusal(api_error), api_error.status, media_type="application/json")
 
 
 def json_reply(content: Mapping[str, object]) -> Response:

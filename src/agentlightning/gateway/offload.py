@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-SMALL: Final = 8 * 1024
+MAX_INLINE_BYTES: Final = 8 * 1024
 """Bytes of a request that is worked on in the loop: reading, rendering and encoding it takes some milliseconds."""
 _WORKERS: Final = 4
 
@@ -22,6 +22,6 @@ _pool: Final = ThreadPoolExecutor(_WORKERS, thread_name_prefix="gateway-request"
 
 async def offload(size: int, work: Callable[[], T]) -> T:
     """`work()`, in a thread for a request of more than `SMALL` bytes. Raises what it raises."""
-    if size <= SMALL:
+    if size <= MAX_INLINE_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_pool, work)

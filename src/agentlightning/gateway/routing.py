@@ -12,23 +12,23 @@ from typing import Final
 
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import Rule
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.config import RouteRule
+from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import Backends
 
-_MAX_KNOWN: Final = 4096
+_MAX_CACHED: Final = 4096
 """Names whose routes are remembered: callers make names up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ModelRoute:
     """Where the calls of one model name and agent go: to an engine, or to a provider's servers."""
 
     name: str
     """The served model: what replies and spans call it."""
     engine: Engine | None = None
-    backends: Backends | None = None
+    servers: Backends | None = None
     """The servers of `provider`."""
     send_model: str = ""
     """What the provider calls the model."""
@@ -36,10 +36,10 @@ class Route:
 
     @property
     def provider(self) -> Provider | None:
-        return self.backends.provider if self.backends else None
+        return self.servers.provider if self.servers else None
 
 
-class Routes:
+class Router:
     """The table. `default_model` names an engine, or a model that a rule fits: it serves requests that name no model
     and, with `accept_any_model`, those that name an unknown one; a single engine is its own default. Raises ConfigError
     on a rule or a default that leads nowhere."""
@@ -47,15 +47,15 @@ class Routes:
     def __init__(
         self,
         engines: Mapping[str, Engine],
-        rules: Sequence[Rule] = (),
-        backends: Mapping[str, Backends] | None = None,
+        rules: Sequence[RouteRule] = (),
+        servers: Mapping[str, Backends] | None = None,
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
     ) -> None:
-        self._engines, self._rules, self._backends = dict(engines), tuple(rules), dict(backends or {})
+        self._engines, self._rules, self._servers = dict(engines), tuple(rules), dict(servers or {})
         self._accept_any = accept_any_model
-        self._known: dict[tuple[str | None, str | None, str], Route] = {}
+        self._cache: dict[tuple[str | None, str | None, str], ModelRoute] = {}
         self._check_rules()
         named = [rule.model for rule in rules if not rule.is_pattern]
         self.models: tuple[str, ...] = tuple(dict.fromkeys([*engines, *named]))
@@ -75,20 +75,20 @@ class Routes:
             return True
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
-    def resolve(self, model: str | None, agent: str | None = None, path: str = "") -> Route:
-        """Where a call to `path` goes ("messages", say). Raises Problem 400 where no model is named, 404 for an unknown
-        one."""
+    def resolve(self, model: str | None, agent: str | None = None, path: str = "") -> ModelRoute:
+        """Where a call to `path` goes ("messages", say). Raises ApiError 400 where no model is named, 404 for an
+        unknown one."""
         dialect = "anthropic" if path == "messages" else "openai"
-        if (known := self._known.get((model, agent, dialect))) is not None:
+        if (known := self._cache.get((model, agent, dialect))) is not None:
             return known
         route = self._find(model, agent, dialect)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
         if route is None:
             raise self._unknown(model)
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[model, agent, dialect] = route
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        self._cache[model, agent, dialect] = route
         return route
 
     def names(self, dialect: str) -> list[str]:
@@ -101,43 +101,43 @@ class Routes:
         found = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
         return list(dict.fromkeys(found))
 
-    def open_ended(self, dialect: str) -> list[Backends]:
+    def open_pools(self, dialect: str) -> list[Backends]:
         """The providers of whose models any may be asked for, as a rule leads there by a pattern."""
         found = [
-            self._backends[rule.provider]
+            self._servers[rule.provider]
             for rule in self._rules
             if rule.provider is not None and rule.is_pattern and rule.dialect in (None, dialect)
         ]
         return list(dict.fromkeys(found))
 
-    def leads(self, model: str, dialect: str, backends: Backends) -> bool:
+    def serves_under_own_name(self, model: str, dialect: str, backends: Backends) -> bool:
         """Whether a provider's model is asked for under its own name."""
         route = None if "@" in model else self._find(model, None, dialect)
-        return route is not None and route.backends is backends and route.send_model == model
+        return route is not None and route.servers is backends and route.send_model == model
 
-    def _find(self, model: str | None, agent: str | None, dialect: str | None = None) -> Route | None:
+    def _find(self, model: str | None, agent: str | None, dialect: str | None = None) -> ModelRoute | None:
         for rule in self._rules:
-            if rule.fits(model, agent, dialect) and (route := self._lead(rule, model)) is not None:
+            if rule.matches(model, agent, dialect) and (route := self._route_for(rule, model)) is not None:
                 return route
-        return Route(model, self._engines[model]) if model in self._engines else None
+        return ModelRoute(model, self._engines[model]) if model in self._engines else None
 
-    def _lead(self, rule: Rule, model: str | None) -> Route | None:
+    def _route_for(self, rule: RouteRule, model: str | None) -> ModelRoute | None:
         """None where nothing says which of the provider's models is meant."""
         if rule.engine is not None:
-            return Route(rule.engine, self._engines[rule.engine])
-        backends = self._backends[rule.provider or ""]
+            return ModelRoute(rule.engine, self._engines[rule.engine])
+        backends = self._servers[rule.provider or ""]
         sent = rule.send_model or backends.provider.model or model
         if not sent:
             return None
-        return Route(model or sent, None, backends, sent, rule.price or backends.provider.price)
+        return ModelRoute(model or sent, None, backends, sent, rule.price or backends.provider.price)
 
-    def _unknown(self, model: str | None) -> Problem:
+    def _unknown(self, model: str | None) -> ApiError:
         known = ", ".join(self.models) or "none, start the server with one: agl serve --model DIR"
         if model is None:
-            return bad("model", f"the request names no model; this server has: {known}")
+            return bad_request("model", f"the request names no model; this server has: {known}")
         whose = " to callers of this dialect" if self._find(model, None) is not None else ""
         message = f"the model {model!r} is not served here{whose}; known: {known}"
-        return Problem(404, message, code="model_not_found", param="model")
+        return ApiError(404, message, code="model_not_found", param="model")
 
     def _check_rules(self) -> None:
         for number, rule in enumerate(self._rules, 1):
@@ -145,6 +145,6 @@ class Routes:
             if rule.engine is not None and rule.engine not in self._engines:
                 known = ", ".join(self._engines) or "none"
                 raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
-            if rule.provider is not None and rule.provider not in self._backends:
-                known = ", ".join(self._backends) or "none"
+            if rule.provider is not None and rule.provider not in self._servers:
+                known = ", ".join(self._servers) or "none"
                 raise ConfigError(f"{where} leads to the provider {rule.provider!r}, which is not here; known: {known}")

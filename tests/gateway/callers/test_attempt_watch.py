@@ -6,24 +6,24 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import Contexts
+from agentlightning.gateway.callers.attempts import AttemptCache
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 
 HI = [{"role": "user", "content": "hi"}]
 
 
-class EndedContexts(Contexts):
+class EndedContexts(AttemptCache):
     def __init__(self):
         self.looks = []
 
     def attempts(self):
         return []
 
-    async def ended(self, rollout_id, attempt_id):
+    async def end_reason(self, rollout_id, attempt_id):
         self.looks.append(attempt_id)
-        return Problem(409, "it has ended")
+        return ApiError(409, "it has ended")
 
 
 async def until(true):
@@ -106,7 +106,7 @@ async def test_a_call_that_takes_long_to_leave_is_ended_once():
     watch = AttemptWatch(contexts, lambda *attempt: None, seconds=0.01)
 
     async def call():
-        with watch.under_way(("rollout", "attempt")):
+        with watch.track(("rollout", "attempt")):
             try:
                 await asyncio.sleep(60)
             finally:
@@ -114,7 +114,7 @@ async def test_a_call_that_takes_long_to_leave_is_ended_once():
                 recorded.append(True)
 
     task = asyncio.create_task(call())
-    with pytest.raises(Problem, match="it has ended"):
+    with pytest.raises(ApiError, match="it has ended"):
         await asyncio.wait_for(task, 20)
     assert (recorded, task.cancelling()) == ([True], 0)
     await watch.close()

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from agentlightning.gateway.callers.attempts import Contexts
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.callers.attempts import AttemptCache
+from agentlightning.gateway.errors import ApiError
 from agentlightning.resources import LLM
 
 
@@ -27,7 +27,7 @@ async def start(store, **options):
 
 async def test_the_store_is_asked_once_while_an_attempt_calls_often(store):
     ids, counted = await start(store), Counted(store)
-    contexts = Contexts(counted, recheck_seconds=3600)
+    contexts = AttemptCache(counted, recheck_seconds=3600)
     first = await contexts.get(*ids)
     asked = len(counted.asked)
     assert [await contexts.get(*ids) for _ in range(10)] == [first] * 10
@@ -36,7 +36,7 @@ async def test_the_store_is_asked_once_while_an_attempt_calls_often(store):
 
 async def test_resources_stay_those_the_attempt_began_with(store):
     await store.add_resources({"llm": LLM(endpoint="x", model="m", sampling_parameters={"temperature": 0.5})})
-    contexts, ids = Contexts(store, recheck_seconds=0), await start(store)
+    contexts, ids = AttemptCache(store, recheck_seconds=0), await start(store)
     await contexts.get(*ids)
     await store.add_resources({"llm": LLM(endpoint="x", model="m", sampling_parameters={"temperature": 0.9})})
     assert (await contexts.get(*ids)).sampling_parameters("m") == ("llm", {"temperature": 0.5})
@@ -48,13 +48,13 @@ async def test_a_rollout_bound_to_a_version_of_the_resources_gets_that_one(store
         await store.add_resources(
             {"llm": LLM(endpoint="x", model="m", sampling_parameters={"temperature": temperature})}, name
         )
-    context = await Contexts(store).get(*await start(store, resources_id="one"))
+    context = await AttemptCache(store).get(*await start(store, resources_id="one"))
     assert context.sampling_parameters("m")[1] == {"temperature": 0.1}
 
 
 async def test_only_so_many_attempts_are_remembered(store):
     counted = Counted(store)
-    contexts = Contexts(counted, limit=2, recheck_seconds=3600)
+    contexts = AttemptCache(counted, limit=2, recheck_seconds=3600)
     attempts = [await start(store) for _ in range(3)]
     for ids in attempts:
         await contexts.get(*ids)
@@ -66,17 +66,17 @@ async def test_only_so_many_attempts_are_remembered(store):
 
 
 async def test_a_cancelled_rollout_takes_no_more_calls(store):
-    contexts, ids = Contexts(store, recheck_seconds=0), await start(store)
+    contexts, ids = AttemptCache(store, recheck_seconds=0), await start(store)
     await contexts.get(*ids)
     await store.cancel_rollout(ids[0])
-    with pytest.raises(Problem, match="takes no more calls") as refused:
+    with pytest.raises(ApiError, match="takes no more calls") as refused:
         await contexts.get(*ids)
     assert (refused.value.status, refused.value.retry) == (409, False)
 
 
 async def test_callers_that_come_together_ask_the_store_once_and_one_that_leaves_takes_nothing_along(store):
     counted = Counted(store)
-    contexts, ids = Contexts(counted, recheck_seconds=0), await start(store)
+    contexts, ids = AttemptCache(counted, recheck_seconds=0), await start(store)
     asking = [asyncio.create_task(contexts.get(*ids)) for _ in range(10)]
     await asyncio.sleep(0)
     asking[0].cancel()

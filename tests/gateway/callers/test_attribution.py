@@ -4,7 +4,7 @@ import pytest
 
 from agentlightning.gateway.asgi import headers_by_name
 from agentlightning.gateway.callers.attribution import Attribution
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.unknown_traces import ids_of_trace
 from agentlightning.rollouts import (
@@ -86,7 +86,7 @@ async def test_a_trace_that_somebody_knows_names_its_attempt(store, secret):
     caller = await attribution.caller(within, {})
     assert (caller.attempt, caller.source, caller.trace_id) == (ids, "trace", FOREIGN)
     await attribution.caller(within, in_url(other))
-    with pytest.raises(Problem, match="names no attempt"):  # the trace is around both
+    with pytest.raises(ApiError, match="names no attempt"):  # the trace is around both
         await attribution.caller(within, {})
 
 
@@ -122,14 +122,14 @@ async def test_a_worker_is_asked_for_what_it_runs_at_the_time_of_the_call(store,
 async def test_between_two_attempts_a_call_of_a_worker_is_nobodys(store, whose):
     ids = await start(store, "w")
     await store.update_attempt(*ids, status="succeeded")
-    with pytest.raises(Problem, match="'w' is between two attempts") as refused:
+    with pytest.raises(ApiError, match="'w' is between two attempts") as refused:
         await whose(path_params={"worker_id": "w"})
     assert (refused.value.status, refused.value.retry) == (409, False)
 
 
 async def test_a_worker_with_several_attempts_has_to_be_told_which(store, whose):
     first, second = await start(store, "w"), await start(store, "w")
-    with pytest.raises(Problem, match="runs 2 attempts at once") as refused:
+    with pytest.raises(ApiError, match="runs 2 attempts at once") as refused:
         await whose(path_params={"worker_id": "w"})
     assert (refused.value.status, refused.value.code) == (409, "worker_ambiguous")
     assert (await whose(trace(first), {"worker_id": "w"})).attempt == first
@@ -137,7 +137,7 @@ async def test_a_worker_with_several_attempts_has_to_be_told_which(store, whose)
 
 
 async def test_a_worker_nobody_has_heard_of_is_not_found(whose):
-    with pytest.raises(Problem, match="knows no worker 'w'") as refused:
+    with pytest.raises(ApiError, match="knows no worker 'w'") as refused:
         await whose(path_params={"worker_id": "w"})
     assert refused.value.status == 404
 
@@ -160,7 +160,7 @@ def test_the_environment_of_a_worker_holds_its_url_and_its_key(secret):
 @pytest.mark.parametrize("key", ["agl-worker-", "agl-worker-!!.0", "agl-worker-/w.0", "agl-a.b.c", "agl-worker-ß.0"])
 async def test_a_key_nobody_made_is_refused(whose, key):
     if key.isascii():
-        with pytest.raises(Problem, match="not valid here"):
+        with pytest.raises(ApiError, match="not valid here"):
             await whose(bearer(key), {"worker_id": "w"})
 
 
@@ -180,7 +180,7 @@ async def test_what_a_request_names_beats_the_context_it_is_made_in(store, secre
     assert (caller.attempt, caller.source) == (mine, path)
     assert caller.ignored == (f"{inherited[1]} of the header",)
     assert attribution.conflicts == 1
-    assert attribution.caller_now(headers, in_url(mine)) is None  # the long way, where it is counted
+    assert attribution.try_caller(headers, in_url(mine)) is None  # the long way, where it is counted
 
 
 async def test_a_client_kept_from_an_earlier_attempt_is_the_one_of_whoever_calls(store, secret, whose):
@@ -196,9 +196,9 @@ async def test_a_client_kept_from_an_earlier_attempt_is_the_one_of_whoever_calls
 async def test_the_url_with_the_key_of_another_attempt_is_refused_whatever_the_context(store, secret, whose):
     mine, other = await start(store), await start(store)
     headers = bearer(attempt_key(secret, *other)) | {"x-agentlightning-attempt": attempt_key(secret, *mine)}
-    with pytest.raises(Problem, match="belongs to another attempt"):
+    with pytest.raises(ApiError, match="belongs to another attempt"):
         await whose(headers, in_url(mine))
-    with pytest.raises(Problem, match="asks for the AGL_KEY"):  # a proof for another attempt opens nothing
+    with pytest.raises(ApiError, match="asks for the AGL_KEY"):  # a proof for another attempt opens nothing
         await whose({"x-agentlightning-attempt": attempt_key(secret, *other)}, in_url(mine), require_key=True)
 
 
@@ -208,7 +208,7 @@ async def test_a_call_on_behalf_of_another_attempt_needs_something_that_agrees(s
     assert (await whose(doubt, in_url(works_for))).attempt == works_for
     assert (await whose(doubt, in_process_of("w", works_for))).attempt == works_for
     for headers, path in (({}, in_process_of("w", begun_in)), (trace(begun_in), {})):
-        with pytest.raises(Problem, match="nothing proves whose call") as refused:
+        with pytest.raises(ApiError, match="nothing proves whose call") as refused:
             await whose(doubt | headers, path)
         assert (refused.value.status, refused.value.code) == (409, "attempt_ambiguous")
 
@@ -222,14 +222,14 @@ async def test_a_reward_function_cannot_use_a_client_of_the_agents(store, secret
         (bearer(attempt_key(secret, *ids)), {}),
         (bearer(worker_key(secret, "w")), {}),
     ):
-        with pytest.raises(Problem, match="reward function") as refused:
+        with pytest.raises(ApiError, match="reward function") as refused:
             await whose(judge | headers, path)
         assert (refused.value.status, refused.value.code) == (409, "judge_as_agent")
     assert (await whose(judge, allow_unattributed=True)).attempt is None
 
 
 async def test_a_header_that_proves_nothing_is_refused(whose):
-    with pytest.raises(Problem, match="x-agentlightning-attempt") as refused:
+    with pytest.raises(ApiError, match="x-agentlightning-attempt") as refused:
         await whose({"x-agentlightning-attempt": "agl-ro.at.sig"}, {"rollout_id": "ro", "attempt_id": "at"})
     assert refused.value.status == 401
     assert "sig" not in refused.value.message
@@ -261,7 +261,7 @@ async def test_baggage_may_come_in_several_headers(store, whose):
 
 async def test_baggage_of_an_attempt_that_is_not_of_its_rollout_is_not_followed(store, whose):
     one, two = await start(store), await start(store)
-    with pytest.raises(Problem, match="names no attempt"):
+    with pytest.raises(ApiError, match="names no attempt"):
         await whose({"baggage": f"agentlightning.rollout_id={one[0]},agentlightning.attempt_id={two[1]}"})
 
 
@@ -273,7 +273,7 @@ async def test_keys_of_two_parties_are_refused(store, whose, secret):
         (bearer(worker_key(secret, "w")), {"worker_id": "v"}),
         (bearer(worker_key(secret, "w")) | trace(ids), {"worker_id": "w"}),
     ):
-        with pytest.raises(Problem, match="API key belongs to") as refused:
+        with pytest.raises(ApiError, match="API key belongs to") as refused:
             await whose(headers, path)
         assert refused.value.status == 401
     assert (await whose(bearer(worker_key(secret, "w")), in_url(mine))).attempt == mine
@@ -284,13 +284,13 @@ async def test_where_keys_are_asked_for_nothing_else_is_enough(store, whose, hin
     ids = await start(store, "w")
     headers = {"trace": trace(ids), "baggage": {"baggage": f"agentlightning.attempt_id={ids[1]}"}}.get(hint, {})
     path = {"url": in_url(ids), "worker": {"worker_id": "w"}}.get(hint, {})
-    with pytest.raises(Problem, match="asks for the AGL_KEY") as refused:
+    with pytest.raises(ApiError, match="asks for the AGL_KEY") as refused:
         await whose(headers, path, require_key=True)
     assert refused.value.status == 401
 
 
 async def test_a_call_that_names_nobody_is_refused_unless_that_is_allowed(whose):
-    with pytest.raises(Problem, match="names no attempt"):
+    with pytest.raises(ApiError, match="names no attempt"):
         await whose({"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"})
     assert (await whose(allow_unattributed=True)).attempt is None
 
@@ -299,7 +299,7 @@ async def test_a_url_of_one_point_o_says_its_mode(store, whose):
     ids = await start(store)
     caller = await whose(path_params={**in_url(ids), "mode": "val"})
     assert caller.attributes() == {ATTRIBUTION: "url", MODE: "val"}
-    with pytest.raises(Problem, match="mode 'test'") as refused:
+    with pytest.raises(ApiError, match="mode 'test'") as refused:
         await whose(path_params={**in_url(ids), "mode": "test"})
     assert refused.value.status == 404
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from agentlightning.gateway.dialects.openai.chat import read_request
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT, VIOLATIONS
 from agentlightning.testing import ByteChatFormat
 
@@ -133,6 +133,6 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("message", IMPOSSIBLE)
 def test_what_no_answer_could_be_checked_against_is_refused(message):
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | IMPOSSIBLE[message]
-    with pytest.raises(Problem, match=message) as refused:
+    with pytest.raises(ApiError, match=message) as refused:
         read_request(json.dumps(body).encode())
     assert refused.value.status == 400

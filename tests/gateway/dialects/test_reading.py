@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.app import DIALECTS
 from agentlightning.gateway.dialects.response_store import Recall
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}, "strict": True}
 SHAPE = {"name": "x", "schema": {"type": "object"}}
@@ -108,8 +108,8 @@ def test_a_body_with_anything_anywhere_is_read_or_refused(path, data):
     body = replaced(body, where, data.draw(ODD))
     try:
         request = DIALECTS[path].read(json.dumps(body).encode(), Recall())
-    except Problem as problem:
-        refused = problem
+    except ApiError as api_error:
+        refused = api_error
     else:
         assert request.messages or request.prompts
         return

@@ -6,7 +6,7 @@ import pytest
 from agentlightning.gateway.dialects.message_digest import extend_digest, message_digests
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import Kept, Recall
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 
 ATTEMPT = ("ro-1", "at-1")
 
@@ -42,9 +42,9 @@ def test_another_attempt_and_a_stranger_find_nothing():
     kept = Kept()
     say(kept, "r1", [user("a")], "A")
     for attempt in (("ro-1", "at-2"), None):
-        with pytest.raises(Problem, match="'r1' is not kept here"):
+        with pytest.raises(ApiError, match="'r1' is not kept here"):
             kept.recall(attempt).messages("r1")
-        with pytest.raises(Problem, match="'item-r1' is not kept here"):
+        with pytest.raises(ApiError, match="'item-r1' is not kept here"):
             kept.recall(attempt).item("item-r1")
 
 
@@ -63,7 +63,7 @@ def test_a_reply_that_was_not_stored_is_continued_and_not_retrieved():
     kept = Kept()
     say(kept, "r1", [user("a")], "A", body=None)
     assert len(kept.recall(ATTEMPT).messages("r1")) == 2
-    with pytest.raises(Problem) as refused:
+    with pytest.raises(ApiError) as refused:
         kept.body(ATTEMPT, "r1")
     assert refused.value.status == 404
 
@@ -74,7 +74,7 @@ def test_a_deleted_reply_gives_its_room_back():
     size = kept.size
     kept.delete(ATTEMPT, "r1")
     assert kept.size == size - 100
-    with pytest.raises(Problem, match="no response 'r1'"):
+    with pytest.raises(ApiError, match="no response 'r1'"):
         kept.delete(ATTEMPT, "r1")
 
 
@@ -99,5 +99,5 @@ def test_a_reply_to_an_image_is_not_gone_on_with_by_a_model_that_reads_text():
     kept.keep(attempt, "resp_1", digests, messages, {"role": "assistant", "content": "A cat."}, None, ())
     more = orjson.dumps({"input": "Sure?", "previous_response_id": "resp_1"})
     assert len(RESPONSES.read(more, kept.recall(attempt), attachments=True).messages) == 3
-    with pytest.raises(Problem, match="goes on from images or files"):
+    with pytest.raises(ApiError, match="goes on from images or files"):
         RESPONSES.read(more, kept.recall(attempt))

@@ -108,7 +108,7 @@ async def test_both_ways_record_and_answer_the_same(ask):
     service, _, http = await ask(lambda seen: Reply(chat_answer("First.")))
     first = await call(service, http)
     await asyncio.sleep(0)
-    service.gateway._contexts.doubt(service.rollout_id, service.attempt_id)  # the store is asked again: the other way
+    service.gateway._contexts.invalidate(service.rollout_id, service.attempt_id)  # now the store is asked: task path
     second = await call(service, http)
     assert first.json() == second.json()
     assert dict(first.headers) == dict(second.headers)

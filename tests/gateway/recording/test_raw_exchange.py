@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.gateway.callers.agents import Agent
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.callers.client_retries import Repeat
+from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.forwarding.passthrough import Forward
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import READERS, hear
-from agentlightning.gateway.routing import Route
+from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.provider import Price, Provider, Usage
 from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.testing.provider import chat_answer, messages_answer
@@ -32,7 +32,7 @@ CALLER = Caller(
     temperature=1.0,
     ignored=("x",),
     agent=Agent("writer", "k", "theirs", ("y",)),
-    repeat=Repeat("digest", 2),
+    repeat=RequestIdentity("digest", 2),
 )
 RESPONSE = {
     "id": "resp_1",
@@ -70,7 +70,7 @@ def exchange(path, request, answer):
         name="them", dialect=dialect, base_urls=("http://127.0.0.1:1",), price=Price(input=1.0, output=2.0)
     )
     backends = Backends(provider, lambda: None)
-    route = Route("theirs", None, backends, "big-1", provider.price)
+    route = ModelRoute("theirs", None, backends, "big-1", provider.price)
     forward = Forward(path, route, CALLER, request, {}, "cd" * 16, {"top_k": 5}, 1000.5)
     call = forward.call()
     call.body = orjson.dumps(answer)

@@ -13,7 +13,7 @@ from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import Recall
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.translation.requests import body_of
 from agentlightning.gateway.translation.requests.base import given_params
 from agentlightning.gateway.upstream.provider import Provider
@@ -103,7 +103,7 @@ def test_documents_are_told_as_files_or_as_the_text_they_are(source, part):
 
 @pytest.mark.parametrize("source", [{"type": "url", "url": "https://h/a.pdf"}, {"type": "file", "file_id": "f1"}])
 def test_a_document_that_only_anthropic_could_find_is_refused_by_name(source):
-    with pytest.raises(Problem, match=r"document|address") as caught:
+    with pytest.raises(ApiError, match=r"document|address") as caught:
         chat_of(messages=[{"role": "user", "content": [{"type": "document", "source": source}]}])
     assert caught.value.param == "messages"
 
@@ -197,7 +197,7 @@ def test_files_are_told_as_documents():
     there = {"type": "input_file", "file_url": "https://h/a.pdf"}
     body, _ = put(RESPONSES, {"input": [{"role": "user", "content": [there]}]}, ANTHROPIC)
     assert body["messages"][0]["content"][0]["source"] == {"type": "url", "url": "https://h/a.pdf"}
-    with pytest.raises(Problem, match="file"):
+    with pytest.raises(ApiError, match="file"):
         messages_of(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f1"}}]}])
 
 
@@ -210,7 +210,7 @@ def test_how_hard_to_think_is_told_in_anthropics_words():
     assert (body["output_config"]["effort"], body["output_config"]["format"]["type"]) == ("high", "json_schema")
     body, lost = put(RESPONSES, {"input": "hi", "reasoning": {"effort": "none"}}, ANTHROPIC)
     assert (body["thinking"], "output_config" in body, lost) == ({"type": "disabled"}, False, ())
-    with pytest.raises(Problem, match="use none, minimal, low"):
+    with pytest.raises(ApiError, match="use none, minimal, low"):
         messages_of(reasoning_effort="some")
 
 
@@ -260,7 +260,7 @@ def test_stop_strings_and_choices_of_tools_have_anthropics_names():
     ],
 )
 def test_what_anthropic_cannot_be_asked_is_refused_by_the_callers_name_for_it(dialect, asked, param):
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(ApiError) as caught:
         put(dialect, asked, ANTHROPIC)
     assert (caught.value.status, caught.value.param) == (400, param)
 
@@ -339,7 +339,7 @@ def test_values_that_change_nothing_are_left_out_where_there_is_no_word_for_them
 @pytest.mark.parametrize("name", ["guided_json", "structured_outputs"])
 def test_a_schema_in_the_words_of_vllm_is_not_dropped_silently(name):
     schema = {"type": "object"}
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(ApiError) as caught:
         messages_of(**{name: {"json": schema} if name == "structured_outputs" else schema})
     assert caught.value.param == name
 

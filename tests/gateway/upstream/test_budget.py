@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import BudgetConfig
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.provider_response import READERS, Heard, hear, usage_of
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.provider import Price, Usage
@@ -27,8 +27,8 @@ async def test_nothing_is_ever_overspent(calls):
     for rollout, worst, share in calls:
         try:
             held.append((rollout, worst * share, await budgets.reserve(rollout, worst, 10)))
-        except Problem as problem:
-            assert problem.status == 402  # noqa: PT017  most calls fit
+        except ApiError as api_error:
+            assert api_error.status == 402  # noqa: PT017  most calls fit
         if len(held) > 3:
             paid, dollars, reservation = held.pop(0)
             reservation.settle(dollars, 5)
@@ -42,7 +42,7 @@ async def test_nothing_is_ever_overspent(calls):
 async def test_what_is_set_aside_is_given_back_once():
     budgets = Budgets(BudgetConfig(rollout_tokens=100))
     first = await budgets.reserve("ro-1", 0, 100)
-    with pytest.raises(Problem, match="100 set aside for calls under way; this call may use 1"):
+    with pytest.raises(ApiError, match="100 set aside for calls under way; this call may use 1"):
         await budgets.reserve("ro-1", 0, 1)
     first.settle(0, 30)
     first.release()
@@ -63,7 +63,7 @@ async def test_the_spans_of_a_rollout_say_what_it_has_spent_before_a_restart(sto
     budgets = Budgets(BudgetConfig(rollout_dollars=1, rollout_tokens=100), store)
     calls = [budgets.reserve(ids[0], 0.1, 31) for _ in range(3)]
     results = await asyncio.gather(*calls, return_exceptions=True)
-    assert [isinstance(result, Problem) for result in results] == [False, False, True]
+    assert [isinstance(result, ApiError) for result in results] == [False, False, True]
     assert budgets.spent(ids[0]).dollars == pytest.approx(0.8)
 
 
@@ -77,7 +77,7 @@ async def test_the_servers_total_outlives_it_with_calls_under_way_at_their_worst
     first.close()
     second = Budgets(config, file=file)
     assert (second.total.dollars, second.total.tokens) == (0.75, 20)
-    with pytest.raises(Problem, match="the budget of this server is spent"):
+    with pytest.raises(ApiError, match="the budget of this server is spent"):
         await second.reserve("ro-3", 0.26, 10)
     second.close()
 
@@ -120,9 +120,9 @@ async def test_calls_of_no_rollout_share_no_rollouts_limit_and_all_share_the_ser
     budgets = Budgets(BudgetConfig(rollout_tokens=100, tokens=350))
     for _ in range(2):
         (await budgets.reserve("", 0, 100)).settle(0, 100)
-    with pytest.raises(Problem, match="rollout 'ro-1'"):
+    with pytest.raises(ApiError, match="rollout 'ro-1'"):
         await budgets.reserve("ro-1", 0, 101)
-    with pytest.raises(Problem, match="the budget of this server"):
+    with pytest.raises(ApiError, match="the budget of this server"):
         await budgets.reserve("", 0, 200)
     assert budgets.total.tokens == 200
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import BudgetConfig, GatewayConfig
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.call import Ask, Call
@@ -125,7 +125,7 @@ async def test_a_server_that_says_it_is_not_well_is_left_alone_before_a_call_mee
 async def test_a_call_is_never_refused_for_want_of_a_well_server():
     async with ScriptedProvider([BROKEN] * 6 + [FINE]) as server, connected(made_of(server, retries=0)) as backends:
         for _ in range(6):
-            with pytest.raises(Problem):
+            with pytest.raises(ApiError):
                 await call(backends)
         assert backends.all[0].health.doubted
         assert (await call(backends)).status == 200
@@ -155,18 +155,18 @@ async def test_a_call_that_failed_before_its_answer_is_sent_once_more(first):
 async def test_what_is_the_callers_affair_is_not_sent_again(status):
     refused = Reply({"error": {"message": "too long", "code": "context_length_exceeded", "param": "messages"}}, status)
     async with ScriptedProvider([refused, FINE]) as server, connected(made_of(server)) as backends:
-        with pytest.raises(Problem, match="too long") as caught:
+        with pytest.raises(ApiError, match="too long") as caught:
             await call(backends)
-        problem = caught.value
-        assert (problem.status, problem.code, problem.param) == (status, "context_length_exceeded", "messages")
-        assert (problem.retry, len(server.seen)) == (False, 1)
+        api_error = caught.value
+        assert (api_error.status, api_error.code, api_error.param) == (status, "context_length_exceeded", "messages")
+        assert (api_error.retry, len(server.seen)) == (False, 1)
 
 
 async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
     begun = Reply(events=chat_events(["Hel", "lo."])[:2], end="close")
     async with ScriptedProvider([begun, FINE]) as server, connected(made_of(server)) as backends:
         async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
-            with pytest.raises(Problem, match="closed the connection"):
+            with pytest.raises(ApiError, match="closed the connection"):
                 [events async for events in asked.events()]
         assert (len(server.seen), asked.retries) == (1, 0)
 
@@ -186,7 +186,7 @@ async def test_an_outage_is_not_multiplied():
         calls = 60
 
         async def one():
-            with pytest.raises(Problem):
+            with pytest.raises(ApiError):
                 await call(backends)
 
         await asyncio.gather(*(one() for _ in range(calls)))
@@ -197,7 +197,7 @@ async def test_an_outage_that_goes_on_is_not_multiplied_either(monkeypatch):
     monkeypatch.setattr(call_module, "_BACKOFF_SECONDS", 0.0)
     async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as backends:
         for _ in range(60):  # one after the other: each might have saved up for its own repetition
-            with pytest.raises(Problem):
+            with pytest.raises(ApiError):
                 await call(backends)
         assert 60 + RETRY_FLOOR <= len(server.seen) <= 60 * 1.2 + RETRY_FLOOR
 
@@ -205,7 +205,7 @@ async def test_an_outage_that_goes_on_is_not_multiplied_either(monkeypatch):
 async def test_who_asks_to_be_left_alone_for_long_is_not_asked_again_and_the_caller_may_be():
     busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after": "30"})
     async with ScriptedProvider([busy]) as server, connected(made_of(server, max_wait_seconds=5)) as backends:
-        with pytest.raises(Problem) as caught:
+        with pytest.raises(ApiError) as caught:
             await call(backends)
         assert (caught.value.status, caught.value.retry, caught.value.retry_after) == (429, True, 30)
         assert len(server.seen) == 1
@@ -220,7 +220,7 @@ async def test_all_calls_of_a_model_wait_as_long_as_its_server_asked_one_of_them
         return busy if len(times) == 1 else FINE
 
     async with ScriptedProvider(answer) as server, connected(made_of(server, retries=0)) as backends:
-        with pytest.raises(Problem):
+        with pytest.raises(ApiError):
             await call(backends, body=b'{"model": "a"}', model="a")
         await call(backends, body=b'{"model": "b"}', model="b")
         await asyncio.gather(*(call(backends, body=b'{"model": "a"}', model="a") for _ in range(3)))
@@ -235,7 +235,7 @@ async def test_a_call_is_turned_away_at_once_where_its_server_wants_none_for_lon
     busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after": "30"})
     async with ScriptedProvider([busy, FINE]) as server, connected(made_of(server, max_wait_seconds=5)) as backends:
         for _ in range(2):
-            with pytest.raises(Problem) as caught:
+            with pytest.raises(ApiError) as caught:
                 await call(backends)
             assert (caught.value.status, caught.value.retry) == (429, True)
             assert 29 <= caught.value.retry_after <= 30
@@ -261,7 +261,7 @@ async def test_a_budget_knows_of_an_answer_that_broke_off_before_the_call_is_sen
     budgets = Budgets(BudgetConfig(rollout_tokens=most))
     half = Reply(chat_answer("Hello."), end="close")
     async with ScriptedProvider([half] * 3) as server, connected(made_of(server), budgets=budgets) as backends:
-        with pytest.raises(Problem) as caught:
+        with pytest.raises(ApiError) as caught:
             await call(backends, body=b"x" * 400, max_output_tokens=50, rollout_id="ro-1")
         assert (caught.value.status, len(server.seen)) == (402 if tries == 1 else 502, tries)
         account = budgets.spent("ro-1")
@@ -275,7 +275,7 @@ async def test_a_busy_server_passes_its_call_to_another_at_once():
         ScriptedProvider(lambda seen: busy) as two,
         connected(made_of(one, two)) as backends,
     ):
-        with pytest.raises(Problem):
+        with pytest.raises(ApiError):
             await call(backends, "x")
         assert (len(one.seen), len(two.seen)) == (1, 1)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.upstream.provider import Provider, passed_headers
+from agentlightning.gateway.upstream.provider import Provider, visible_headers
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.util.settings import dump_toml, load_settings
@@ -42,25 +42,25 @@ KEPT_BACK = [
 
 def test_callers_see_request_ids_rate_limits_and_when_to_come_back_and_nothing_else():
     mixed = [header for pair in zip(SEEN, KEPT_BACK, strict=False) for header in pair] + KEPT_BACK[len(SEEN) :]
-    assert passed_headers(mixed) == SEEN
+    assert visible_headers(mixed) == SEEN
 
 
 @pytest.mark.parametrize("name", [b"x-request-id", b"request-id"])
 def test_a_request_id_is_found_by_the_sdks_of_either_dialect(name):
-    assert sorted(passed_headers([(name, b"req_1")])) == [(b"request-id", b"req_1"), (b"x-request-id", b"req_1")]
+    assert sorted(visible_headers([(name, b"req_1")])) == [(b"request-id", b"req_1"), (b"x-request-id", b"req_1")]
 
 
 def test_a_header_that_comes_twice_is_passed_twice():
     twice = [(b"x-ratelimit-limit-requests", b"60"), (b"x-ratelimit-limit-requests", b"100")]
-    assert passed_headers(twice) == twice
+    assert visible_headers(twice) == twice
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([name for name, _ in SEEN]), st.binary(max_size=40))))
 def test_what_is_passed_is_always_one_short_line(headers):
-    for _, value in passed_headers(headers):
+    for _, value in visible_headers(headers):
         assert not set(value) & set(b"\r\n\0")
-    assert passed_headers([(b"request-id", b"x" * 70000)]) == []
+    assert visible_headers([(b"request-id", b"x" * 70000)]) == []
 
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def test_a_mistake_beside_a_secret_is_told_without_it(tmp_path, wrong):
 
 def test_a_proxy_of_the_environment_that_cannot_be_used_is_refused_where_it_is_needed(monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "socks5://h:1")
-    Provider(name="x", base_urls=("http://127.0.0.1:8000/v1",)).dial()
+    Provider(name="x", base_urls=("http://127.0.0.1:8000/v1",)).connect_options()
     with pytest.raises(ConfigError, match="ALL_PROXY"):
-        Provider(name="x", base_urls=("https://api.example/v1",)).dial()
+        Provider(name="x", base_urls=("https://api.example/v1",)).connect_options()
 
 
 def test_what_a_provider_is_shown_as_holds_no_key():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.health import FAILURES, Health
 from agentlightning.gateway.upstream.rate_limit import Limits, Rate
 
@@ -75,7 +75,7 @@ async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_c
         await limits.enter(1)
     waiting = [asyncio.create_task(limits.enter(1)) for _ in range(2)]
     await settled()
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(ApiError) as caught:
         await limits.enter(1)
     assert (caught.value.status, caught.value.retry, caught.value.retry_after) == (429, True, 30)
     for task in waiting:
@@ -87,18 +87,18 @@ async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_c
 async def test_a_wait_for_calls_under_way_ends_as_well():
     limits = Limits("them", 1, max_wait_seconds=0.02)
     await limits.enter(1)
-    with pytest.raises(Problem, match="1 calls under way"):
+    with pytest.raises(ApiError, match="1 calls under way"):
         await limits.enter(1)
     impatient = Limits("them", 1, max_wait_seconds=0)
     await impatient.enter(1)
-    with pytest.raises(Problem):
+    with pytest.raises(ApiError):
         await impatient.enter(1)
 
 
 async def test_tokens_that_were_not_used_are_given_back():
     limits = Limits("them", 10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
     await limits.enter(100)
-    with pytest.raises(Problem):
+    with pytest.raises(ApiError):
         await limits.enter(50)
     limits.leave(100, 40)
     await limits.enter(50)
@@ -108,7 +108,7 @@ async def test_a_call_that_is_sent_again_counts_twice():
     limits = Limits("them", 10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
     await limits.enter(1)
     limits.repeated()
-    with pytest.raises(Problem):
+    with pytest.raises(ApiError):
         await limits.enter(1)
 
 

@@ -17,53 +17,55 @@ from contextlib import contextmanager
 from typing import Final
 
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.attempts import Contexts
-from agentlightning.gateway.callers.attribution import Ids
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.callers.attempts import AttemptCache
+from agentlightning.gateway.callers.attribution import AttemptIds
+from agentlightning.gateway.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-End = Callable[[Problem], None]
+End = Callable[[ApiError], None]
 """Ends a call, whose caller is told why."""
 
-SECONDS: Final = 2.0
+CHECK_SECONDS: Final = 2.0
 """Between two looks; a call that is younger is not asked about."""
-REMEMBERED_SECONDS: Final = 30.0
+CACHED_RECHECK_SECONDS: Final = 30.0
 """Until an attempt that is only remembered is asked about again."""
-_AT_ONCE: Final = 64
+_CACHED_PER_CHECK: Final = 64
 """Attempts that are only remembered, for each look."""
 
 
 class AttemptWatch:
     """Looks after the attempts that `contexts` knows. `forget` drops what is remembered of one."""
 
-    def __init__(self, contexts: Contexts, forget: Callable[[str, str], None], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, contexts: AttemptCache, forget: Callable[[str, str], None], seconds: float = CHECK_SECONDS
+    ) -> None:
         self.seconds = seconds
-        self.direct: Callable[[], Iterable[tuple[Ids, float, End]]] = tuple
+        self.fast_calls: Callable[[], Iterable[tuple[AttemptIds, float, End]]] = tuple
         """Calls without a task: (attempt, seconds since the epoch when it began, what ends it)."""
-        self._contexts = contexts
+        self._attempts = contexts
         self._forget = forget
-        self._calls: dict[Ids, dict[End, float]] = {}
+        self._calls: dict[AttemptIds, dict[End, float]] = {}
         """Calls under way, with when each began."""
-        self._remembered: deque[Ids] = deque()
+        self._queue: deque[AttemptIds] = deque()
         """Still to be asked about in this round."""
         self._round_began = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._look: asyncio.Task[None] | None = None
+        self._check_task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def under_way(self, attempt: Ids | None) -> Generator[None]:
-        """Inside, the task is ended with a Problem once its attempt has."""
+    def track(self, attempt: AttemptIds | None) -> Generator[None]:
+        """Inside, the task is ended with a ApiError once its attempt has."""
         if attempt is None:
             yield
             return
-        task, ended = asyncio.current_task(), list[Problem]()
+        task, ended = asyncio.current_task(), list[ApiError]()
         assert task is not None
 
-        def end(problem: Problem) -> None:
+        def end(api_error: ApiError) -> None:
             if not ended:  # A second time would end what it does to leave: the recording of the call.
-                ended.append(problem)
-                task.cancel(problem)
+                ended.append(api_error)
+                task.cancel(api_error)
 
         calls = self._calls.setdefault(attempt, {})
         calls[end] = time.time()
@@ -82,55 +84,55 @@ class AttemptWatch:
 
     def start(self) -> None:
         """Look from now on, as long as there is anything to look after."""
-        if self._timer is None and self._look is None:
-            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._begin)
+        if self._timer is None and self._check_task is None:
+            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._start_check)
 
     async def close(self) -> None:
         """Look no more."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
-        if self._look is not None:
-            self._look.cancel()
-            await asyncio.wait({self._look})
+        if self._check_task is not None:
+            self._check_task.cancel()
+            await asyncio.wait({self._check_task})
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _start_check(self) -> None:
         self._timer = None
-        self._look = asyncio.get_running_loop().create_task(self._ask())
-        self._look.add_done_callback(self._done)
+        self._check_task = asyncio.get_running_loop().create_task(self._check_attempts())
+        self._check_task.add_done_callback(self._check_done)
 
-    def _done(self, look: asyncio.Task[None]) -> None:
-        self._look = None
+    def _check_done(self, look: asyncio.Task[None]) -> None:
+        self._check_task = None
         if look.cancelled():
             return
         if (error := look.exception()) is not None:
             logger.error("attempts could not be looked after", exc_info=error)
-        if self._calls or self._remembered or self._contexts.attempts():
+        if self._calls or self._queue or self._attempts.attempts():
             self.start()
 
-    async def _ask(self) -> None:
+    async def _check_attempts(self) -> None:
         """About attempts with calls that are not young, and some of those that are only remembered."""
         before = time.time() - self.seconds
         waiting = {attempt for attempt, calls in self._calls.items() if any(began < before for began in calls.values())}
-        waiting |= {attempt for attempt, began, _ in self.direct() if began < before}
-        for attempt in [*waiting, *self._next_remembered()]:
+        waiting |= {attempt for attempt, began, _ in self.fast_calls() if began < before}
+        for attempt in [*waiting, *self._next_cached()]:
             try:
-                problem = await self._contexts.ended(*attempt)
+                api_error = await self._attempts.end_reason(*attempt)
             except StoreError as error:
                 return logger.info("the store was asked in vain whether attempts go on: %s", error)
-            if problem is not None:
-                self._end(attempt, problem)
+            if api_error is not None:
+                self._end(attempt, api_error)
 
-    def _next_remembered(self) -> list[Ids]:
+    def _next_cached(self) -> list[AttemptIds]:
         now = time.monotonic()
-        if not self._remembered and now - self._round_began >= min(REMEMBERED_SECONDS, 15 * self.seconds):
+        if not self._queue and now - self._round_began >= min(CACHED_RECHECK_SECONDS, 15 * self.seconds):
             self._round_began = now
-            self._remembered.extend(self._contexts.attempts())
-        return [self._remembered.popleft() for _ in range(min(_AT_ONCE, len(self._remembered)))]
+            self._queue.extend(self._attempts.attempts())
+        return [self._queue.popleft() for _ in range(min(_CACHED_PER_CHECK, len(self._queue)))]
 
-    def _end(self, attempt: Ids, problem: Problem) -> None:
+    def _end(self, attempt: AttemptIds, api_error: ApiError) -> None:
         self._forget(*attempt)
-        for end in [*self._calls.get(attempt, ()), *(end for whose, _, end in self.direct() if whose == attempt)]:
-            end(problem)
+        for end in [*self._calls.get(attempt, ()), *(end for whose, _, end in self.fast_calls() if whose == attempt)]:
+            end(api_error)

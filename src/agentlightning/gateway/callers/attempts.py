@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.resources import LLM
 from agentlightning.rollouts import Attempt, Rollout, RolloutMode, trace_id_of
 from agentlightning.span import new_trace_id
@@ -30,9 +30,9 @@ class AttemptContext:
     trace_id: str = ""
     mode: RolloutMode | None = None
     """Of the rollout."""
-    learned: bool = True
+    trainable: bool = True
     """Whether somebody may learn from its calls; not in the modes val and test."""
-    checked: float = 0.0
+    checked_at: float = 0.0
     """When the store last said that the attempt goes on (monotonic seconds)."""
 
     def sampling_parameters(self, model: str) -> tuple[str, dict[str, Any]]:
@@ -41,99 +41,99 @@ class AttemptContext:
         return (name, llm.sampling_parameters) if llm else ("", {})
 
 
-class Contexts:
+class AttemptCache:
     """The attempts whose calls were served lately."""
 
     def __init__(self, store: LightningStoreBase, limit: int = 16384, recheck_seconds: float = 1.0) -> None:
         self._store = store
         self._limit = limit
-        self._recheck = recheck_seconds
-        self._known: OrderedDict[tuple[str, str], AttemptContext] = OrderedDict()
-        self._asking: dict[tuple[str, str], asyncio.Task[AttemptContext]] = {}
+        self._recheck_seconds = recheck_seconds
+        self._contexts: OrderedDict[tuple[str, str], AttemptContext] = OrderedDict()
+        self._loading: dict[tuple[str, str], asyncio.Task[AttemptContext]] = {}
 
     async def get(self, rollout_id: str, attempt_id: str) -> AttemptContext:
-        """Raises Problem 404 for unknown ids, 409 where the attempt has ended or was superseded. Callers that come
+        """Raises ApiError 404 for unknown ids, 409 where the attempt has ended or was superseded. Callers that come
         together are answered together."""
-        if (fresh := self.fresh(rollout_id, attempt_id)) is not None:
+        if (fresh := self.get_cached(rollout_id, attempt_id)) is not None:
             return fresh
         key = rollout_id, attempt_id
-        asking = self._asking.get(key)
+        asking = self._loading.get(key)
         if asking is None:
-            asking = self._asking[key] = asyncio.create_task(self._ask(rollout_id, attempt_id))
-            asking.add_done_callback(lambda _: self._asking.pop(key, None))
+            asking = self._loading[key] = asyncio.create_task(self._load(rollout_id, attempt_id))
+            asking.add_done_callback(lambda _: self._loading.pop(key, None))
         # Whoever hangs up does not end it for the others.
         return await asyncio.shield(asking)
 
-    async def _ask(self, rollout_id: str, attempt_id: str) -> AttemptContext:
+    async def _load(self, rollout_id: str, attempt_id: str) -> AttemptContext:
         key, now = (rollout_id, attempt_id), time.monotonic()
         rollout = await self._check(rollout_id, attempt_id)
-        context = self._known.get(key) or AttemptContext(
+        context = self._contexts.get(key) or AttemptContext(
             rollout_id,
             attempt_id,
             await self._llms(rollout),
             trace_id_of(attempt_id) or new_trace_id(),
             mode=rollout.mode,
-            learned=rollout.mode not in ("val", "test"),
+            trainable=rollout.mode not in ("val", "test"),
         )
-        context.checked = now
-        self._known[key] = context
-        self._known.move_to_end(key)
-        while len(self._known) > self._limit:
-            self._known.popitem(last=False)
+        context.checked_at = now
+        self._contexts[key] = context
+        self._contexts.move_to_end(key)
+        while len(self._contexts) > self._limit:
+            self._contexts.popitem(last=False)
         return context
 
-    def fresh(self, rollout_id: str, attempt_id: str) -> AttemptContext | None:
+    def get_cached(self, rollout_id: str, attempt_id: str) -> AttemptContext | None:
         """None where the store is to be asked."""
         key = rollout_id, attempt_id
-        context = self._known.get(key)
-        if context is None or time.monotonic() - context.checked >= self._recheck:
+        context = self._contexts.get(key)
+        if context is None or time.monotonic() - context.checked_at >= self._recheck_seconds:
             return None
-        self._known.move_to_end(key)
+        self._contexts.move_to_end(key)
         return context
 
-    def doubt(self, rollout_id: str, attempt_id: str) -> None:
+    def invalidate(self, rollout_id: str, attempt_id: str) -> None:
         """Ask the store again at the next call."""
-        if context := self._known.get((rollout_id, attempt_id)):
-            context.checked = float("-inf")
+        if context := self._contexts.get((rollout_id, attempt_id)):
+            context.checked_at = float("-inf")
 
     def attempts(self) -> list[tuple[str, str]]:
         """(rollout_id, attempt_id) of those that are known."""
-        return list(self._known)
+        return list(self._contexts)
 
-    async def ended(self, rollout_id: str, attempt_id: str) -> Problem | None:
+    async def end_reason(self, rollout_id: str, attempt_id: str) -> ApiError | None:
         """Why an attempt takes no more calls; None where it goes on."""
         try:
             await self._check(rollout_id, attempt_id)
-        except Problem as problem:
-            return problem
+        except ApiError as api_error:
+            return api_error
         return None
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:
-        self._known.pop((rollout_id, attempt_id), None)
+        self._contexts.pop((rollout_id, attempt_id), None)
 
     async def _check(self, rollout_id: str, attempt_id: str) -> Rollout:
         rollout = await self._store.get_rollout_by_id(rollout_id)
         if rollout is None:
-            raise Problem(404, f"the store knows no rollout {rollout_id!r}", code="rollout_not_found")
+            raise ApiError(404, f"the store knows no rollout {rollout_id!r}", code="rollout_not_found")
         latest = await self._store.get_latest_attempt(rollout_id)
         if latest is None or latest.attempt_id != attempt_id:
             raise await self._not_latest(rollout_id, attempt_id)
-        self._refuse_ended(rollout, latest)
+        self._reject_ended(rollout, latest)
         return rollout
 
-    def _refuse_ended(self, rollout: Rollout, attempt: Attempt) -> None:
+    def _reject_ended(self, rollout: Rollout, attempt: Attempt) -> None:
         if attempt.status in _ENDED or rollout.status == "cancelled":
             what = f"the rollout {rollout.rollout_id!r} was cancelled"
             if rollout.status != "cancelled":
                 what = f"the attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} ended as {attempt.status}"
-            raise Problem(409, f"{what}; it takes no more calls", code="attempt_ended", retry=False)
+            raise ApiError(409, f"{what}; it takes no more calls", code="attempt_ended", retry=False)
 
-    async def _not_latest(self, rollout_id: str, attempt_id: str) -> Problem:
+    async def _not_latest(self, rollout_id: str, attempt_id: str) -> ApiError:
         known = {attempt.attempt_id for attempt in await self._store.query_attempts(rollout_id)}
         if attempt_id not in known:
-            return Problem(404, f"rollout {rollout_id!r} has no attempt {attempt_id!r}", code="attempt_not_found")
+            return ApiError(404, f"rollout {rollout_id!r} has no attempt {attempt_id!r}", code="attempt_not_found")
         message = f"a later attempt of rollout {rollout_id!r} has taken the place of {attempt_id!r}; stop calling"
-        return Problem(409, message, code="attempt_superseded", retry=False)
+        return ApiError(409, message, code="attempt_superseded", retry=False)
 
     async def _llms(self, rollout: Rollout) -> dict[str, tuple[str, LLM]]:
         if rollout.resources_id is None:
@@ -144,6 +144,6 @@ class Contexts:
                 message = (
                     f"rollout {rollout.rollout_id!r} uses resources {rollout.resources_id!r}, which are not stored"
                 )
-                raise Problem(500, message, code="resources_not_found", retry=False)
+                raise ApiError(500, message, code="resources_not_found", retry=False)
         resources = update.resources if update else {}
         return {llm.model: (name, llm) for name, llm in resources.items() if isinstance(llm, LLM)}

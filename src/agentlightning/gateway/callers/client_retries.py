@@ -21,7 +21,7 @@ _IDENTITIES: Final = ("idempotency-key", "x-claude-code-session-id", "x-claude-c
 """Claude Code counts nothing, but no conversation of one session sends the same twice unless it got no answer."""
 
 
-class Repeat(Struct, frozen=True):
+class RequestIdentity(Struct, frozen=True):
     """What a call says of having been made before."""
 
     request: str
@@ -29,7 +29,7 @@ class Repeat(Struct, frozen=True):
     retries: int
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> Repeat:
+    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> RequestIdentity:
         """`path`: without what names the attempt."""
         digest = blake2b(body, digest_size=12, key=path.encode()[:64])
         said = [headers[name] for name in _IDENTITIES if name in headers]

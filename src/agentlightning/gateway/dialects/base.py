@@ -15,7 +15,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.content import Piece
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import Recall
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 
 Body = bytes | dict[str, Any]
@@ -99,7 +99,7 @@ class Read(Protocol):
     def __call__(self, body: Body, recall: Recall, attachments: bool = False) -> Request:
         """May be called from any thread. `attachments`: images and files become parts of the messages
         (`gateway.attachments`); else they are refused.
-        Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+        Raises ApiError 400, naming the field, on what is not a request or cannot be honoured."""
         ...
 
 
@@ -115,9 +115,9 @@ class Dialect:
     """What the ids of its tool calls begin with."""
     read: Read
     reply: Callable[[Request, Head], Reply]
-    refusal: Callable[[Problem], bytes]
+    refusal: Callable[[ApiError], bytes]
     """The body of an error reply."""
-    error_event: Callable[[Problem], bytes]
+    error_event: Callable[[ApiError], bytes]
     """A failure after the stream has begun."""
 
 

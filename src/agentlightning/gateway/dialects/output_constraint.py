@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 import jsonschema_rs
 import orjson
 
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 
 Verdict = Literal["enforced", "checked", "violated"]
@@ -99,9 +99,9 @@ JSON_OBJECT: Final = Shape('{"type":"object"}', _is_object)
 
 
 def json_schema(where: str, schema: Any) -> Shape:
-    """What a JSON schema asks for. Raises Problem 400, naming `where`, on what is none."""
+    """What a JSON schema asks for. Raises ApiError 400, naming `where`, on what is none."""
     if not isinstance(schema, dict):
-        raise bad(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
+        raise bad_request(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
     try:
         # Unsorted: an answer that is held to it has its keys in this order.
         written = orjson.dumps(schema).decode()
@@ -110,7 +110,7 @@ def json_schema(where: str, schema: Any) -> Shape:
         valid = _validator(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
     except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
         reason = str(error).partition("\n")[0]
-        raise bad(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None
+        raise bad_request(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None
 
     def check(text: str) -> bool:
         value = _parsed(text)
@@ -136,7 +136,7 @@ def _parsed(text: str) -> Any:
 
 
 def strict_arguments(tools: Sequence[dict[str, Any]] | None) -> dict[str, Check]:
-    """The checks of the tools that say `strict`, by name. Raises Problem 400 on a schema that cannot be checked."""
+    """The checks of the tools that say `strict`, by name. Raises ApiError 400 on a schema that cannot be checked."""
     functions = [tool["function"] for tool in tools or ()]
     return {
         function["name"]: json_schema("tools.parameters", function["parameters"]).check

@@ -16,7 +16,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.message_digest import extend_digest
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import ApiError, bad_request
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
@@ -53,14 +53,14 @@ class Recall:
         self._memory = memory or _Memory()
 
     def messages(self, response_id: str) -> list[Message]:
-        """The conversation up to a reply and with it. Raises Problem 400 for a reply that is not kept."""
+        """The conversation up to a reply and with it. Raises ApiError 400 for a reply that is not kept."""
         reply = self._memory.replies.get(response_id)
         if reply is None:
             message = (
                 f"previous_response_id={response_id!r} is not kept here: replies are kept while their attempt goes on; "
                 "send the whole conversation as input"
             )
-            raise Problem(400, message, code="previous_response_not_found", param="previous_response_id")
+            raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
         messages: list[Message] = []
         digest = reply.tip
         while digest != reply.root:
@@ -69,9 +69,9 @@ class Recall:
         return messages[::-1]
 
     def item(self, item_id: str) -> dict[str, Any]:
-        """An item of a reply. Raises Problem 400 for one that is not kept."""
+        """An item of a reply. Raises ApiError 400 for one that is not kept."""
         if (item := self._memory.items.get(item_id)) is None:
-            raise bad("input", f"the item {item_id!r} is not kept here; send the item itself")
+            raise bad_request("input", f"the item {item_id!r} is not kept here; send the item itself")
         return item
 
     def blocks(self, turn: bytes) -> list[dict[str, Any]]:
@@ -150,15 +150,15 @@ class Kept:
         return memory.providers.get(response_id) if memory else None
 
     def body(self, attempt: Attempt, response_id: str) -> bytes:
-        """A reply as it was sent. Raises Problem 404 for one that is not stored."""
+        """A reply as it was sent. Raises ApiError 404 for one that is not stored."""
         memory = self._attempts.get(attempt)
         reply = memory.replies.get(response_id) if memory else None
         if reply is None or reply.body is None:
-            raise Problem(404, f"no response {response_id!r} is stored for this attempt", code="response_not_found")
+            raise ApiError(404, f"no response {response_id!r} is stored for this attempt", code="response_not_found")
         return reply.body
 
     def delete(self, attempt: Attempt, response_id: str) -> None:
-        """Forget one reply. Raises Problem 404 as `body` does."""
+        """Forget one reply. Raises ApiError 404 as `body` does."""
         size = len(self.body(attempt, response_id))
         memory = self._attempts[attempt]
         del memory.replies[response_id]

@@ -8,14 +8,14 @@ from typing import Any, Final
 
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.validation import short
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 
 Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
 """Name on the wire -> (field of `SamplingParams`, reader that raises ValueError)."""
 
 
 def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, whose: str) -> SamplingParams:
-    """`base` with what `data` sets. Raises Problem 400 naming a value that cannot work; `whose` says where it
+    """`base` with what `data` sets. Raises ApiError 400 naming a value that cannot work; `whose` says where it
     stands."""
     values: dict[str, Any] = {}
     for name, (field, read) in readers.items():
@@ -24,24 +24,24 @@ def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingPar
         try:
             values[field] = read(data[name])
         except (TypeError, ValueError) as error:
-            raise bad(name, f"{whose} sets {name}={short(data[name])}; {error}") from None
+            raise bad_request(name, f"{whose} sets {name}={short(data[name])}; {error}") from None
     return replace(base, **values)
 
 
 def forced_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
-    """What the trainer's LLM resource decides wins. Raises Problem 400 on a name we cannot honour."""
+    """What the trainer's LLM resource decides wins. Raises ApiError 400 on a name we cannot honour."""
     unknown = sorted(set(forced) - set(OPENAI_PARAMS))
     if unknown:
         known = ", ".join(sorted(OPENAI_PARAMS))
         message = f"the LLM resource {resource!r} sets {', '.join(unknown)}, which cannot be honoured; known: {known}"
-        raise bad("sampling_parameters", message)
+        raise bad_request("sampling_parameters", message)
     return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
 
 
 def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
-    """Raises Problem 400, naming the field, on what the engine would ignore."""
+    """Raises ApiError 400, naming the field, on what the engine would ignore."""
     for name in params.unsupported(engine.supported_params):
-        raise bad(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
+        raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
 
 
 def _whole(low: int) -> Callable[[Any], int]:

@@ -1,4 +1,4 @@
-"""Reading the fields of a request: each reader gives a value of the right kind, or a Problem 400 naming the field."""
+"""Reading the fields of a request: each reader gives a value of the right kind, or a ApiError 400 naming the field."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.json_body import parse
 
 MOST_TOP_LOGPROBS: Final = 20
 
 
 def read_json(body: bytes | dict[str, Any]) -> dict[str, Any]:
-    """The body as an object, which it may be already. Raises Problem 400 on anything else."""
+    """The body as an object, which it may be already. Raises ApiError 400 on anything else."""
     try:
         data = body if isinstance(body, dict) else parse(body)
     except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
-        raise Problem(400, f"the body is a JSON {type(data).__name__}, not an object", code="invalid_json")
+        raise ApiError(400, f"the body is a JSON {type(data).__name__}, not an object", code="invalid_json")
     return data
 
 
@@ -29,7 +29,7 @@ def refuse(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> No
     for each, the values that change nothing; null is always one."""
     for name, neutral in fields.items():
         if name in data and data[name] is not None and data[name] not in neutral:
-            raise bad(name, f"{name}={short(data[name])} cannot be honoured here; leave it out")
+            raise bad_request(name, f"{name}={short(data[name])} cannot be honoured here; leave it out")
 
 
 def ignored(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
 
 def expect(where: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise bad(field_of(where), f"{where}={short(value)} must be a {kind.__name__}")
+        raise bad_request(field_of(where), f"{where}={short(value)} must be a {kind.__name__}")
     return value
 
 
@@ -57,7 +57,7 @@ def kind_of(value: Any) -> str | None:
 def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     value = data.get(name)
     if value is not None and (type(value) is not int or not low <= value <= high):
-        raise bad(name, f"{name}={short(value)} must be a whole number from {low} to {high}")
+        raise bad_request(name, f"{name}={short(value)} must be a whole number from {low} to {high}")
     return value
 
 

@@ -19,18 +19,18 @@ from msgspec import MsgspecError, structs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import StoreError
-from agentlightning.gateway.asgi import Outlet, headers_by_name
-from agentlightning.gateway.callers.attribution import Attribution, Caller, Ids
-from agentlightning.gateway.callers.client_retries import Repeat
+from agentlightning.gateway.asgi import ResponseWriter, headers_by_name
+from agentlightning.gateway.callers.attribution import AttemptIds, Attribution, Caller
+from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.concurrency import Slots
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, to_the_end
 from agentlightning.gateway.forwarding.service import Forwarder
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import id_of
 from agentlightning.gateway.upstream.call import Call
-from agentlightning.gateway.upstream.provider import Path
+from agentlightning.gateway.upstream.provider import ApiPath
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Line(Protocol):
         ...
 
 
-Resume = Callable[[Path, Ids | None, Callable[..., Awaitable[None]]], ASGIApp]
+Resume = Callable[[ApiPath, AttemptIds | None, Callable[..., Awaitable[None]]], ASGIApp]
 """Makes an application of the rest of the work on a call of an attempt: of what takes a scope, `receive` and an
 outlet."""
 
@@ -99,7 +99,7 @@ class Direct:
         self._max_body_bytes = max_body_bytes
         self._callers: dict[tuple[bytes, tuple[tuple[bytes, bytes], ...]], tuple[Caller, dict[str, str]]] = {}
 
-    def take(self, path: Path, line: Line) -> bool:
+    def take(self, path: ApiPath, line: Line) -> bool:
         """Serve a call. False, and nothing has happened, where that is for the way that can wait."""
         if self.slots.full or len(line.body) > self._max_body_bytes:
             return False
@@ -117,7 +117,7 @@ class Direct:
             line.when_gone(passing.hung_up)
         return started
 
-    def calls(self) -> list[tuple[Ids, float, Callable[[Problem], None]]]:
+    def calls(self) -> list[tuple[AttemptIds, float, Callable[[ApiError], None]]]:
         """Those under way, for `AttemptWatch`."""
         return [passing.watched for passing in self.under_way]
 
@@ -128,17 +128,17 @@ class Direct:
         if self.unfinished:
             await asyncio.wait(self.unfinished)
 
-    def _plan(self, path: Path, line: Line) -> Forward | None:
+    def _plan(self, path: ApiPath, line: Line) -> Forward | None:
         if line.caller is None:
             return None
         caller, headers = line.caller
         if "content-encoding" in headers:
             return None
-        caller = structs.replace(caller, repeat=Repeat.of(headers, path, line.body))
+        caller = structs.replace(caller, repeat=RequestIdentity.of(headers, path, line.body))
         return self.forwarder.plan_now(path, caller, headers, line.body)
 
     def identify(self, line: Line) -> None:
-        """Note who calls, where its head says so. Raises Problem where the head is enough to refuse the call."""
+        """Note who calls, where its head says so. Raises ApiError where the head is enough to refuse the call."""
         line.caller = self._caller(line)
 
     def _caller(self, line: Line) -> Known | None:
@@ -149,7 +149,7 @@ class Direct:
             caller, headers = known
             return caller, headers if _is_plain(line, len(line.headers) - len(same)) else headers_by_name(line.headers)
         headers = headers_by_name(line.headers)
-        caller = self._attribution.caller_now(headers, line.path_params)
+        caller = self._attribution.try_caller(headers, line.path_params)
         if caller is None:
             return None
         if "traceparent" not in headers and _bytes(line) <= _LONGEST:  # each trace is claimed
@@ -228,19 +228,19 @@ class _Passing:
             work.add_done_callback(self._direct.unfinished.discard)
 
     @property
-    def watched(self) -> tuple[Ids, float, Callable[[Problem], None]]:
+    def watched(self) -> tuple[AttemptIds, float, Callable[[ApiError], None]]:
         """Its attempt, when it began, and what ends it."""
         attempt = self._forward.caller.attempt
         assert attempt is not None
         return attempt, self._forward.started, self.end
 
-    def end(self, problem: Problem) -> None:
+    def end(self, api_error: ApiError) -> None:
         """Its attempt has ended before the provider has answered."""
         self._line.when_gone(None)
         self._direct.under_way.discard(self)
         self._direct.slots.give_back()
         self.call.leave()
-        self._hand_over(partial(self._fail, problem))
+        self._hand_over(partial(self._fail, api_error))
 
     def drop(self) -> None:
         """The server ends."""
@@ -266,17 +266,19 @@ class _Passing:
 
         self._line.hand_over(rest)
 
-    async def _finish(self, kept: Awaitable[None], body: bytes, scope: Any, receive: Any, outlet: Outlet) -> None:
+    async def _finish(
+        self, kept: Awaitable[None], body: bytes, scope: Any, receive: Any, writer: ResponseWriter
+    ) -> None:
         """The answer waits for its record."""
         try:
             await to_the_end(kept)
         finally:
             self.call.leave()
         self._direct.forwarder.count_usage(self._forward)
-        outlet.passed = self.call.passed_headers()
-        await outlet.whole(200, body)
+        writer.extra_headers = self.call.passed_headers()
+        await writer.send_json(200, body)
 
-    async def _fail(self, error: Exception, scope: Any, receive: Any, outlet: Outlet) -> None:
+    async def _fail(self, error: Exception, scope: Any, receive: Any, writer: ResponseWriter) -> None:
         """The answer cannot be read, or not be kept."""
         self.call.settle(None)
         self.call.leave()

@@ -18,10 +18,10 @@ from typing import Any, Final, Self, cast
 import orjson
 
 from agentlightning import span as names
-from agentlightning.gateway.asgi import Outlet
+from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.otel_messages import (
     OPERATIONS,
     as_json,
@@ -30,10 +30,10 @@ from agentlightning.gateway.recording.otel_messages import (
     said_messages,
 )
 from agentlightning.gateway.recording.provider_response import READERS, Choice, Heard, hear
-from agentlightning.gateway.routing import Route
+from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import Ask, Call
 from agentlightning.gateway.upstream.failures import shown_text
-from agentlightning.gateway.upstream.provider import Path
+from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.span import Span, new_span_id
 
 Json = dict[str, Any]
@@ -48,14 +48,14 @@ _LAST: Final = frozenset({"response.completed", "response.incomplete", "response
 
 
 def written(request: Mapping[str, Any]) -> bytes:
-    """A request as it is sent. Raises Problem 400 for one that is nested deeper than can be written."""
+    """A request as it is sent. Raises ApiError 400 for one that is nested deeper than can be written."""
     try:
         return orjson.dumps(request)
     except TypeError as error:
-        raise Problem(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
 
 
-def can_forward(path: Path, route: Route) -> bool:
+def can_forward(path: ApiPath, route: ModelRoute) -> bool:
     """Whether the provider of a route reads calls of this path as they are."""
     return route.provider is not None and route.provider.serves(path)
 
@@ -64,8 +64,8 @@ def can_forward(path: Path, route: Route) -> bool:
 class Forward:
     """One call to a provider in its own dialect. `run` it once."""
 
-    path: Path
-    route: Route
+    path: ApiPath
+    route: ModelRoute
     caller: Caller
     data: Json
     """The request."""
@@ -97,22 +97,22 @@ class Forward:
 
     def call(self) -> Call:
         """The call to the provider, not sent yet."""
-        assert self.route.backends is not None
-        return Call(self.route.backends, self._asked or self._ask())
+        assert self.route.servers is not None
+        return Call(self.route.servers, self._asked or self._ask())
 
     def prepare(self) -> Self:
-        """Write the request, so that one that cannot be sent is refused before it is run. Raises Problem 400."""
+        """Write the request, so that one that cannot be sent is refused before it is run. Raises ApiError 400."""
         self._asked = self._ask()
         return self
 
-    async def run(self, keep: Keep, outlet: Outlet, call: Call | None = None) -> None:
-        """Ask, answer, record. Raises Problem where the provider fails, and what `keep` raises; a failure is recorded
+    async def run(self, keep: Keep, writer: ResponseWriter, call: Call | None = None) -> None:
+        """Ask, answer, record. Raises ApiError where the provider fails, and what `keep` raises; a failure is recorded
         as well. `call` is one that was started and has to be gone on with."""
         call = call or self.call()
         try:
             async with call:
-                outlet.passed = call.passed_headers()
-                await (self._pass_stream if self.stream else self._pass_whole)(call, keep, outlet)
+                writer.extra_headers = call.passed_headers()
+                await (self._pass_stream if self.stream else self._pass_whole)(call, keep, writer)
         except BaseException as error:
             await to_the_end(self.keep_failure(keep, call, error))
             raise
@@ -196,13 +196,13 @@ class Forward:
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
-    async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+    async def _pass_whole(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
         body = self.take(call)
         await self._keep(keep, call)
-        await outlet.whole(200, body)
+        await writer.send_json(200, body)
 
     def take(self, call: Call) -> bytes:
-        """Read a whole answer; returns what the caller is shown of it. Raises Problem where it cannot be read."""
+        """Read a whole answer; returns what the caller is shown of it. Raises ApiError where it cannot be read."""
         body = call.body
         try:
             answer = loads(body)
@@ -214,17 +214,17 @@ class Forward:
             body = orjson.dumps(answer)
         return body
 
-    async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+    async def _pass_stream(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
         last = list[bytes]()
         async for events in call.events():
             shown = [self._hear(event, last) for event in events]
             if passed := b"".join(shown):
-                await outlet.write(passed)
+                await writer.send_events(passed)
         self._check_whole(bool(last))
         call.settle(self.heard.usage)
         await self._keep(keep, call)
-        await outlet.write(b"".join(last) + call.rest)
-        await outlet.close()
+        await writer.send_events(b"".join(last) + call.rest)
+        await writer.close()
 
     def _hear(self, event: bytes, last: list[bytes]) -> bytes:
         """What to show of an event now; `last` gathers what is shown when all is recorded."""
@@ -239,13 +239,13 @@ class Forward:
         return event
 
     def _check_whole(self, ended: bool) -> None:
-        """Raises Problem where a stream ended without its end."""
+        """Raises ApiError where a stream ended without its end."""
         if not ended and not any(choice.reason for choice in self.heard.choices.values()):
             raise self._broken("ended its stream before the answer was whole")
 
-    def _broken(self, what: str) -> Problem:
+    def _broken(self, what: str) -> ApiError:
         name = self.route.provider.name if self.route.provider else ""
-        return Problem(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
+        return ApiError(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Forward:
     def _failed(self, call: Call, error: BaseException) -> list[Span]:
         """What was heard before it failed. It holds no tokens: there is nothing to learn from them."""
         cancelled = isinstance(error, asyncio.CancelledError)
-        if cancelled and error.args and isinstance(error.args[0], Problem):  # its attempt has ended
+        if cancelled and error.args and isinstance(error.args[0], ApiError):  # its attempt has ended
             error, cancelled = error.args[0], False
         kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
         message = "the caller hung up before the answer was whole" if cancelled else str(error)

@@ -17,21 +17,21 @@ import orjson
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
-from agentlightning.gateway.asgi import ClientGone, Outlet, until_gone
+from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
 from agentlightning.gateway.callers.agents import Agents
-from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, can_forward
 from agentlightning.gateway.forwarding.token_count import Counting, estimated_instead
-from agentlightning.gateway.json_body import PIECE, read_object
+from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
 from agentlightning.gateway.local.on_policy import OnPolicy, is_training
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.routing import Route, Routes
+from agentlightning.gateway.routing import ModelRoute, Router
 from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.call import Ask, Call
-from agentlightning.gateway.upstream.provider import COUNT_TOKENS, Path, Price, Usage
+from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath, Price, Usage
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
@@ -47,7 +47,7 @@ class _Led(NamedTuple):
 
     asked: dict[str, Any]
     caller: Caller
-    route: Route
+    route: ModelRoute
 
 
 class Forwarder:
@@ -55,9 +55,9 @@ class Forwarder:
 
     def __init__(
         self,
-        table: Routes,
+        table: Router,
         store: LightningStoreBase,
-        contexts: Contexts,
+        contexts: AttemptCache,
         find_context: Callable[[Caller], Awaitable[AttemptContext]],
         agents: Agents,
         counters: Counters,
@@ -81,48 +81,48 @@ class Forwarder:
         if isinstance(store, JournaledStore):
             self.keep = store.keep
             self.keep_record = store.keep_record if store.keeps_records else None
-            store.on_superseded = contexts.doubt
+            store.on_superseded = contexts.invalidate
 
     async def plan(
-        self, path: Path, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
+        self, path: ApiPath, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
     ) -> Forward | None:
         """The call to make, where it goes to a provider. `asked` is its body, None where that is no object. Raises
-        Problem where it cannot be made."""
+        ApiError where it cannot be made."""
         if (led := self._lead(path, caller, headers, asked)) is None:
             return None
         context = None if caller.attempt is None else await self._find_context(caller)
         return self._prepare(path, headers, led, context).prepare()
 
-    def plan_now(self, path: Path, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
+    def plan_now(self, path: ApiPath, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
         """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be
         known is at hand; else None."""
         attempt = caller.attempt
-        if attempt is None or (context := self._contexts.fresh(*attempt)) is None:
+        if attempt is None or (context := self._contexts.get_cached(*attempt)) is None:
             return None
-        led = self._lead(path, caller, headers, read_object(body)) if len(body) <= PIECE else None
+        led = self._lead(path, caller, headers, parse_object(body)) if len(body) <= MAX_CHUNK_BYTES else None
         if led is None or led.asked.get("stream") or not can_forward(path, led.route):
             return None
         return self._prepare(path, headers, led, context)
 
     def _lead(
-        self, path: Path, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
+        self, path: ApiPath, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
     ) -> _Led | None:
         if asked is None:
             return None
-        caller = caller.spoken_by(self._agents.identify(headers, asked, self._table), self._table)
+        caller = caller.with_agent(self._agents.identify(headers, asked, self._table), self._table)
         model = caller.agent.model
         if model is None and "model" in asked and not isinstance(asked["model"], str):
             return None
         route = self._table.resolve(model, caller.agent.name, path)
-        return _Led(asked, caller, route) if route.backends is not None else None
+        return _Led(asked, caller, route) if route.servers is not None else None
 
     async def run(
-        self, forward: Forward, scope: Scope, receive: Receive, outlet: Outlet, call: Call | None = None
+        self, forward: Forward, scope: Scope, receive: Receive, writer: ResponseWriter, call: Call | None = None
     ) -> None:
-        """Make it and answer. Raises Problem, StoreError, and ClientGone where the caller hung up; a failure is
-        recorded as well. `call` is one that was started and has to be gone on with."""
+        """Make it and answer. Raises ApiError, StoreError, and ClientDisconnected where the caller hung up; a failure
+        is recorded as well. `call` is one that was started and has to be gone on with."""
         with _ended_by_hanging_up(scope, receive):
-            await forward.run(self.keep, outlet, call)
+            await forward.run(self.keep, writer, call)
         self.count_usage(forward)
 
     def count_usage(self, forward: Forward) -> None:
@@ -135,7 +135,7 @@ class Forwarder:
             self._kept.note_provider(attempt, forward.heard.id, provider.name)
 
     async def count(
-        self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, outlet: Outlet
+        self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, writer: ResponseWriter
     ) -> bool:
         """Whether it was a question how many tokens a prompt has for a provider, and is answered: by the provider, by
         its tokenizer or by an estimate. Costs nothing, and is not recorded."""
@@ -143,27 +143,29 @@ class Forwarder:
             return False
         agent = self._agents.identify(headers, asked, self._table)
         route = self._table.resolve(agent.model, agent.name, "messages")
-        if route.backends is None:
+        if route.servers is None:
             return False
         if caller.attempt is not None:
             await self._find_context(caller)
         if not can_forward("messages", route):
             meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | asked, "")
-            await (await self._counting.count(route.backends, meant.data)).tell(outlet)
+            await (await self._counting.count(route.servers, meant.data)).tell(writer)
             return True
         sent = orjson.dumps(asked | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
-        ask = Ask(COUNT_TOKENS, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model)
+        ask = Ask(
+            COUNT_TOKENS_PATH, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
+        )
         try:
-            async with Call(route.backends, ask) as call:
+            async with Call(route.servers, ask) as call:
                 call.settle(Usage())
-        except Problem as problem:
-            await estimated_instead(problem, asked).tell(outlet)
+        except ApiError as api_error:
+            await estimated_instead(api_error, asked).tell(writer)
         else:
-            await outlet.whole(200, call.body)
+            await writer.send_json(200, call.body)
         return True
 
-    def _prepare(self, path: Path, headers: Mapping[str, str], led: _Led, context: AttemptContext | None) -> Forward:
+    def _prepare(self, path: ApiPath, headers: Mapping[str, str], led: _Led, context: AttemptContext | None) -> Forward:
         asked, caller, route = led
         resource, forced, trace_id = "", dict[str, Any](), ""
         if context is None:
@@ -192,12 +194,12 @@ class Forwarder:
         more calls."""
         for span in await self._store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
-                self._contexts.doubt(span.rollout_id, span.attempt_id)
+                self._contexts.invalidate(span.rollout_id, span.attempt_id)
 
 
 @contextmanager
 def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
-    """Inside, a caller that hangs up ends the work of this task; raises ClientGone where one did."""
+    """Inside, a caller that hangs up ends the work of this task; raises ClientDisconnected where one did."""
     task, gone, left = asyncio.current_task(), list[bool](), list[bool]()
     assert task is not None
     end = partial(_end, task, gone, left)
@@ -206,7 +208,7 @@ def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
     if tell is not None:
         tell(end)
     else:
-        watch = asyncio.create_task(until_gone(receive))
+        watch = asyncio.create_task(wait_for_disconnect(receive))
         watch.add_done_callback(lambda watch: None if watch.cancelled() else end())
     try:
         yield
@@ -214,7 +216,7 @@ def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
         if not gone:
             raise
         task.uncancel()
-        raise ClientGone from None
+        raise ClientDisconnected from None
     finally:
         left.append(True)
         if tell is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from agentlightning.gateway.callers.attribution import Ids
+from agentlightning.gateway.callers.attribution import AttemptIds
 from agentlightning.gateway.upstream.failures import of_answer, of_transport
 from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.transport import TransportError
 
 
-async def ask_provider(backends: Backends, method: str, attempt: Ids, response_id: str) -> bytes:
-    """What the provider answers. Raises Problem."""
+async def ask_provider(backends: Backends, method: str, attempt: AttemptIds, response_id: str) -> bytes:
+    """What the provider answers. Raises ApiError."""
     provider, backend = backends.provider, backends.choose("/".join(attempt))
     try:
         answer = await backends.transport.send(
@@ -28,7 +28,7 @@ async def ask_provider(backends: Backends, method: str, attempt: Ids, response_i
         async with answer:
             body = await answer.read()
     except TransportError as error:
-        raise of_transport(provider, error).problem from error
+        raise of_transport(provider, error).api_error from error
     if not 200 <= answer.status < 300:
-        raise of_answer(provider, answer.status, answer.headers, body).problem
+        raise of_answer(provider, answer.status, answer.headers, body).api_error
     return backends.redactor.answer(body)

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal, cast
 import orjson
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.asgi import Outlet
+from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.anthropic.messages import count_reply
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.servers import Backends
 from agentlightning.gateway.upstream.token_bound import likely_tokens
 from agentlightning.transport import TransportError
@@ -41,10 +41,10 @@ class Count:
     tokens: int
     how: Literal["tokenizer", "estimate"]
 
-    async def tell(self, outlet: Outlet) -> None:
+    async def tell(self, writer: ResponseWriter) -> None:
         """Answer as Anthropic does."""
-        outlet.passed = [(HEADER, self.how.encode())]
-        await outlet.whole(200, count_reply(self.tokens))
+        writer.extra_headers = [(HEADER, self.how.encode())]
+        await writer.send_json(200, count_reply(self.tokens))
 
 
 class Counting:
@@ -71,11 +71,11 @@ class Counting:
         return Count(likely_tokens(asked), "estimate")
 
 
-def estimated_instead(problem: Problem, asked: Mapping[str, Any]) -> Count:
+def estimated_instead(api_error: ApiError, asked: Mapping[str, Any]) -> Count:
     """Of a request in Anthropic's dialect, whose provider speaks it and does not count. Raises `problem` where it is
     another."""
-    if problem.status not in _NO_SUCH_PATH or "model" in problem.message.lower():
-        raise problem
+    if api_error.status not in _NO_SUCH_PATH or "model" in api_error.message.lower():
+        raise api_error
     return Count(likely_tokens(asked), "estimate")
 
 

@@ -16,7 +16,7 @@ from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.concurrency import without_slot
 from agentlightning.gateway.dialects.content import Piece
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Likeliest
 from agentlightning.gateway.local.update_gate import Gate, Visitor
@@ -41,7 +41,7 @@ class Exchange:
     """False: nothing is recorded."""
     drawn: bool = field(default=False, init=False)
     """All answers are whole; from here on the exchange is not to be cancelled."""
-    ended: Problem | None = field(default=None, init=False)
+    ended: ApiError | None = field(default=None, init=False)
     """Why it is cancelled, where its caller has not hung up."""
 
     async def run(self, store: LightningStoreBase, gate: Gate, show: Show | None = None) -> list[Span]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.callers.attribution import Caller, Ids
+from agentlightning.gateway.callers.attribution import AttemptIds, Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Request
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.prompt_limit import encode_within
@@ -29,21 +29,23 @@ def asked_messages(request: Request, engine: Engine) -> list[list[Message]]:
 
 
 def chat_of(engine: Engine, request: Request) -> ChatFormat:
-    """How the conversation of a request is written. Raises Problem 400 for what the template cannot be asked."""
+    """How the conversation of a request is written. Raises ApiError 400 for what the template cannot be asked."""
     if request.template:
         try:
             chat = engine.chat.with_template_kwargs(request.template)
         except ConfigError as error:
-            raise bad("chat_template_kwargs", str(error)) from None
+            raise bad_request("chat_template_kwargs", str(error)) from None
     else:
         chat = engine.chat
     if request.prefill and (markers := thought_markers(chat)) is not None and markers.opened:
-        raise bad("messages", f"answers of {engine.model} begin with a thought, and cannot go on with the last message")
+        raise bad_request(
+            "messages", f"answers of {engine.model} begin with a thought, and cannot go on with the last message"
+        )
     return chat
 
 
 def prompts_of(
-    conversations: Conversations, attempt: Ids | None, request: Request, model: str, chat: ChatFormat, room: int
+    conversations: Conversations, attempt: AttemptIds | None, request: Request, model: str, chat: ChatFormat, room: int
 ) -> list[Prompt]:
     """What the engine is given; takes long for long conversations, and may be called from any thread. Raises
     ConfigError where the template cannot hold them, ContextLengthError where the context (`room`) surely cannot."""

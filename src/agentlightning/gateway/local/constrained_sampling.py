@@ -11,7 +11,7 @@ from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.reasoning import Markers, thought_markers
 from agentlightning.gateway.offload import offload
 
@@ -86,5 +86,5 @@ def _argument_schemas(constraint: Constraint, tools: Sequence[dict[str, Any]]) -
 def _argument_schema(given: Any) -> str:
     try:
         return json_schema("tools.parameters", given or NO_PARAMETERS).schema
-    except Problem:  # Only a strict one must be a schema.
+    except ApiError:  # Only a strict one must be a schema.
         return "{}"

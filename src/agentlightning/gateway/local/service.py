@@ -17,14 +17,14 @@ from starlette.types import Receive, Scope
 from agentlightning import span as names
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ContextLengthError
-from agentlightning.gateway.asgi import Outlet
-from agentlightning.gateway.callers.attempts import AttemptContext, Contexts
+from agentlightning.gateway.asgi import ResponseWriter
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.openai import responses_request
 from agentlightning.gateway.dialects.response_store import Kept
 from agentlightning.gateway.dialects.sampling import forced_params, refuse_unsupported
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.call import Exchange, Show
 from agentlightning.gateway.local.call_builders import answer_of, asked_messages, chat_of, prompts_of, record_of
 from agentlightning.gateway.local.constrained_sampling import Holding, hold
@@ -34,7 +34,7 @@ from agentlightning.gateway.local.streaming import relay
 from agentlightning.gateway.local.update_gate import Gates
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.offload import offload
-from agentlightning.gateway.routing import Routes
+from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.token_bound import likely_tokens
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
@@ -45,11 +45,11 @@ class LocalCalls:
     """Over what the gateway knows: each field is its own."""
 
     store: LightningStoreBase
-    table: Routes
+    table: Router
     conversations: Conversations
     kept: Kept
     gates: Gates
-    contexts: Contexts
+    contexts: AttemptCache
     find_context: Callable[[Caller], Awaitable[AttemptContext]]
     counters: Counters
     on_policy: OnPolicy
@@ -78,7 +78,7 @@ class LocalCalls:
         if caller.attempt:
             context = await self.find_context(caller)
             params, overridden = self._params(caller, context, model, params)
-            trace_id, learned = context.trace_id, context.learned
+            trace_id, learned = context.trace_id, context.trainable
         refuse_unsupported(engine, params)
         chat = await offload(size, partial(chat_of, engine, request))
         if not request.prefill:  # What is begun otherwise cannot be held.
@@ -115,7 +115,7 @@ class LocalCalls:
     def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
         route = self.table.resolve(caller.agent.model, caller.agent.name, path)
         if route.engine is None:
-            raise Problem(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
+            raise ApiError(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine
 
     def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
@@ -124,7 +124,7 @@ class LocalCalls:
         self.counters.drift += sum(prompt.drift for prompt in prompts)
 
     async def draw(
-        self, exchange: Exchange, request: Request, reply: Reply, scope: Scope, receive: Receive, outlet: Outlet
+        self, exchange: Exchange, request: Request, reply: Reply, scope: Scope, receive: Receive, writer: ResponseWriter
     ) -> None:
         await relay(
             exchange,
@@ -133,7 +133,7 @@ class LocalCalls:
             stream=request.stream,
             finish=partial(self._finish, exchange, request, reply),
             receive=receive,
-            outlet=outlet,
+            writer=writer,
         )
 
     async def _run(self, exchange: Exchange, show: Show | None) -> None:
@@ -141,7 +141,7 @@ class LocalCalls:
         self._learn(exchange)
         self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in kept)
         if any(span.attributes.get(names.SUPERSEDED) for span in kept):
-            self.contexts.doubt(exchange.records[0].rollout_id, exchange.records[0].attempt_id)
+            self.contexts.invalidate(exchange.records[0].rollout_id, exchange.records[0].attempt_id)
 
     def _learn(self, exchange: Exchange) -> None:
         chat = exchange.engine.chat

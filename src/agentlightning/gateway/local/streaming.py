@@ -12,10 +12,10 @@ from functools import partial
 
 from starlette.types import Receive
 
-from agentlightning.gateway.asgi import ClientGone, Outlet, until_gone
+from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
 from agentlightning.gateway.dialects.base import Reply
 from agentlightning.gateway.dialects.content import Piece
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.call import Exchange, Show
 
@@ -33,24 +33,24 @@ async def relay(
     stream: bool,
     finish: Callable[[], None],
     receive: Receive,
-    outlet: Outlet,
+    writer: ResponseWriter,
 ) -> None:
     """Draw with `run`, and pass on. `finish` is called when all is drawn and recorded, before the caller can know.
-    Raises ClientGone where the caller hung up, and what `run` raised."""
+    Raises ClientDisconnected where the caller hung up, and what `run` raised."""
     events: Events = asyncio.Queue()
     work = asyncio.ensure_future(run(exchange, partial(_put, events) if stream else None))
-    gone = asyncio.create_task(until_gone(receive))
+    gone = asyncio.create_task(wait_for_disconnect(receive))
     for task in (work, gone):
         task.add_done_callback(lambda _: events.put_nowait(None))
     try:
         while (event := await events.get()) is not None:
-            await outlet.write(_pieces(reply, exchange, outlet.started, event, events))
+            await writer.send_events(_pieces(reply, exchange, writer.started, event, events))
         if not work.done():
-            raise ClientGone
+            raise ClientDisconnected
         await work
-        await _end(reply, exchange, stream, finish, outlet)
+        await _end(reply, exchange, stream, finish, writer)
     except asyncio.CancelledError as error:
-        if error.args and isinstance(error.args[0], Problem):  # its attempt has ended
+        if error.args and isinstance(error.args[0], ApiError):  # its attempt has ended
             exchange.ended = error.args[0]
         raise
     finally:
@@ -74,17 +74,19 @@ def _pieces(reply: Reply, exchange: Exchange, started: bool, first: tuple[Answer
     return b"".join(parts)
 
 
-async def _end(reply: Reply, exchange: Exchange, stream: bool, finish: Callable[[], None], outlet: Outlet) -> None:
+async def _end(
+    reply: Reply, exchange: Exchange, stream: bool, finish: Callable[[], None], writer: ResponseWriter
+) -> None:
     answers = exchange.answers
     if not stream:
         body = reply.whole(answers)
         finish()
-        return await outlet.whole(200, body)
-    opening = b"" if outlet.started else reply.opening(answers)
+        return await writer.send_json(200, body)
+    opening = b"" if writer.started else reply.opening(answers)
     ending = opening + reply.ending(answers)
     finish()
-    await outlet.write(ending)
-    await outlet.close()
+    await writer.send_events(ending)
+    await writer.close()
 
 
 async def _settle(exchange: Exchange, work: asyncio.Future[None], gone: asyncio.Task[None]) -> None:

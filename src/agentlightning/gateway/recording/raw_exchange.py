@@ -19,9 +19,9 @@ from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.forwarding.passthrough import Forward
 from agentlightning.gateway.recording.provider_response import READERS, hear
 from agentlightning.gateway.recording.provider_response import usage_of as usage_said
-from agentlightning.gateway.routing import Route
+from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import Call
-from agentlightning.gateway.upstream.provider import Path, Usage
+from agentlightning.gateway.upstream.provider import ApiPath, Usage
 from agentlightning.span import Span, new_span_id
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Verbatim(Struct, frozen=True, array_like=True):
     """One exchange whose answer came in one piece."""
 
-    path: Path
+    path: ApiPath
     model: str
     """The served model."""
     sent_model: str
@@ -70,7 +70,7 @@ def can_wait(answer: bytes) -> bool:
     return _ERROR not in answer
 
 
-def usage_of(path: Path, answer: bytes) -> Usage | None:
+def usage_of(path: ApiPath, answer: bytes) -> Usage | None:
     """What an answer says it used. Raises MsgspecError for what is no JSON object."""
     return usage_said(path, _used.decode(answer).usage)
 
@@ -122,7 +122,7 @@ def read(record: bytes) -> list[Span]:
 
 
 def _spans(said: Verbatim) -> list[Span]:
-    route = Route(said.model, send_model=said.sent_model)
+    route = ModelRoute(said.model, send_model=said.sent_model)
     data = orjson.loads(said.request)
     forward = Forward(said.path, route, said.caller, data, {}, said.trace_id, said.forced, said.started)
     hear(READERS[said.path], forward.heard, loads(said.answer))

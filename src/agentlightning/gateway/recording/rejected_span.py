@@ -15,11 +15,11 @@ from typing import Final
 from agentlightning import span as names
 from agentlightning.errors import StoreError
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.errors import problem_of
-from agentlightning.gateway.json_body import read_object
+from agentlightning.gateway.errors import to_api_error
+from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.recording.otel_messages import OPERATIONS, said_messages
-from agentlightning.gateway.upstream.provider import Path
+from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.rollouts import trace_id_of
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
@@ -33,19 +33,19 @@ _NOWHERE: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_un
 
 
 async def keep_refusal(
-    store: LightningStoreBase, path: Path, caller: Caller, body: bytes, error: Exception, started: float
+    store: LightningStoreBase, path: ApiPath, caller: Caller, body: bytes, error: Exception, started: float
 ) -> None:
     """Record a refused call where it has an attempt. A store that cannot is only mentioned: the caller has an error
     already."""
-    problem = problem_of(error)
-    if caller.attempt is None or problem.code in _NOWHERE:
+    api_error = to_api_error(error)
+    if caller.attempt is None or api_error.code in _NOWHERE:
         return
     rollout_id, attempt_id = caller.attempt
-    asked = await offload(len(body), partial(read_object, body)) or {}
+    asked = await offload(len(body), partial(parse_object, body)) or {}
     model = asked.get("model")
     attributes = {
         names.OPERATION_NAME: OPERATIONS[path],
-        names.ERROR_TYPE: problem.code or problem.type,
+        names.ERROR_TYPE: api_error.code or api_error.type,
         **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
         **caller.attributes(),
     }
@@ -64,7 +64,7 @@ async def keep_refusal(
         span_id=new_span_id(),
         parent_id=caller.parent_id,
         status_code="ERROR",
-        status_message=problem.message,
+        status_message=api_error.message,
         attributes=attributes,
     )
     try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.gateway.asgi import Outlet
+from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.content import Piece
@@ -26,20 +26,20 @@ from agentlightning.gateway.dialects.response_store import Kept
 from agentlightning.gateway.dialects.sampling import forced_params
 from agentlightning.gateway.dialects.signed_reasoning import is_sealed, turn_key
 from agentlightning.gateway.dialects.sse import event_data, loads
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, Keep, written
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording.provider_response import READERS, Choice, hear
-from agentlightning.gateway.routing import Route
+from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.translation.provider_answer import Told
 from agentlightning.gateway.translation.provider_events import RESPONSE_ENDS, Telling
 from agentlightning.gateway.translation.requests import body_of
 from agentlightning.gateway.translation.requests.base import given_params, split_stops, turns_of
 from agentlightning.gateway.upstream.call import Call
 from agentlightning.gateway.upstream.failures import broken, shown_text
-from agentlightning.gateway.upstream.provider import Path, Provider
+from agentlightning.gateway.upstream.provider import ApiPath, Provider
 
-_ASKED_INSTEAD: Final[tuple[Path, ...]] = ("chat/completions", "messages", "responses")
+_ASKED_INSTEAD: Final[tuple[ApiPath, ...]] = ("chat/completions", "messages", "responses")
 _LAST: Final = ("message_stop", *RESPONSE_ENDS)
 """Types of the events that end a stream."""
 _LOST: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
@@ -51,22 +51,22 @@ _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 class Translator:
     """Makes translations. `kept` holds what later requests may name."""
 
-    def __init__(self, dialects: Mapping[Path, Dialect], kept: Kept, counters: Counters) -> None:
+    def __init__(self, dialects: Mapping[ApiPath, Dialect], kept: Kept, counters: Counters) -> None:
         self._dialects = dialects
         self._kept = kept
         self._counters = counters
 
     def translate(
         self,
-        path: Path,
-        route: Route,
+        path: ApiPath,
+        route: ModelRoute,
         caller: Caller,
         asked: Mapping[str, Any],
         trace_id: str,
         resource: str = "",
         forced: Mapping[str, Any] | None = None,
     ) -> Translation:
-        """`forced` is what the LLM resource of that name says of the sampling. Raises Problem 400 on what is no
+        """`forced` is what the LLM resource of that name says of the sampling. Raises ApiError 400 on what is no
         request, or what the provider cannot be asked."""
         provider = route.provider
         assert provider is not None
@@ -104,28 +104,28 @@ class Translation(Forward):
     kept: Kept = field(kw_only=True)
     _opened: bool = field(default=False, init=False)
 
-    async def _pass_whole(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+    async def _pass_whole(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
         self._hear_whole(call.body)
         self._settle(call)
         body = self.reply.whole([self.told])
         await self._keep(keep, call)
         self._remember(body)
-        await outlet.whole(200, body)
+        await writer.send_json(200, body)
 
-    async def _pass_stream(self, call: Call, keep: Keep, outlet: Outlet) -> None:
+    async def _pass_stream(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
         ended = False
         async for events in call.events():
             for event in events:
                 ended |= self._hear_event(event)
             if pieces := self._news():
-                await outlet.write(self._written(pieces))
+                await writer.send_events(self._written(pieces))
         self._check_whole(ended)
         self._settle(call)
         ending = self._written(self._news(done=True)) + self.reply.ending([self.told])
         await self._keep(keep, call)
         self._remember(None)
-        await outlet.write(ending)
-        await outlet.close()
+        await writer.send_events(ending)
+        await writer.close()
 
     # -- hearing ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Translation(Forward):
         self.told.news(done=True)
 
     def _hear_event(self, event: bytes) -> bool:
-        """Whether it was the last. Raises Problem where the provider says that it failed."""
+        """Whether it was the last. Raises ApiError where the provider says that it failed."""
         data = event_data(event)
         if data is None:
             if b"data:" in event and b"[DONE]" not in event:
@@ -155,7 +155,7 @@ class Translation(Forward):
         self.telling.take(self.path, data)
 
     def _news(self, done: bool = False) -> list[Piece]:
-        """What can be shown since the last time. Raises Problem where the provider has spoilt it."""
+        """What can be shown since the last time. Raises ApiError where the provider has spoilt it."""
         pieces = self.told.news(done)
         if self.told.broken:
             raise broken(self._provider, self.told.broken)
@@ -168,10 +168,10 @@ class Translation(Forward):
         return opening + b"".join([self.reply.piece(self.told, piece) for piece in pieces])
 
     def _check_failed(self) -> None:
-        """Raises Problem where the provider says, in the place of an answer, that it failed."""
+        """Raises ApiError where the provider says, in the place of an answer, that it failed."""
         if self.heard.error is not None:
             message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
-            raise Problem(502, shown_text(self._provider, message), code="provider_error", retry=False)
+            raise ApiError(502, shown_text(self._provider, message), code="provider_error", retry=False)
 
     @property
     def told(self) -> Told:
@@ -231,10 +231,10 @@ class Translation(Forward):
         )
 
 
-def _path_for(path: Path, provider: Provider) -> Path:
-    """What the provider is asked instead. Raises Problem 400 where there is nothing."""
+def _path_for(path: ApiPath, provider: Provider) -> ApiPath:
+    """What the provider is asked instead. Raises ApiError 400 where there is nothing."""
     for instead in _ASKED_INSTEAD:
         if path not in _UNTRANSLATED and provider.serves(instead):
             return instead
     message = f"the provider {provider.name!r} serves no /v1/{path}, and it cannot be put in other words"
-    raise Problem(400, message, code="path_not_supported", param="model")
+    raise ApiError(400, message, code="path_not_supported", param="model")

@@ -21,7 +21,7 @@ from typing import Final
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import BudgetConfig
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.file_lock import lock_file
@@ -67,7 +67,7 @@ class Budgets:
         return self._rollouts.get(rollout_id)
 
     async def reserve(self, rollout_id: str, dollars: float, tokens: int) -> Reservation:
-        """Set aside the worst that a call can cost. Raises Problem 402 where it does not fit any more."""
+        """Set aside the worst that a call can cost. Raises ApiError 402 where it does not fit any more."""
         account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
             account = await self._open(rollout_id)
@@ -75,7 +75,7 @@ class Budgets:
         return Reservation(self, account, rollout_id, dollars, tokens)
 
     def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
-        """Raises Problem 402 where so much more does not fit: into the server's budget, or the rollout's. A call that
+        """Raises ApiError 402 where so much more does not fit: into the server's budget, or the rollout's. A call that
         belongs to no rollout is bound by the server's alone."""
         self._check(self.total, dollars, tokens, self.config.dollars, self.config.tokens, "this server")
         if rollout_id:
@@ -117,7 +117,7 @@ class Budgets:
         if said is not None:
             self.refused += 1
             message = f"the budget of {whose} is spent: it has used {said}. Ask for fewer tokens, or raise the budget"
-            raise Problem(402, message, code="budget_exceeded", retry=False)
+            raise ApiError(402, message, code="budget_exceeded", retry=False)
 
     async def _open(self, rollout_id: str) -> Account:
         """The account of a rollout, with what its spans say was spent. Calls that come together read it once."""
@@ -176,7 +176,7 @@ class Reservation:
         self._hold(1)
 
     def charge(self, dollars: float, tokens: int) -> None:
-        """One try of the call has cost so much, and another is to follow. Raises Problem 402 where that does not fit
+        """One try of the call has cost so much, and another is to follow. Raises ApiError 402 where that does not fit
         any more."""
         self._spend(dollars, tokens)
         self._budgets.moved()

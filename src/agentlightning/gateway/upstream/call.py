@@ -5,9 +5,9 @@ place where a call is sent twice. It does not know what the bytes mean: those wh
 in the provider's own dialect and `gateway.translate` for others, say what to send and read what comes.
 
     call = Call(backends, ask)
-    async with call:                          waits for its turn, sends, repeats; raises Problem
+    async with call:                          waits for its turn, sends, repeats; raises ApiError
         call.body                             the whole answer, where nobody watches
-        async for events in call.events()     or its events as they come; raises Problem
+        async for events in call.events()     or its events as they come; raises ApiError
         call.settle(Usage(...))               what it used
     call.attributes()                         of its span, failed or not
 
@@ -29,10 +29,10 @@ from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, broken, of_answer, of_transport
-from agentlightning.gateway.upstream.provider import Path, Price, Usage, passed_headers
+from agentlightning.gateway.upstream.provider import ApiPath, Price, Usage, visible_headers
 from agentlightning.gateway.upstream.servers import Backend, Backends
 from agentlightning.gateway.upstream.token_bound import most_tokens
 from agentlightning.transport import Answer, Arriving, Headers, TransportError
@@ -52,7 +52,7 @@ _FOR_AN_HOUR: Final = b'"1h"'
 class Ask:
     """What is sent, and for whom."""
 
-    path: Path | Literal["messages/count_tokens"]
+    path: ApiPath | Literal["messages/count_tokens"]
     body: bytes
     stream: bool = False
     """Whether the answer is read as it comes. A call that is not streamed is repeated even where its body breaks off,
@@ -250,10 +250,10 @@ class Call:
 
     def passed_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the answer that the caller sees."""
-        return self._backends.redactor.headers(passed_headers(self.headers))
+        return self._backends.redactor.headers(visible_headers(self.headers))
 
     async def events(self) -> AsyncIterator[list[bytes]]:
-        """The events of a streamed answer as they come, those of each read together. Raises Problem where they break
+        """The events of a streamed answer as they come, those of each read together. Raises ApiError where they break
         off, and for an event without end."""
         if self._chunks is None:
             return
@@ -271,7 +271,7 @@ class Call:
         except TransportError as error:
             failure = of_transport(self._backends.provider, error)
             self._judge(failure)
-            raise failure.problem from error
+            raise failure.api_error from error
 
     def settle(self, usage: Usage | None) -> None:
         """What the call used, as its provider says; None: it did not say, and an estimate is kept. Once is enough."""
@@ -300,16 +300,16 @@ class Call:
             tried.append(self._backend or self._backends.all[0])
             pause = self._pause(failure, tried)
             if pause is None or not self._backends.may_repeat():
-                raise failure.problem
+                raise failure.api_error
             self._charge_lost()
             self.retries += 1
             self._backends.limits.repeated()
-            logger.info("asking the provider %r again: %s", self._backends.provider.name, failure.problem.message)
+            logger.info("asking the provider %r again: %s", self._backends.provider.name, failure.api_error.message)
             await asyncio.sleep(pause)
             failure = await self._try(await self._choose(tried))
 
     async def _choose(self, tried: Sequence[Backend] = ()) -> Backend:
-        """The server to ask, once it wants to be asked again. Raises Problem 429 where that would take too long."""
+        """The server to ask, once it wants to be asked again. Raises ApiError 429 where that would take too long."""
         backends, model, waited = self._backends, self.ask.model, 0.0
         while True:
             backend = backends.choose(self.ask.affinity, tried, model)
@@ -317,12 +317,12 @@ class Call:
                 return backend
             if waited + seconds > backends.provider.max_wait_seconds:
                 message = f"the provider {backends.provider.name!r} asked for no calls for another {seconds:.0f} s"
-                raise Problem(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1.0, seconds))
+                raise ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1.0, seconds))
             waited += seconds
             await asyncio.sleep(seconds)
 
     def _charge_lost(self) -> None:
-        """Another try follows one whose answer broke off. Raises Problem 402 where no budget has room for it."""
+        """Another try follows one whose answer broke off. Raises ApiError 402 where no budget has room for it."""
         uncharged, self._uncharged = self._uncharged, Usage()
         if self._reservation is not None and uncharged.tokens:
             self._reservation.charge(*self._of(uncharged))
@@ -410,7 +410,7 @@ class Call:
         if failure.rest_seconds is not None:
             if failure.rest_seconds <= provider.max_wait_seconds:
                 return failure.rest_seconds
-            failure.problem.retry = True  # Nobody has waited: the caller may.
+            failure.api_error.retry = True  # Nobody has waited: the caller may.
             return None
         return _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
 

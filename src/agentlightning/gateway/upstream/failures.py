@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.redaction import without_secrets
 from agentlightning.transport import Headers, TransportError
@@ -32,7 +32,7 @@ _LONGEST_REST: Final = 86_400.0
 class Failure:
     """One try that failed."""
 
-    problem: Problem
+    api_error: ApiError
     """What the caller is told where it was the last."""
     repeatable: bool
     """Whether another try may succeed."""
@@ -49,7 +49,7 @@ def of_transport(provider: Provider, error: TransportError) -> Failure:
     text = shown_text(provider, str(error))
     if error.reason == "timeout":
         message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
-        return Failure(Problem(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
+        return Failure(ApiError(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
     said, code = {
         "tls": ("cannot be talked to in private", "provider_tls"),
         "proxy": ("cannot be reached through its proxy", "proxy_refused"),
@@ -57,9 +57,9 @@ def of_transport(provider: Provider, error: TransportError) -> Failure:
         "closed": ("closed the connection before its answer was whole", "provider_closed"),
         "protocol": ("sent what is no answer", "provider_protocol"),
     }[error.reason]
-    problem = Problem(502, f"{whose} {said}: {text}", code=code, retry=False)
+    api_error = ApiError(502, f"{whose} {said}: {text}", code=code, retry=False)
     return Failure(
-        problem,
+        api_error,
         repeatable=error.reason in ("connect", "closed"),
         sick=error.reason != "proxy",
         unreachable=error.reason in ("connect", "tls"),
@@ -74,25 +74,25 @@ def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) ->
     if status in (401, 403):
         # Its words name the key; and it is not the caller's key that was refused.
         said = f"the provider {provider.name!r} refused the key it is configured with (status {status})"
-        return Failure(Problem(502, said, code="provider_key_refused", retry=False), repeatable=False, sick=False)
+        return Failure(ApiError(502, said, code="provider_key_refused", retry=False), repeatable=False, sick=False)
     if status == 407:  # It is for whoever called the proxy, and that are we.
         said = f"the provider {provider.name!r} cannot be reached through its proxy: it wants credentials, or others"
-        return Failure(Problem(502, said, code="proxy_refused", retry=False), repeatable=False, sick=False)
+        return Failure(ApiError(502, said, code="proxy_refused", retry=False), repeatable=False, sick=False)
     if status in _REPEATED:
-        problem = Problem(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
-        return Failure(problem, repeatable=True, sick=True, rest_seconds=after)
+        api_error = ApiError(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
+        return Failure(api_error, repeatable=True, sick=True, rest_seconds=after)
     if status in _SAME or 400 <= status < 500:
-        problem = Problem(status, message, code=code, param=param, retry=False, retry_after=after)
-        return Failure(problem, repeatable=status == 429, sick=False, rest_seconds=after)
-    problem = Problem(502, f"the provider {provider.name!r} answered with status {status}", code="provider_protocol")
-    problem.retry = False
-    return Failure(problem, repeatable=False, sick=True)
+        api_error = ApiError(status, message, code=code, param=param, retry=False, retry_after=after)
+        return Failure(api_error, repeatable=status == 429, sick=False, rest_seconds=after)
+    api_error = ApiError(502, f"the provider {provider.name!r} answered with status {status}", code="provider_protocol")
+    api_error.retry = False
+    return Failure(api_error, repeatable=False, sick=True)
 
 
-def broken(provider: Provider, what: str) -> Problem:
+def broken(provider: Provider, what: str) -> ApiError:
     """An answer that came whole and cannot be read."""
     message = f"the provider {provider.name!r} sent what cannot be read: {shown_text(provider, what)}"
-    return Problem(502, message, code="provider_protocol", retry=False)
+    return ApiError(502, message, code="provider_protocol", retry=False)
 
 
 def retry_after(headers: Headers) -> float | None:

@@ -22,12 +22,12 @@ from agentlightning.transport import Headers
 from agentlightning.transport.connector import Dial
 from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
 
-Path = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
+ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """What a server may serve, as its dialect's SDK calls it."""
-COUNT_TOKENS: Final = "messages/count_tokens"
+COUNT_TOKENS_PATH: Final = "messages/count_tokens"
 """Served wherever `messages` is."""
 
-_USUAL: Final[dict[str, tuple[Path, ...]]] = {
+_USUAL: Final[dict[str, tuple[ApiPath, ...]]] = {
     "openai": ("chat/completions", "completions", "embeddings"),
     "anthropic": ("messages",),
 }
@@ -108,7 +108,7 @@ class Provider(BaseModel):
     """What rules and spans call it (OTel's `gen_ai.provider.name`)."""
     dialect: Literal["openai", "anthropic"] = "openai"
     """What it speaks: OpenAI's paths, or Anthropic's `/v1/messages`."""
-    paths: tuple[Path, ...] | None = None
+    paths: tuple[ApiPath, ...] | None = None
     """What it serves of them; None: chat/completions, completions and embeddings of OpenAI's, messages of Anthropic's.
     A call to a path it does not serve is translated."""
     base_urls: tuple[str, ...] = Field(min_length=1)
@@ -211,7 +211,7 @@ class Provider(BaseModel):
         """What must not be shown: its credentials, and the values of its other headers."""
         return _long_enough([*self.credentials(), *self.headers.values()])
 
-    def dial(self) -> Dial:
+    def connect_options(self) -> Dial:
         """How its servers are reached. Raises ConfigError where a proxy or a file of certificates cannot be used."""
         proxy = self.proxy.get_secret_value() if isinstance(self.proxy, SecretStr) else self.proxy
         dial = Dial.of(proxy, self.ca_file)
@@ -245,7 +245,7 @@ def _password(value: str) -> list[str]:
         return []
 
 
-def passed_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+def visible_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Of a provider's answer, the headers that its caller's SDK shows or acts upon, in their order: request ids, rate
     limits, `retry-after`. Names are in lower case. Whose account it is, cookies and everything of the connection stay
     here, and so does what would not fit one line of our own answer. OpenAI's SDK and Anthropic's look for the request

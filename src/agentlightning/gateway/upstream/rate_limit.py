@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 
 
 class Rate:
@@ -69,7 +69,7 @@ class Limits:
         return len(self._waiting)
 
     async def enter(self, tokens: int) -> None:
-        """Wait for a turn; `tokens` is about what the call will use. Raises Problem 429 where that would take too
+        """Wait for a turn; `tokens` is about what the call will use. Raises ApiError 429 where that would take too
         long."""
         if self.open_to(tokens):
             return self.take(tokens)
@@ -149,9 +149,9 @@ class Limits:
             self._waiting.remove((turn, tokens))
         self._let_in()
 
-    def _refusal(self, seconds: float) -> Problem:
+    def _refusal(self, seconds: float) -> ApiError:
         message = (
             f"the provider {self._whose!r} is at its configured limits: {self.under_way} calls under way, "
             f"{len(self._waiting)} waiting; try again in {math.ceil(seconds)} s"
         )
-        return Problem(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1, math.ceil(seconds)))
+        return ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1, math.ceil(seconds)))

@@ -26,7 +26,7 @@ MAX_WAIT_SECONDS: Final = 3600.0
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody is left to be answered."""
 
 
@@ -79,7 +79,7 @@ async def _received(receive: Receive, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         part: bytes = message.get("body", b"")
         size += len(part)
         if size <= limit:
@@ -163,14 +163,14 @@ async def refuse(send: Send, error: AgentLightningError, headers: Headers = ()) 
 
 
 async def while_wanted(receive: Receive, work: Awaitable[Any]) -> Any:
-    """What `work` answers; it is cancelled when the client goes away (ClientGone)."""
+    """What `work` answers; it is cancelled when the client goes away (ClientDisconnected)."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         working.cancel()
         gone.cancel()

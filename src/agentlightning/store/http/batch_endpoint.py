@@ -23,7 +23,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.asgi import (
     MAX_WAIT_SECONDS,
-    ClientGone,
+    ClientDisconnected,
     Pieces,
     admit,
     answer,
@@ -84,7 +84,7 @@ class Batches:
             results = await self._answers(calls, receive)
         except AgentLightningError as error:
             return await refuse(send, error, [PROTOCOL_HEADER])
-        except ClientGone:
+        except ClientDisconnected:
             return None
         await answer(send, 200, b'{"results":[' + b",".join(results) + b"]}", [PROTOCOL_HEADER])
 

@@ -19,7 +19,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.asgi import (
     MAX_WAIT_SECONDS,
-    ClientGone,
+    ClientDisconnected,
     Headers,
     Pieces,
     admit,
@@ -116,7 +116,7 @@ class Endpoint:
             await refuse(send, error, more)
         except (OverflowError, UnicodeError) as error:
             await refuse(send, ConfigError(f"a value cannot be stored: {error}"))
-        except ClientGone:
+        except ClientDisconnected:
             return
 
     # -- the question ----------------------------------------------------------------------------------------------

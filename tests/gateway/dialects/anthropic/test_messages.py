@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
 from agentlightning.gateway.dialects.anthropic.messages import RAW_ARGUMENTS, read_request
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 
@@ -40,7 +40,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(field):
-    with pytest.raises(Problem) as refused:
+    with pytest.raises(ApiError) as refused:
         read(**{field: REFUSED[field]})
     assert (refused.value.status, refused.value.param) == (400, field)
 
@@ -52,7 +52,7 @@ def test_an_answer_goes_on_with_the_assistants_last_words():
 
 def test_a_last_turn_that_calls_tools_is_refused():
     use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
-    with pytest.raises(Problem, match="the last message is the assistant's"):
+    with pytest.raises(ApiError, match="the last message is the assistant's"):
         read(messages=[USER, {"role": "assistant", "content": [use]}])
 
 

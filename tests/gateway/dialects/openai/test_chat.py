@@ -7,7 +7,7 @@ import pytest
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.openai.chat import read_request
 from agentlightning.gateway.dialects.sampling import forced_params
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}
 
@@ -47,7 +47,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(field):
-    with pytest.raises(Problem, match=field) as refused:
+    with pytest.raises(ApiError, match=field) as refused:
         read(**{field: REFUSED[field]})
     assert (refused.value.status, refused.value.param) == (400, field)
 
@@ -56,7 +56,7 @@ def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(
     "body", [b"{", b"[]", b"null", b"\xff", b'{"messages": []}', b'{"messages": [{"role": "king"}]}']
 )
 def test_a_body_that_is_no_request_is_refused(body):
-    with pytest.raises(Problem) as refused:
+    with pytest.raises(ApiError) as refused:
         read_request(body)
     assert refused.value.status == 400
 
@@ -100,7 +100,7 @@ def test_tools_only_a_hosted_service_has_are_left_out_and_counted():
 def test_forced_parameters_win_and_unknown_ones_are_named():
     asked = SamplingParams(temperature=0.1, top_p=0.5)
     assert forced_params(asked, "llm", {"temperature": 1}) == SamplingParams(temperature=1.0, top_p=0.5)
-    with pytest.raises(Problem, match="the LLM resource 'llm' sets typical_p"):
+    with pytest.raises(ApiError, match="the LLM resource 'llm' sets typical_p"):
         forced_params(asked, "llm", {"typical_p": 0.1})
-    with pytest.raises(Problem, match="the LLM resource 'llm' sets temperature=-1; use a number from 0"):
+    with pytest.raises(ApiError, match="the LLM resource 'llm' sets temperature=-1; use a number from 0"):
         forced_params(asked, "llm", {"temperature": -1})

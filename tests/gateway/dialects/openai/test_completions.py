@@ -8,7 +8,7 @@ import pytest
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
 from agentlightning.gateway.dialects.openai.completions import read_request
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.testing import ByteChatFormat
 
 CHAT = ByteChatFormat()
@@ -33,14 +33,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(field):
-    with pytest.raises(Problem, match=field) as refused:
+    with pytest.raises(ApiError, match=field) as refused:
         read(**{field: REFUSED[field]})
     assert (refused.value.status, refused.value.param) == (400, field)
 
 
 @pytest.mark.parametrize("prompt", [None, "", {}, [[]], [""], [1.5], [-1], ["a", 1], [True]])
 def test_what_is_no_prompt_is_refused(prompt):
-    with pytest.raises(Problem, match="prompt"):
+    with pytest.raises(ApiError, match="prompt"):
         read(prompt=prompt)
 
 

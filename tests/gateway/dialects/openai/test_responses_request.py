@@ -10,7 +10,7 @@ from agentlightning import span as names
 from agentlightning.errors import PolicyError
 from agentlightning.gateway.dialects.openai.responses_request import read_request
 from agentlightning.gateway.dialects.response_store import Recall
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT, VIOLATIONS
 
 USER = {"role": "user", "content": "hi"}
@@ -43,7 +43,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(field):
-    with pytest.raises(Problem, match=field) as refused:
+    with pytest.raises(ApiError, match=field) as refused:
         read(**{field: REFUSED[field]})
     assert (refused.value.status, refused.value.param) == (400, field)
 

@@ -44,7 +44,7 @@ from agentlightning.gateway.dialects.validation import (
     refuse,
     short,
 )
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 
@@ -97,7 +97,7 @@ def _refuse_thread(data: Mapping[str, Any]) -> None:
     """A thread holds history on the server. The SDK's tool runner takes this refusal as: send everything."""
     if data.get("thread") is not None:
         details = {"error_code": "thread_unsupported_request"}
-        raise Problem(400, "threads are not kept here; send the full conversation", param="thread", details=details)
+        raise ApiError(400, "threads are not kept here; send the full conversation", param="thread", details=details)
 
 
 def _tools(data: Mapping[str, Any], dropped: list[str]) -> common.Tools | None:
@@ -122,7 +122,9 @@ def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None
         case "tool":
             return True, frozenset({expect("tool_choice.name", choice.get("name"), str)})
         case _:
-            raise bad("tool_choice", f"tool_choice={short(choice)} is not known; use the type auto, any, tool or none")
+            raise bad_request(
+                "tool_choice", f"tool_choice={short(choice)} is not known; use the type auto, any, tool or none"
+            )
 
 
 def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
@@ -135,7 +137,7 @@ def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
 def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool) -> list[Message]:
     given = data.get("messages")
     if not isinstance(given, list) or not given:
-        raise bad("messages", "messages must be a list with at least one message")
+        raise bad_request("messages", "messages must be a list with at least one message")
     system = _system(data.get("system"))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(given):
@@ -145,14 +147,18 @@ def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool
 
 def _begun(messages: list[Message], attachments: bool) -> tuple[list[Message], str]:
     """(the messages, what the answer is to begin with): the last one, where it is the assistant's. `attachments`: the
-    request is to be translated, and other dialects have no way to say this. Raises Problem 400 where it cannot be."""
+    request is to be translated, and other dialects have no way to say this. Raises ApiError 400 where it cannot be."""
     last = messages[-1]
     if last["role"] != "assistant":
         return messages, ""
     if attachments:
-        raise bad("messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here")
+        raise bad_request(
+            "messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here"
+        )
     if last.get("tool_calls") or last.get("reasoning_content") or not messages[:-1]:
-        raise bad("messages", "the last message is the assistant's, and not text alone; no answer can begin with it")
+        raise bad_request(
+            "messages", "the last message is the assistant's, and not text alone; no answer can begin with it"
+        )
     return messages[:-1], text_of(last["content"])
 
 
@@ -166,7 +172,7 @@ def _system(value: Any) -> str:
 def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
-        raise bad("messages", f"{where} has the role {short(role)}; use user or assistant")
+        raise bad_request("messages", f"{where} has the role {short(role)}; use user or assistant")
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -236,7 +242,9 @@ def _text(where: str, block: Any) -> str:
     kind = kind_of(block)
     if kind != "text" or not isinstance(block.get("text"), str):
         name = where.partition("[")[0]
-        raise bad(name, f"{where} has a block of type {short(kind)}, which cannot be read here; this model reads text")
+        raise bad_request(
+            name, f"{where} has a block of type {short(kind)}, which cannot be read here; this model reads text"
+        )
     return block["text"]
 
 
@@ -400,22 +408,22 @@ def count_reply(tokens: int) -> bytes:
     return orjson.dumps({"input_tokens": tokens})
 
 
-def refusal(problem: Problem) -> bytes:
+def refusal(api_error: ApiError) -> bytes:
     """The body of an error reply."""
-    return orjson.dumps({"type": "error", "error": _error(problem)})
+    return orjson.dumps({"type": "error", "error": _error(api_error)})
 
 
-def error_event(problem: Problem) -> bytes:
+def error_event(api_error: ApiError) -> bytes:
     """A failure after the stream has begun; the official SDK raises APIStatusError on it."""
-    return _event("error", {"error": _error(problem)})
+    return _event("error", {"error": _error(api_error)})
 
 
-def _error(problem: Problem) -> dict[str, Any]:
-    kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
-    message = problem.message
-    if problem.code == "context_length_exceeded":
+def _error(api_error: ApiError) -> dict[str, Any]:
+    kind = _TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
+    message = api_error.message
+    if api_error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # Claude Code looks for these words, and shortens.
-    return {"type": kind, "message": message, "details": dict(problem.details) or None}
+    return {"type": kind, "message": message, "details": dict(api_error.details) or None}
 
 
 _TYPES: Final = {

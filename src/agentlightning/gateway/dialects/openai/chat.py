@@ -33,7 +33,7 @@ from agentlightning.gateway.dialects.validation import (
     short,
     top_logprobs,
 )
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 
@@ -83,7 +83,7 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
     common.include_usage(data)
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
     if top and not logprobs:
-        raise bad("top_logprobs", f"top_logprobs={top} needs logprobs=true")
+        raise bad_request("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
     messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
     return Request(
@@ -112,24 +112,26 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
 
 def _messages(value: Any, attachments: bool) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise bad("messages", "messages must be a list with at least one message")
+        raise bad_request("messages", "messages must be a list with at least one message")
     return [_message(index, message, attachments) for index, message in enumerate(value)]
 
 
 def _begun(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
     """(the messages, what the answer is to begin with): the last one, where it is to be gone on with, as vLLM has it.
-    Raises Problem 400 where that is none of the assistant's words."""
+    Raises ApiError 400 where that is none of the assistant's words."""
     goes_on = bool(optional(data, "continue_final_message", bool))
     generate = optional(data, "add_generation_prompt", bool)
     if goes_on and generate:
-        raise bad("add_generation_prompt", "continue_final_message needs add_generation_prompt=false")
+        raise bad_request("add_generation_prompt", "continue_final_message needs add_generation_prompt=false")
     if not goes_on and generate is False:
-        raise bad("add_generation_prompt", "add_generation_prompt=false cannot be honoured here; leave it out")
+        raise bad_request("add_generation_prompt", "add_generation_prompt=false cannot be honoured here; leave it out")
     if not goes_on:
         return messages, ""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
-        raise bad("continue_final_message", "continue_final_message asks for a last message of the assistant, of text")
+        raise bad_request(
+            "continue_final_message", "continue_final_message asks for a last message of the assistant, of text"
+        )
     return messages[:-1], last["content"]
 
 
@@ -138,7 +140,7 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        raise bad("messages", f"{where} has the role {short(role)}; use {', '.join(_ROLES)} or developer")
+        raise bad_request("messages", f"{where} has the role {short(role)}; use {', '.join(_ROLES)} or developer")
     read: Message = {"role": role, "content": _content(where, message.get("content"), attachments)}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = _tool_calls(where, calls)
@@ -163,7 +165,9 @@ def _content(where: str, content: Any, attachments: bool) -> Content:
         elif attachments and (found := parts_of(part)) is not None:
             parts += found
         else:
-            raise bad("messages", f"{where}.content has a part of type {short(kind)}; this model reads text only")
+            raise bad_request(
+                "messages", f"{where}.content has a part of type {short(kind)}; this model reads text only"
+            )
     return content_of(parts)
 
 
@@ -174,7 +178,7 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 def _tool_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad("messages", f"{where} must be an object with function.name and function.arguments")
+        raise bad_request("messages", f"{where} must be an object with function.name and function.arguments")
     function = {"name": function["name"], "arguments": as_arguments(function.get("arguments"))}
     return {"id": optional(call, "id", str), "type": "function", "function": function}
 

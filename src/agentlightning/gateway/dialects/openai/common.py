@@ -16,7 +16,7 @@ from agentlightning.gateway.dialects.output_constraint import (
 )
 from agentlightning.gateway.dialects.sse import DONE, encode_event
 from agentlightning.gateway.dialects.validation import expect, kind_of, optional, short
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import ApiError, bad_request
 
 Tools = list[dict[str, Any]]
 """Function tools, as chat completions has them."""
@@ -34,13 +34,13 @@ def function_tools(
     for index, tool in enumerate(optional(data, "tools", list) or ()):
         kind = kind_of(tool)
         if kind is None:
-            raise bad("tools", f"tools[{index}] must be an object with the type function")
+            raise bad_request("tools", f"tools[{index}] must be an object with the type function")
         if kind != "function":
             dropped.append(f"tools.{kind}")
             continue
         function = function_of(tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad("tools", f"tools[{index}] must have a function with a name")
+            raise bad_request("tools", f"tools[{index}] must have a function with a name")
         tools.append(
             {**tool, "function": function} if "function" in tool else {"type": "function", "function": function}
         )
@@ -58,9 +58,11 @@ def read_constraint(
     needs_call, names = choice
     known = {tool["function"]["name"] for tool in tools or ()}
     if needs_call and not tools:
-        raise bad("tool_choice", "tool_choice asks for a tool call, and the request offers no function tools")
+        raise bad_request("tool_choice", "tool_choice asks for a tool call, and the request offers no function tools")
     if missing := sorted((names or frozenset()) - known):
-        raise bad("tool_choice", f"tool_choice names {', '.join(missing)}, which is not among the request's tools")
+        raise bad_request(
+            "tool_choice", f"tool_choice names {', '.join(missing)}, which is not among the request's tools"
+        )
     return Constraint(
         needs_call=needs_call,
         names=names,
@@ -85,7 +87,7 @@ def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
     if kind == "allowed_tools" and isinstance(said, dict) and said.get("mode") in ("auto", "required"):
         names = [_allowed_name(tool) for tool in expect("tool_choice.tools", said.get("tools"), list)]
         return said["mode"] == "required", frozenset(names)
-    raise bad(
+    raise bad_request(
         "tool_choice", f"tool_choice={short(value)} cannot be honoured here; use auto, none, required or a function"
     )
 
@@ -107,7 +109,9 @@ def text_format(where: str, value: Any, nested: bool) -> Shape | None:
     if kind == "json_schema" and isinstance(said, dict):
         return json_schema(f"{where}.schema", said.get("schema"))
     name = where.partition(".")[0]
-    raise bad(name, f"{where}={short(value)} cannot be honoured here; use the type text, json_object or json_schema")
+    raise bad_request(
+        name, f"{where}={short(value)} cannot be honoured here; use the type text, json_object or json_schema"
+    )
 
 
 HELD_FIELDS = ("structured_outputs", "guided_json")
@@ -116,11 +120,11 @@ HELD_FIELDS = ("structured_outputs", "guided_json")
 
 def content_format(data: Mapping[str, Any]) -> tuple[Shape | None, str]:
     """(what content must be, the field that says so): `response_format`, or what vLLM's clients say instead. Raises
-    Problem 400 on what cannot be honoured."""
+    ApiError 400 on what cannot be honoured."""
     guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
     said = {name: value for name, value in outputs.items() if value is not None and value is not False}
     if other := sorted(said.keys() - {"json", "json_object"}):
-        raise bad("structured_outputs", f"structured_outputs.{other[0]} cannot be honoured here; use json")
+        raise bad_request("structured_outputs", f"structured_outputs.{other[0]} cannot be honoured here; use json")
     if guided is None and not said:
         return text_format("response_format", data.get("response_format"), nested=True), "response_format"
     name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", said.get("json"))
@@ -140,18 +144,18 @@ def _parsed(schema: Any) -> Any:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def refusal(problem: Problem) -> bytes:
+def refusal(api_error: ApiError) -> bytes:
     """The body of an error reply."""
-    return orjson.dumps({"error": problem.error()})
+    return orjson.dumps({"error": api_error.error_object()})
 
 
-def error_event(problem: Problem) -> bytes:
+def error_event(api_error: ApiError) -> bytes:
     """A failure after the stream has begun; the official SDK raises APIError on it."""
-    return encode_event({"error": problem.error()})
+    return encode_event({"error": api_error.error_object()})
 
 
 def include_usage(data: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with a chunk that has no choice and the usage. Raises Problem 400 on what is no
+    """Whether a stream is to end with a chunk that has no choice and the usage. Raises ApiError 400 on what is no
     option."""
     wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
     return bool(expect("stream_options.include_usage", wanted, bool)) if wanted is not None else False

@@ -30,7 +30,7 @@ from agentlightning.gateway.dialects.validation import (
     short,
     top_logprobs,
 )
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Token
 
@@ -52,7 +52,7 @@ _MAX_PROMPTS: Final = 1024
 
 
 def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
-    """Raises Problem 400, naming the field, on what is not a request or cannot be honoured."""
+    """Raises ApiError 400, naming the field, on what is not a request or cannot be honoured."""
     data = read_json(body)
     refuse(data, _REFUSED)
     common.include_usage(data)
@@ -77,7 +77,7 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
         shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
-        raise bad("prompt", f"prompt={short(value)} must be {shapes}")
+        raise bad_request("prompt", f"prompt={short(value)} must be {shapes}")
     return tuple(prompts)
 
 

@@ -8,14 +8,14 @@ from agentlightning.gateway.dialects.base import Body, Dialect, Head, Reply, Req
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.dialects.validation import optional, read_json
-from agentlightning.gateway.errors import Problem
+from agentlightning.gateway.errors import ApiError
 
 
 def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> NoReturn:
-    """Raises Problem 404: who gets here asks an engine."""
+    """Raises ApiError 404: who gets here asks an engine."""
     model = optional(read_json(body), "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
-    raise Problem(404, message, code="model_not_supported", param="model")
+    raise ApiError(404, message, code="model_not_supported", param="model")
 
 
 def _reply(request: Request, head: Head) -> Reply:

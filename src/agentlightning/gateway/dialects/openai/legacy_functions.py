@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agentlightning.gateway.dialects.validation import expect, optional
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ def call_id(name: str) -> str:
 
 
 def modernised(data: Json) -> tuple[Json, bool]:
-    """(the request in terms of tools, whether it offers functions). Raises Problem 400 on what is none."""
+    """(the request in terms of tools, whether it offers functions). Raises ApiError 400 on what is none."""
     functions, choice = optional(data, "functions", list), data.get("function_call")
     found = {name: value for name, value in data.items() if name not in ("functions", "function_call")}
     if isinstance(messages := data.get("messages"), list):
@@ -28,7 +28,7 @@ def modernised(data: Json) -> tuple[Json, bool]:
     if not functions:
         return found, False
     if data.get("tools"):
-        raise bad("functions", "functions and tools are both set; give tools alone")
+        raise bad_request("functions", "functions and tools are both set; give tools alone")
     found["tools"] = [{"type": "function", "function": function} for function in functions]
     if isinstance(choice, dict):
         name = expect("function_call.name", cast("Json", choice).get("name"), str)

@@ -30,7 +30,7 @@ from agentlightning.gateway.dialects.validation import (
     short,
     top_logprobs,
 )
-from agentlightning.gateway.errors import Problem, bad
+from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.translation.attachments import (
     Content,
     Part,
@@ -64,7 +64,7 @@ _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "r
 
 
 def read_request(body: Body, recall: Recall, attachments: bool = False) -> Request:
-    """See `Read`. Raises Problem 400 for a reply that is not kept as well."""
+    """See `Read`. Raises ApiError 400 for a reply that is not kept as well."""
     data = read_json(body)
     refuse(data, _REFUSED)
     tools, dropped = common.function_tools(data, _function)
@@ -111,10 +111,10 @@ def _conversation(data: Mapping[str, Any], recall: Recall, attachments: bool) ->
     messages = recall.messages(expect("previous_response_id", previous, str)) if previous is not None else []
     if not attachments and any(has_attachments(message.get("content")) for message in messages):
         said = f"previous_response_id={previous!r} goes on from images or files; this model reads text"
-        raise bad("previous_response_id", said)
+        raise bad_request("previous_response_id", said)
     messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
     if not messages:
-        raise bad("input", "input must be a text or a list with at least one item")
+        raise bad_request("input", "input must be a text or a list with at least one item")
     return leading, messages
 
 
@@ -173,13 +173,15 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], atta
             output = _content(where, item.get("output"), attachments)
             messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
         case kind:
-            raise bad(where.partition("[")[0], f"{where} is an item of type {short(kind)}, which cannot be read here")
+            raise bad_request(
+                where.partition("[")[0], f"{where} is an item of type {short(kind)}, which cannot be read here"
+            )
 
 
 def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
     role, content = item.get("role"), _content(where, item.get("content"), attachments)
     if role not in _ROLES:
-        raise bad(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(_ROLES)}")
+        raise bad_request(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(_ROLES)}")
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
         messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call of the same turn.
         return
@@ -216,17 +218,19 @@ def _text(where: str, part: Any) -> str:
     text = part.get(_TEXTS[kind]) if kind in _TEXTS else None
     if not isinstance(text, str):
         name = where.partition("[")[0]
-        raise bad(name, f"{where} has content of type {short(kind)}, which cannot be read here; this model reads text")
+        raise bad_request(
+            name, f"{where} has content of type {short(kind)}, which cannot be read here; this model reads text"
+        )
     return text
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def error_event(problem: Problem) -> bytes:
+def error_event(api_error: ApiError) -> bytes:
     """A failure after the stream has begun. The official SDK raises APIError on the `error` object; other clients
     read the fields of the event."""
-    error = problem.error()
+    error = api_error.error_object()
     said = {key: error[key] for key in ("code", "message", "param")}
     return encode_event({"type": "error", "sequence_number": 0, **said, "error": error}, "error")
 

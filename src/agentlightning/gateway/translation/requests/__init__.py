@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import UnsupportedContentError
 from agentlightning.gateway.translation.requests.base import Blocks, Extras, Json, Write, object_of
 from agentlightning.gateway.translation.requests.chat import chat_body, chat_extras
@@ -31,13 +31,13 @@ _EXTRAS: Final[Mapping[str, Callable[[Request, str], Extras]]] = {
 def body_of(
     path: str, request: Request, provider: Provider, model: str, params: Json, blocks: Blocks
 ) -> tuple[Json, tuple[str, ...]]:
-    """(the body for a path, the names of what was left out of it). Raises Problem 400 naming what cannot be left
+    """(the body for a path, the names of what was left out of it). Raises ApiError 400 naming what cannot be left
     out."""
     extras, taken = _EXTRAS[path](request, model)
     try:
         written = _WRITERS[path](request, provider, model, params, blocks)
     except UnsupportedContentError as error:
-        raise bad("messages" if "messages" in request.asked else "input", str(error)) from None
+        raise bad_request("messages" if "messages" in request.asked else "input", str(error)) from None
     body = _with(written, extras)
     if "max_tokens" not in params:  # Thoughts are part of an answer: they come on top of the limit that is ours.
         budget = object_of(body, "thinking").get("budget_tokens")

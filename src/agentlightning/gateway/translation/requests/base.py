@@ -14,7 +14,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_PARAMS
 from agentlightning.gateway.dialects.validation import short
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import joined
 from agentlightning.gateway.upstream.provider import Provider
 
@@ -29,7 +29,7 @@ class Write(Protocol):
     """Writes the body for one path."""
 
     def __call__(self, request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
-        """`params` are the sampling parameters that somebody set, by the names of `SamplingParams`. Raises Problem 400
+        """`params` are the sampling parameters that somebody set, by the names of `SamplingParams`. Raises ApiError 400
         naming what cannot be asked."""
         ...
 
@@ -74,7 +74,7 @@ _ELSEWHERE: Final = {
 
 
 def refuse(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: Provider, path: str) -> None:
-    """Of (parameter, value, whether it can be asked): raises Problem 400 for the first that cannot, by the name that
+    """Of (parameter, value, whether it can be asked): raises ApiError 400 for the first that cannot, by the name that
     the request has for it."""
     for meant, value, fine in asked:
         if not fine:
@@ -82,7 +82,7 @@ def refuse(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: P
             message = (
                 f"{name}={short(value)} cannot be asked of the provider {provider.name!r}, which speaks /v1/{path}"
             )
-            raise bad(name, f"{message}; leave it out")
+            raise bad_request(name, f"{message}; leave it out")
 
 
 def foreign(params: Json, known: Container[str]) -> list[tuple[str, Any, bool]]:

@@ -22,7 +22,7 @@ _LONGEST_USER: Final = 64
 
 
 def chat_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
-    """The body of POST /v1/chat/completions. Raises Problem 400 naming what it cannot be asked, and
+    """The body of POST /v1/chat/completions. Raises ApiError 400 naming what it cannot be asked, and
     UnsupportedContentError."""
     messages = _chat_messages(request.messages, thoughts=provider.token_ids)
     body: Json = {"model": model, "messages": messages}

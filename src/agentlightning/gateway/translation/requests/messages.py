@@ -13,7 +13,7 @@ from agentlightning.gateway.dialects.anthropic.messages import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.signed_reasoning import turn_key
-from agentlightning.gateway.errors import bad
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import as_blocks, as_text, has_attachments
 from agentlightning.gateway.translation.requests.base import (
     Blocks,
@@ -47,7 +47,7 @@ _LEAST_THOUGHT: Final = 1024
 
 
 def messages_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
-    """The body of POST /v1/messages. Raises Problem 400 naming what Anthropic cannot be asked."""
+    """The body of POST /v1/messages. Raises ApiError 400 naming what Anthropic cannot be asked."""
     _refuse_foreign(request, provider, params)
     system, messages = _turns(turns_of(request.messages), blocks)
     if messages and messages[-1]["role"] == "assistant":
@@ -78,12 +78,12 @@ _AS_JSON: Final = "Answer with one JSON object and nothing else: no text around 
 
 
 def _asked_on(last: Json, request: Request, provider: Provider) -> Json:
-    """The turn after the last one, which is the assistant's. Raises Problem 400 where it calls tools whose results are
+    """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
     not there."""
     if any(block.get("type") == "tool_use" for block in last["content"]):
         name = "messages" if "messages" in request.asked else "input"
         message = "the last message calls tools, and their results do not follow"
-        raise bad(name, f"{message}, as the provider {provider.name!r} demands; add them")
+        raise bad_request(name, f"{message}, as the provider {provider.name!r} demands; add them")
     return {"role": "user", "content": [{"type": "text", "text": _GO_ON}]}
 
 
@@ -202,8 +202,8 @@ def _tool(function: Mapping[str, Any]) -> Json:
 
 
 def messages_extras(request: Request, model: str) -> Extras:
-    """For Anthropic's messages, of a request for a chat completion or a response. Raises Problem 400 for an effort that
-    is not known."""
+    """For Anthropic's messages, of a request for a chat completion or a response. Raises ApiError 400 for an effort
+    that is not known."""
     asked = request.asked
     body: Json = {}
     taken: set[str] = set()
@@ -238,7 +238,7 @@ def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
     """How hard to think, as the model knows it: later ones by a word, earlier ones by tokens, the earliest not at all.
     Anthropic refuses thoughts before a tool call that is demanded."""
     if effort != "none" and (not isinstance(effort, str) or effort not in _EFFORTS):
-        raise bad(name, f"{name}={effort!r} is not known; use none, {', '.join(_EFFORTS)}")
+        raise bad_request(name, f"{name}={effort!r} is not known; use none, {', '.join(_EFFORTS)}")
     if _THINKS_NOT.match(model):
         return {}
     if effort == "none":

@@ -33,7 +33,7 @@ _NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature"
 
 
 def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
-    """The body of POST /v1/responses. Raises Problem 400 naming what it cannot be asked."""
+    """The body of POST /v1/responses. Raises ApiError 400 naming what it cannot be asked."""
     known = {*_NAMES, "stop"}  # its answer is ended here
     refuse([("n", request.n, request.n == 1), *foreign(params, known)], request, provider, "responses")
     instructions, items = _items(turns_of(request.messages), blocks)
