@@ -22,7 +22,7 @@ from agentlightning.rollouts import attempt_secret
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore
-from agentlightning.tracing.emit import find_final_reward
+from agentlightning.tracing.rewards import find_final_reward
 
 AGL = str(Path(sys.executable).parent / "agl")
 KEY = "sk-only-the-provider-may-see-this"

@@ -32,8 +32,8 @@ from agentlightning.rollouts import attempt_environment, attempt_key, trace_id_o
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.instrumented import observed
-from agentlightning.tracing.emit import find_reward_spans, get_reward_value
 from agentlightning.tracing.otlp.exporter import OtlpExporter
+from agentlightning.tracing.rewards import find_reward_spans, get_reward_value
 
 SECRET, TOKEN = "secret", "token"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -368,7 +368,7 @@ async def test_json_says_what_was_refused(site: Site) -> None:
     [
         ({"name": 5}, "name is 5; send text"),
         ({"attributes": {"a": 1}}, 'attributes is {"a":1}; send a list'),
-        ({"attributes": [{"key": "a", "value": 5}]}, "5 is no attribute value"),
+        ({"attributes": [{"key": "a", "value": 5}]}, "5 is not an attribute value"),
         ({"attributes": [{"key": "a", "value": {"oddValue": 5}}]}, "has none of: stringValue"),
         ({"attributes": [{"key": "a", "value": {"intValue": 1.5}}]}, "intValue is 1.5; send a whole number"),
         ({"attributes": [{"key": "a", "value": {"intValue": "1" * 30}}]}, "fit into 64 bits"),
@@ -416,7 +416,7 @@ async def test_an_empty_request_is_fine(site: Site) -> None:
 async def test_spans_without_ids_are_refused_alone(site: Site) -> None:
     sent = request({"span_id": ""}, {"trace_id": "0" * 32}, {"span_id": "1" * 18}, {}, resource=site.ids)
     rejected, why = partial(await site.post(sent.SerializeToString()))
-    assert (rejected, "a trace id has 16 bytes and a span id 8" in why) == (3, True)
+    assert (rejected, "a trace id needs 16 bytes and a span id 8" in why) == (3, True)
     assert len(await site.spans()) == 1
 
 

@@ -22,7 +22,8 @@ from agentlightning.runner.runner import Runner
 from agentlightning.span import MESSAGE, REWARD, SCORE_VALUE, Span
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import agents
-from agentlightning.tracing.emit import emit_reward, get_reward_value
+from agentlightning.tracing.emit import emit_reward
+from agentlightning.tracing.rewards import get_reward_value
 
 HERE = "agentlightning.testing.agents"
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05}

@@ -18,7 +18,7 @@ from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import observed
 from agentlightning.testing import ScriptedEngine
-from agentlightning.tracing.emit import find_final_reward
+from agentlightning.tracing.rewards import find_final_reward
 
 SECRET = "a-secret"
 

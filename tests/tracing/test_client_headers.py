@@ -141,10 +141,10 @@ def test_calls_elsewhere_and_calls_of_nobody_are_left_alone(server, get):
 
 def test_an_address_that_only_begins_alike_is_another(server):
     with attempt(server):
-        assert client_headers.outbound_headers(server.url + "/v1")
-        assert client_headers.outbound_headers(server.url)
-        assert not client_headers.outbound_headers(server.url + "1/v1")
-        assert not client_headers.outbound_headers(server.url + ".evil.example/v1")
+        assert client_headers.attempt_headers(server.url + "/v1")
+        assert client_headers.attempt_headers(server.url)
+        assert not client_headers.attempt_headers(server.url + "1/v1")
+        assert not client_headers.attempt_headers(server.url + ".evil.example/v1")
 
 
 def test_the_operation_a_call_is_made_in_is_its_parent(server):

@@ -18,17 +18,9 @@ from pydantic import BaseModel
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.span import Span
-from agentlightning.tracing.emit import (
-    emit_annotation,
-    emit_exception,
-    emit_message,
-    emit_object,
-    emit_reward,
-    find_final_reward,
-    find_reward_spans,
-    get_reward_value,
-    operation,
-)
+from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_message, emit_object, emit_reward
+from agentlightning.tracing.operation import operation
+from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value
 from agentlightning.tracing.scope import scope
 
 # -- rewards ---------------------------------------------------------------------------------------------------------
@@ -67,7 +59,7 @@ def test_a_reward_may_have_named_dimensions(recorded: Any) -> None:
         ({}, "no dimension"),
         ({"format": math.nan}, r"emit_reward\(\{'format': nan\}\): a reward must be finite"),
         ({"format": "good"}, r"emit_reward\(\{'format': 'good'\}\)"),
-        ({1: 0.5}, "the dimension 1 is not named by a string"),
+        ({1: 0.5}, "the dimension 1 is not a string"),
     ],
 )
 def test_what_is_no_finite_number_is_refused_by_name(recorded: Any, value: Any, message: str) -> None:
@@ -168,7 +160,7 @@ def test_an_annotation_is_flattened(recorded: Any) -> None:
     emit_annotation({"user": {"plan": "free", "age": 3}, "tags": ["a", 1]})
     assert recorded[0].name == names.ANNOTATION
     assert recorded[0].attributes == {"user.plan": "free", "user.age": 3, "tags": '["a", 1]'}
-    with pytest.raises(ConfigError, match="says nothing"):
+    with pytest.raises(ConfigError, match="is empty"):
         emit_annotation({})
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.sql.spans import codec
-from agentlightning.tracing.sanitize import storable
+from agentlightning.tracing.sanitize import sanitize_span
 
 texts = st.text(st.characters(codec=None))
 plain = st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary() | st.complex_numbers()
@@ -26,15 +26,15 @@ def span_of(name: str, attributes: Any, events: Any = (), message: str | None = 
 def test_every_span_becomes_one_that_is_stored(
     name: str, attributes: Any, event: str, details: Any, message: str | None
 ) -> None:
-    mended = storable(span_of(name, attributes, (SpanEvent(event, 1.0, details),), message))
+    mended = sanitize_span(span_of(name, attributes, (SpanEvent(event, 1.0, details),), message))
     codec.pack([mended])
-    assert storable(mended) == mended
+    assert sanitize_span(mended) == mended
 
 
 def test_a_span_that_is_stored_as_it_is_stays_as_it_is() -> None:
     span = span_of("chat 🤖", {"ids": [1, 2], "deep": {"a": [0.5, None, True, "\0"]}, "big": 2**63 - 1}, message="ok")
-    assert storable(span) == span
+    assert sanitize_span(span) == span
 
 
 def test_a_pair_that_was_cut_apart_is_one_character_again() -> None:
-    assert storable(span_of("a", {"x": "\ud83e\udd16", "y": "\ud83e!"})).attributes == {"x": "🤖", "y": "\ufffd!"}
+    assert sanitize_span(span_of("a", {"x": "\ud83e\udd16", "y": "\ud83e!"})).attributes == {"x": "🤖", "y": "\ufffd!"}

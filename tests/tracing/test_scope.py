@@ -12,8 +12,9 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import AGENT_NAME, MESSAGE_BODY, Span
+from agentlightning.tracing.agents import track_agent
 from agentlightning.tracing.emit import emit_message
-from agentlightning.tracing.scope import current_agent, current_scope, scope, track_agent
+from agentlightning.tracing.scope import current_agent, current_scope, scope
 
 
 class ListSink:
@@ -90,5 +91,5 @@ def test_spans_carry_no_agent_where_none_is_named() -> None:
 def test_an_agent_without_a_name_is_refused() -> None:
     wrong: list[Any] = ["", 3, None]
     for name in wrong:
-        with pytest.raises(ConfigError, match=f"track_agent\\({name!r}\\) names nobody"), track_agent(name):
+        with pytest.raises(ConfigError, match=f"track_agent\\({name!r}\\): the name is"), track_agent(name):
             pass

@@ -10,7 +10,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
-from agentlightning.tracing.emit import get_reward_value
+from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.util.printable import printable
 
 WIDTH: Final = 160

@@ -418,7 +418,7 @@ def _summary(
     error: AgentError | None,
 ) -> Summary:
     from agentlightning import span as names
-    from agentlightning.tracing.emit import find_final_reward
+    from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
     agents = {span.attributes[names.AGENT_NAME]: None for span in calls if names.AGENT_NAME in span.attributes}

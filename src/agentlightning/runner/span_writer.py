@@ -22,7 +22,7 @@ from agentlightning.span import (
     new_trace_id,
 )
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.tracing.sanitize import storable
+from agentlightning.tracing.sanitize import sanitize_span
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class SpanWriter:
     async def _write_sanitized(self, span: Span, error: AgentLightningError, sanitized: bool) -> None:
         """Store what can be stored of a rejected span: nothing that an agent emits may end the runner."""
         if isinstance(error, ConfigError) and not sanitized:
-            return await self._write([storable(span)], sanitized=True)
+            return await self._write([sanitize_span(span)], sanitized=True)
         logger.warning("the store rejects span %r of attempt %s: %s", span.name, span.attempt_id, error)
 
 

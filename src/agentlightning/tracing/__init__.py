@@ -1,18 +1,15 @@
-"""What an agent does becomes spans of its attempt: `scope` (which attempt), `emit` (what is said), `tracer` (how it
-travels), `otel` (its form)."""
+"""Records what an agent does as spans of its attempt: the current scope, `emit_*`, the tracer and OTLP."""
 
+from agentlightning.tracing.agents import track_agent
 from agentlightning.tracing.emit import (
     emit_annotation,
     emit_exception,
     emit_message,
     emit_object,
     emit_reward,
-    find_final_reward,
-    find_reward_spans,
-    get_reward_value,
-    operation,
 )
-from agentlightning.tracing.scope import track_agent
+from agentlightning.tracing.operation import operation
+from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value
 
 __all__ = [
     "emit_annotation",

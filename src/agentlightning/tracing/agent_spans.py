@@ -1,8 +1,8 @@
-"""What an agent may write of its own attempt: everything but what the gateway alone knows.
+"""Strips attributes from agents' spans that only the gateway and the store may write.
 
-Tokens, log-probabilities, the weights that drew them, costs and repeated requests decide what is learned and what is
-paid, so only the gateway records them. Whoever takes spans from an agent (events, OTLP sent with an attempt's key, a
-runner) passes them through `agent_span`; what is stripped is named in an attribute of the span. Pure.
+Tokens, log-probabilities, policy versions, costs and retries determine what is learned and paid, so only the gateway
+records them. Every receiver of agents' spans (events, OTLP with an attempt's key, the runner) passes them through
+`agent_span`; an attribute of the span names what was stripped. Pure.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.STRIPPED,
     }
 )
-"""Attributes that are the gateway's or the store's to write."""
+"""Attributes that only the gateway or the store writes."""
 
 
 def agent_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes an agent may write; the same object where all of them are."""
+    """The attributes that an agent may write; the same object if nothing is stripped."""
     if GATEWAY_ATTRIBUTES.isdisjoint(attributes):
         return attributes
-    kept = {name: value for name, value in attributes.items() if name not in GATEWAY_ATTRIBUTES}
-    return kept | {names.STRIPPED: sorted(GATEWAY_ATTRIBUTES & attributes.keys())}
+    allowed = {name: value for name, value in attributes.items() if name not in GATEWAY_ATTRIBUTES}
+    return allowed | {names.STRIPPED: sorted(GATEWAY_ATTRIBUTES & attributes.keys())}
 
 
 def agent_span(span: Span) -> Span:
-    """The span as an agent may write it; the same object where nothing had to be stripped."""
+    """The span without the attributes that an agent must not write; the same object if it has none."""
     attributes = agent_attributes(span.attributes)
     return span if attributes is span.attributes else replace(span, attributes=attributes)
 
 
 def late_mark(attempt: Attempt | None) -> Mapping[str, Any]:
-    """What is added to the attributes of a span that an agent sends now: a mark, where its attempt has ended."""
+    """Attributes to add to a span that arrives now: a mark if its attempt has ended."""
     return {names.LATE: True} if attempt is not None and not ATTEMPT_TRANSITIONS[attempt.status] else {}

@@ -1,10 +1,9 @@
-"""Calls that an agent makes to its own server say whose they are and who speaks, whatever client makes them.
+"""Adds the attempt's headers to requests that HTTP clients send to the attempt's own server.
 
-`install()` has `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib` add headers to requests that go
-to the server of the current attempt, and to no other: the attempt's key, W3C `traceparent` and `baggage`. A client that
-was made once, for no attempt in particular, is then known call by call. Nothing else about a request changes, and a
-header that is there already stays. Where it is doubtful whose a call is, because a task of one attempt works off what
-another has put into a queue, the call says just that; one made by a reward function says so.
+`install()` patches `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib`. Requests to the server of
+the current attempt, and to no other, get the attempt's key, W3C `traceparent` and `baggage`, so that calls of a client
+shared between attempts are attributed one by one. Headers that are already present are kept; nothing else changes.
+Requests of a task that works on another attempt's queue items, and those of reward functions, are marked as such.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from agentlightning.rollouts import (
 from agentlightning.tracing.scope import Scope, current_agent, current_scope, foreign_work, inherited_scope
 
 Headers = MutableMapping[str, str]
-"""By name in any case."""
+"""Headers with case-insensitive names."""
 
 
-def outbound_headers(url: str) -> dict[str, str]:
-    """What a request to `url` made here and now carries; nothing where it goes elsewhere."""
+def attempt_headers(url: str) -> dict[str, str]:
+    """Headers for a request to `url` in the current context; empty for other servers."""
     inside = inherited_scope()
     address = _address_of_process() if inside is None else inside.address
     if not address or not (url.startswith(address) and url[len(address) : len(address) + 1] in ("", "/", "?")):
@@ -69,7 +68,7 @@ def _baggage(entries: dict[str, str]) -> dict[str, str]:
 
 
 def _address_of_process() -> str:
-    """The server of a program that runs for one attempt, which its environment names."""
+    """The server that the environment of a single-attempt program names."""
     url = urlsplit(os.environ.get("AGL_EVENT_URL", ""))
     return f"{url.scheme}://{url.netloc}" if url.netloc else ""
 
@@ -81,7 +80,7 @@ def _traceparent(scope: Scope) -> str:
     return f"00-{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}-01"
 
 
-def _add(headers: Headers, more: dict[str, str]) -> None:
+def _add_missing(headers: Headers, more: dict[str, str]) -> None:
     for name, value in more.items():
         present = headers.get(name)
         if present is None:
@@ -97,7 +96,7 @@ def _patch_httpx(module: ModuleType) -> None:
     def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(send)
         def sent(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            _add(request.headers, outbound_headers(str(request.url)))
+            _add_missing(request.headers, attempt_headers(str(request.url)))
             return send(self, request, *args, **kwargs)
 
         return sent
@@ -114,11 +113,11 @@ def _patch_aiohttp(module: ModuleType) -> None:
     @wraps(request)
     async def requested(self: Any, method: str, str_or_url: Any, **kwargs: Any) -> Any:
         url = str(str_or_url)
-        if more := outbound_headers(url if "://" in url else str(getattr(self, "_base_url", ""))):
+        if more := attempt_headers(url if "://" in url else str(getattr(self, "_base_url", ""))):
             headers: Any = CIMultiDict(kwargs.get("headers") or ())
             for name in self.headers.keys() & more.keys() - headers.keys():
                 headers[name] = self.headers[name]
-            _add(headers, more)
+            _add_missing(headers, more)
             kwargs["headers"] = headers
         return await request(self, method, str_or_url, **kwargs)
 
@@ -126,7 +125,7 @@ def _patch_aiohttp(module: ModuleType) -> None:
 
 
 _HEADERS_POSITION: Final = 3
-"""Of `headers` among the parameters of urllib3's `urlopen`, `method` being the first."""
+"""Position of `headers` among the parameters of urllib3's `urlopen`, counted from `method`."""
 
 
 def _patch_urllib3(module: ModuleType) -> None:
@@ -136,10 +135,10 @@ def _patch_urllib3(module: ModuleType) -> None:
     @wraps(urlopen)
     def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
         port = f":{self.port}" if self.port else ""
-        if (more := outbound_headers(f"{self.scheme}://{self.host}{port}")) and len(args) <= _HEADERS_POSITION:
+        if (more := attempt_headers(f"{self.scheme}://{self.host}{port}")) and len(args) <= _HEADERS_POSITION:
             given = kwargs.get("headers")
             headers = module.HTTPHeaderDict(self.headers if given is None else given)
-            _add(headers, more)
+            _add_missing(headers, more)
             kwargs["headers"] = headers
         return urlopen(self, *args, **kwargs)
 
@@ -152,11 +151,11 @@ def _patch_urllib(module: ModuleType) -> None:
 
     @wraps(do_open)
     def opened(self: Any, http_class: Any, req: Any, **kwargs: Any) -> Any:
-        if more := outbound_headers(req.full_url):
+        if more := attempt_headers(req.full_url):
             headers = {name: req.get_header(name.capitalize()) for name in more if req.has_header(name.capitalize())}
-            _add(headers, more)
+            _add_missing(headers, more)
             for name, value in headers.items():
-                req.add_unredirected_header(name, value)  # these go before those of the request
+                req.add_unredirected_header(name, value)  # these take precedence over those of the request
         return do_open(self, http_class, req, **kwargs)
 
     handler.do_open = opened
@@ -173,62 +172,65 @@ _PATCHES: Final[dict[str, Callable[[Any], None]]] = {
 # -- when they are patched ---------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_patched: set[str] = set()
+_patched_modules: set[str] = set()
 
 
 def install() -> None:
-    """From now on, in this process: clients that are imported already, and those that will be. Harmless when
-    repeated."""
+    """Patch the clients that are imported already, and others when they are imported. Idempotent."""
     with _lock:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     for name in list(_PATCHES):
-        if (module := sys.modules.get(name)) is not None and _is_whole(module):
+        if (module := sys.modules.get(name)) is not None and _is_fully_imported(module):
             _patch(name, module)
 
 
 def when_imported(name: str, patch: Callable[[Any], None]) -> None:
-    """Have a module patched: now, or as soon as it is imported, if ever."""
+    """Patch a module now, or as soon as it is imported."""
     _PATCHES.setdefault(name, patch)
     install()
 
 
-def _is_whole(module: ModuleType) -> bool:
-    """Whether it is not being imported at this moment."""
+def _is_fully_imported(module: ModuleType) -> bool:
+    """Whether the import of the module has finished."""
     return not getattr(module.__spec__, "_initializing", False)
 
 
 def _patch(name: str, module: ModuleType) -> None:
     with _lock:
-        if name in _patched:
+        if name in _patched_modules:
             return
-        _patched.add(name)
+        _patched_modules.add(name)
     _PATCHES[name](module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself; has a client patched as soon as it is imported."""
+    """Finds no modules itself; wraps the loaders of the clients to patch."""
 
     def __init__(self) -> None:
-        self._looking = threading.local()
+        self._searching = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _PATCHES or fullname in _patched or getattr(self._looking, "name", None) == fullname:
+        if (
+            fullname not in _PATCHES
+            or fullname in _patched_modules
+            or getattr(self._searching, "name", None) == fullname
+        ):
             return None
-        self._looking.name = fullname
+        self._searching.name = fullname
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._looking.name = None
+            self._searching.name = None
         if spec is not None and spec.loader is not None:
             spec.loader = _PatchingLoader(spec.loader)
         return spec
 
 
 class _PatchingLoader(Loader):
-    """Loads as the real one does, and steps aside."""
+    """Delegates to the real loader, then patches the module."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,11 +1,11 @@
-"""Foreign conventions, read into the one vocabulary of `span.py`.
+"""Translates the attributes of other tracing conventions to the vocabulary of `span.py`.
 
-What others write stays as it is; what it means in our names is added where that name is absent. The tables below say
-what is read: OpenTelemetry GenAI (its older names and its span events too), OpenInference, Traceloop (OpenLLMetry),
-AgentOps, and Agent Lightning 0.x. Pure. `complete` never raises and never removes an attribute.
+Original attributes stay; their equivalents are added where absent. The tables below define the translation for
+OpenTelemetry GenAI (including its older names and its span events), OpenInference, Traceloop (OpenLLMetry), AgentOps
+and Agent Lightning 0.x. Pure. `complete` never raises and never removes an attribute.
 
-Which tables concern a span follows from its keys alone, and spans of one kind share them: the answer is worked out
-once for each set of keys.
+The keys of a span determine which tables apply, and spans of one kind share their keys, so a plan is computed once per
+set of keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOOL_RESULT: Final = "gen_ai.tool.call.result"
 WORKFLOW_NAME: Final = "gen_ai.workflow.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 ORIGINAL_NAME: Final = "agentlightning.original_name"
-"""The name of a span that was renamed to what it means."""
+"""The original name of a renamed span."""
 
 Attributes = dict[str, Any]
 Step = Callable[[Attributes], None]
@@ -49,7 +49,7 @@ OPERATIONS: Final = {
     "embeddings": "embeddings",
     "retriever": "retrieval",
 }
-"""What a kind of span is as `gen_ai.operation.name`; a kind that is not here has no counterpart."""
+"""Span kind -> `gen_ai.operation.name`; other kinds have no equivalent."""
 
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     names.PROVIDER_NAME: ("gen_ai.system", "llm.provider", "llm.system"),
@@ -68,7 +68,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     TOOL_CALL_ID: ("tool_call.id", "tool.id"),
     TOOL_ARGUMENTS: ("tool_call.function.arguments",),
 }
-"""Our name, and what others call the same thing."""
+"""Our attribute -> equivalent names in other conventions."""
 
 COUNTS: Final[dict[str, tuple[str, ...]]] = {
     names.INPUT_TOKENS: ("gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
@@ -95,7 +95,7 @@ TOKENS: Final[dict[str, tuple[str, ...]]] = {
         "agentlightning.operation.output.choices.0.token_ids",
     ),
 }
-"""Lists of integers, or their JSON, or a list of which the first item is one."""
+"""Our attribute -> names of lists of integers, given as a list, as JSON, or nested in a list."""
 
 PARAMETERS: Final = {
     "temperature": names.REQUEST_TEMPERATURE,
@@ -108,7 +108,7 @@ PARAMETERS: Final = {
     "stop": names.REQUEST_STOP,
     "stop_sequences": names.REQUEST_STOP,
 }
-"""Of the JSON object in `llm.invocation_parameters`."""
+"""Keys of the JSON object `llm.invocation_parameters` -> our attributes."""
 
 BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "name": (
@@ -129,7 +129,7 @@ BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
         {"execute_tool": TOOL_RESULT, "": names.OPERATION_OUTPUT},
     ),
 }
-"""What these are called depends on the operation; "" is for any other. Those of a model call are its messages."""
+"""Attributes whose equivalent depends on the operation ("": any other). For model calls they are the messages."""
 MODEL_CALLS: Final = frozenset({"chat", "text_completion", "generate_content"})
 
 FAMILIES: Final[dict[str, tuple[str, str]]] = {
@@ -142,7 +142,7 @@ FAMILIES: Final[dict[str, tuple[str, str]]] = {
     "llm.tools.": (names.TOOL_DEFINITIONS, ""),
     "llm.request.functions.": (names.TOOL_DEFINITIONS, ""),
 }
-"""Prefix of keys that carry an index, what they are together, and the role of a message that names none."""
+"""Prefix of indexed keys -> the attribute they form, and the default role of its messages."""
 WHOLE: Final[dict[str, tuple[str, str]]] = {
     "gen_ai.prompt": (names.INPUT_MESSAGES, "user"),
     "gen_ai.completion": (names.OUTPUT_MESSAGES, "assistant"),
@@ -151,7 +151,7 @@ WHOLE: Final[dict[str, tuple[str, str]]] = {
     "traceloop.entity.input": (names.INPUT_MESSAGES, "user"),
     "traceloop.entity.output": (names.OUTPUT_MESSAGES, "assistant"),
 }
-"""All messages of a model call in one value: JSON, or plain text."""
+"""Attributes that hold all messages of a model call, as JSON or plain text."""
 
 EVENTS: Final[dict[str, tuple[str, str]]] = {
     "gen_ai.system.message": (names.INPUT_MESSAGES, "system"),
@@ -162,29 +162,29 @@ EVENTS: Final[dict[str, tuple[str, str]]] = {
     "gen_ai.content.prompt": (names.INPUT_MESSAGES, "user"),
     "gen_ai.content.completion": (names.OUTPUT_MESSAGES, "assistant"),
 }
-"""Span events that carry messages."""
+"""Span events with messages."""
 EVENT_BODIES: Final = ("gen_ai.event.content", "gen_ai.prompt", "gen_ai.completion", "message", "content")
 DETAILS: Final = "gen_ai.client.inference.operation.details"
-"""The event whose attributes are those of the span."""
+"""The event whose attributes belong to the span."""
 STRUCTURED: Final = (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, "gen_ai.system_instructions", names.TOOL_DEFINITIONS)
 
 REWARD_FAMILY: Final = "agentlightning.reward."
 REWARD_SPANS: Final = frozenset({names.ANNOTATION, "agentlightning.reward"})
-"""Spans of 0.x that are a reward where they carry one."""
+"""Names of 0.x spans that may carry a reward."""
 REWARDING_OUTPUTS: Final = frozenset({"agentops.task.output", "agentops.entity.output"})
-"""Where 0.1 kept a reward: as JSON {"type": "reward", "value": ...}."""
+"""Attributes in which 0.1 stored a reward, as JSON {"type": "reward", "value": ...}."""
 
-# -- reading them ----------------------------------------------------------------------------------------------------
+# -- translation -----------------------------------------------------------------------------------------------------
 
 _plans: dict[tuple[str, ...], tuple[Step, ...]] = {}
 PLANS: Final = 4096
 PLANNED_KEYS: Final = 64
-"""Larger sets of keys (conversations, mostly) are not remembered."""
+"""Plans of larger sets of keys (mostly conversations) are not cached."""
 
 
 def complete(name: str, attributes: Attributes, events: Sequence[SpanEvent] = ()) -> str:
-    """Add to `attributes` what they and the events mean in our vocabulary. Returns the name the span should have: its
-    own, but for what 0.x calls an annotation and we call a reward."""
+    """Add the equivalents of `attributes` and events in our vocabulary. Returns the name of the span, which changes
+    only for 0.x annotations that are rewards."""
     keys = tuple(attributes)
     plan = _plans.get(keys)
     if plan is None:
@@ -206,10 +206,10 @@ def complete(name: str, attributes: Attributes, events: Sequence[SpanEvent] = ()
 
 
 def _plan(keys: tuple[str, ...]) -> tuple[Step, ...]:
-    """What there is to do for attributes of these keys."""
+    """The translation steps for attributes with these keys."""
     known = frozenset(keys)
     steps: list[Step] = [partial(_read_operation, kind) for kind in KINDS if kind in known]
-    for table, read in ((ALIASES, _same), (COUNTS, _count), (LISTS, _list), (TOKENS, _tokens)):
+    for table, read in ((ALIASES, _unchanged), (COUNTS, _count), (LISTS, _list), (TOKENS, _tokens)):
         for target, sources in table.items():
             steps += [partial(_copy, source, target, read) for source in sources if source in known]
     if "llm.invocation_parameters" in known:
@@ -234,7 +234,7 @@ def _copy(source: str, target: str, read: Callable[[Any], Any], attributes: Attr
         attributes[target] = value
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -268,7 +268,7 @@ def _finite(value: Any) -> float | None:
 
 
 def parsed(text: Any) -> Any:
-    """The value of a JSON text; None for what is none."""
+    """The value of a JSON text; None if it is invalid."""
     try:
         return orjson.loads(text)
     except (orjson.JSONDecodeError, TypeError):
@@ -346,14 +346,14 @@ def _read_events(attributes: Attributes, events: Iterable[SpanEvent]) -> None:
 
 
 def _write_json(key: str, attributes: Attributes) -> None:
-    """Messages are JSON text, as OpenTelemetry has them on spans, however they came."""
+    """Convert structured messages to JSON text, as on OpenTelemetry spans."""
     value = attributes[key]
     if isinstance(value, list | dict):
         _put_json(key, value, attributes)
 
 
 def _put_json(target: str, value: Any, attributes: Attributes) -> None:
-    """What is nested too deeply for JSON is left as it came."""
+    """Set an attribute to JSON text; values nested too deeply are skipped."""
     with suppress(orjson.JSONEncodeError):
         attributes[target] = orjson.dumps(value, default=str).decode()
 
@@ -362,7 +362,7 @@ def _put_json(target: str, value: Any, attributes: Attributes) -> None:
 
 
 def _read_dimensions(attributes: Attributes) -> None:
-    """Our own dimensions, which travel as JSON text."""
+    """Decode our own reward dimensions from JSON text."""
     value = attributes[names.REWARD_VALUES]
     found = parsed(value) if isinstance(value, str) else None
     if isinstance(found, dict):
@@ -370,7 +370,7 @@ def _read_dimensions(attributes: Attributes) -> None:
 
 
 def _read_first_dimension(attributes: Attributes) -> None:
-    """0.x: `agentlightning.reward.N.name` and `.value`, of which the first is the reward."""
+    """0.x: the first of `agentlightning.reward.N.name` and `.value` is the reward."""
     value = _finite(attributes.get(f"{REWARD_FAMILY}0.value"))
     if value is not None and names.SCORE_VALUE not in attributes:
         attributes[names.SCORE_VALUE] = value
@@ -380,9 +380,9 @@ def _read_first_dimension(attributes: Attributes) -> None:
 def _read_old_reward(source: str, attributes: Attributes) -> None:
     given = attributes[source]
     if source != "reward":
-        held = parsed(given) if isinstance(given, str) else given
-        is_reward = isinstance(held, dict) and cast("Attributes", held).get("type") == "reward"
-        given = cast("Attributes", held).get("value") if is_reward else None
+        value_object = parsed(given) if isinstance(given, str) else given
+        is_reward = isinstance(value_object, dict) and cast("Attributes", value_object).get("type") == "reward"
+        given = cast("Attributes", value_object).get("value") if is_reward else None
     value = _finite(given)
     if value is not None and names.SCORE_VALUE not in attributes:
         attributes[names.SCORE_VALUE] = value

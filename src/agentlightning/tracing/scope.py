@@ -1,129 +1,156 @@
-"""Which rollout am I in, who is speaking, and where do spans go.
+"""The current scope: the attempt, the agent and the span sink of the code that runs.
 
-Whoever runs an agent enters `scope(...)` around it; everything the agent emits inside, in the same thread, in tasks it
-starts and in `asyncio.to_thread`, then belongs to that attempt. Bare threads inherit no context, and nothing is guessed
-for them: a reward given to the wrong attempt is worse than one dropped with a warning.
+The runner enters `scope(...)` around an agent. Everything emitted within, in the same thread, in tasks it starts and in
+`asyncio.to_thread`, belongs to that attempt. Bare threads inherit no context, and no attempt is guessed for them: a
+reward recorded for the wrong attempt is worse than one dropped with a warning.
 
-A scope is inherited, but not for ever: what outlives the attempt is in no scope, and a task or thread that takes work
-which another attempt has put into a queue is in none either, until it takes work of its own attempt again
-(`runner/propagation.py` follows the queues).
+Inheritance ends when the attempt ends. A task or thread that takes an item which another attempt has put into a queue
+has no scope until it takes an item of its own attempt again (`runner/hosts/context_propagation.py` tracks queues).
 
-A program that runs for one attempt as a whole, as its environment says (`AGL_EVENT_URL`, `AGL_KEY`), is in the scope
-of that attempt wherever no other was entered.
+A program whose environment names an attempt (`AGL_EVENT_URL`, `AGL_KEY`) is in that attempt's scope wherever no other
+scope is entered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
+from urllib.parse import unquote
 
-from agentlightning.errors import ConfigError
 from agentlightning.rollouts import trace_id_of
 from agentlightning.span import Span, new_trace_id
+from agentlightning.tracing.posting_sink import PostingSink
 
 
 class SpanSink(Protocol):
-    """What takes finished spans on their way to the store."""
+    """Receives finished spans and passes them on to the store."""
 
     def put(self, spans: Sequence[Span]) -> None:
-        """Take the spans over, in order. Called in whatever thread ended them, often inside an event loop: it never
-        blocks and never raises. A span emitted before another one is put before it."""
+        """Take spans in order of emission. Called in the thread that ended them, often in an event loop: it must not
+        block for long and never raises."""
         ...
 
 
 @dataclass(slots=True)
 class Lifetime:
-    """What changes about a scope."""
+    """The mutable state of a scope."""
 
     certain: bool = True
-    """Neither of the following."""
+    """Neither `ended` nor `ambiguous`; checked first because it nearly always holds."""
     ended: bool = False
-    mixed: bool = False
-    """A task or thread that it started handed on work of another attempt in a way that cannot be followed: what was
-    inherited from it proves nothing any more."""
+    ambiguous: bool = False
+    """A task or thread that it started passed on another attempt's work in an untracked way, so that an inherited scope
+    is no longer reliable."""
 
     def end(self) -> None:
         self.ended, self.certain = True, False
 
-    def mix(self) -> None:
-        self.mixed, self.certain = True, False
+    def mark_ambiguous(self) -> None:
+        self.ambiguous, self.certain = True, False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Scope:
-    """One attempt, as seen by the code that runs inside it."""
+    """One attempt, for the code that runs in it."""
 
     rollout_id: str
     attempt_id: str
     sink: SpanSink
     agent: str | None = None
-    """Who speaks where `track_agent` names nobody."""
+    """The agent where no `track_agent` is active."""
     trace_id: str = field(default_factory=new_trace_id, kw_only=True)
-    """The trace that spans without a parent belong to: 32 hexadecimal digits."""
+    """Trace id of spans without a parent: 32 hexadecimal digits."""
     address: str = field(default="", kw_only=True)
-    """Where this attempt's server is (`http://host:port`); calls that go there say whose they are."""
+    """URL of this attempt's server (`http://host:port`); requests to it carry the attempt's headers."""
     key: str = field(default="", kw_only=True, repr=False)
     """The attempt's key."""
     role: Literal["agent", "judge"] = field(default="agent", kw_only=True)
-    """A judge scores the attempt: its model calls are not the attempt's."""
+    """`judge` for a reward function: its model calls are not part of the attempt."""
     lifetime: Lifetime = field(default_factory=Lifetime, kw_only=True, repr=False)
 
 
-Place = tuple[int, object]
-"""A thread and the task that runs in it, or None."""
+Location = tuple[int, object]
+"""A thread and the asyncio task that runs in it, or None."""
 
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
 _agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
-_main: ContextVar[Place | None] = ContextVar("agentlightning_main", default=None)
-"""Where the attempt itself runs. Elsewhere its scope is inherited."""
-_work: ContextVar[Scope | None] = ContextVar("agentlightning_work", default=None)
-"""The attempt that has put what was last taken from a queue, where the scope is inherited."""
+_owner: ContextVar[Location | None] = ContextVar("agentlightning_main", default=None)
+"""The thread and task of the attempt itself. Elsewhere its scope is inherited."""
+_run: ContextVar[Scope | None] = ContextVar("agentlightning_work", default=None)
+"""The attempt that had put the last item taken from a queue, where the scope is inherited."""
 
 
 def current_scope() -> Scope | None:
-    """The attempt this code runs in; None outside of any."""
+    """The scope of the current code; None outside of any attempt."""
     inside = _scope.get()
     if inside is None:
         return process_scope()
-    if inside.lifetime.certain and _work.get() is None:  # nearly always
+    if inside.lifetime.certain and _run.get() is None:  # the common case
         return inside
-    return inside if _holds(inside) else None
+    return inside if _is_valid(inside) else None
 
 
-def _holds(inside: Scope) -> bool:
+def _is_valid(inside: Scope) -> bool:
     if inside.lifetime.ended:
         return False
-    if (work := _work.get()) is not None:
+    if (work := _run.get()) is not None:
         return work is inside
-    return not inside.lifetime.mixed or is_main()
+    return not inside.lifetime.ambiguous or is_owner()
+
+
+# -- the scope of a process ------------------------------------------------------------------------------------------
+
+EVENT_URL: Final = "AGL_EVENT_URL"
+KEY: Final = "AGL_KEY"
+_EVENTS: Final = re.compile(r"^(https?://.+?)/(?:api/rollouts|rollout)/([^/]+)/attempt/([^/]+)/events/?$")
 
 
 def process_scope() -> Scope | None:
-    """The attempt that this whole process runs for, as its environment says; else None."""
-    from agentlightning.tracing import process_scope  # it needs what is defined here
+    """The attempt that the whole process runs for, according to its environment; None if it names none.
 
-    return process_scope.scope_of_environment()
+    Reads the environment of the process itself, not that of an attempt that shares the process with others.
+    """
+    url, key = _process_variable(EVENT_URL), _process_variable(KEY)
+    return _scope_of(url, key) if url and key else None
+
+
+def _process_variable(name: str) -> str:
+    # Not `os.environ`, which agent hosts replace by the environment of the current attempt.
+    values: dict[bytes, bytes] | None = getattr(os, "environb", None)
+    return os.environ.get(name, "") if values is None else os.fsdecode(values.get(os.fsencode(name), b""))
+
+
+@cache
+def _scope_of(url: str, key: str) -> Scope | None:
+    match = _EVENTS.match(url)
+    if match is None:
+        return None
+    address, rollout_id, attempt_id = match[1], unquote(match[2]), unquote(match[3])
+    trace_id = trace_id_of(attempt_id) or new_trace_id()
+    return Scope(rollout_id, attempt_id, PostingSink(address, key), trace_id=trace_id, address=address, key=key)
 
 
 # -- inherited scopes --------------------------------------------------------------------------------------------------
 
 
-def enter_main() -> None:
-    """This task, or this thread outside of any, runs the attempt itself."""
-    _main.set(_here())
+def mark_owner() -> None:
+    """Mark this task, or this thread outside of tasks, as the one that runs the attempt itself."""
+    _owner.set(_current_location())
 
 
-def is_main() -> bool:
-    return _main.get() == _here()
+def is_owner() -> bool:
+    return _owner.get() == _current_location()
 
 
-def _here() -> Place:
+def _current_location() -> Location:
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -132,32 +159,32 @@ def _here() -> Place:
 
 
 def origin_of_work() -> Scope | None:
-    """The attempt on whose behalf something is put into a queue now; None where that is not known."""
-    if (work := _work.get()) is not None:
+    """The attempt on whose behalf the current code puts items into queues; None if unknown."""
+    if (work := _run.get()) is not None:
         return work
     inside = _scope.get()
-    return inside if inside is not None and _holds(inside) else None
+    return inside if inside is not None and _is_valid(inside) else None
 
 
 def take_work(origin: Scope) -> bool:
-    """Something that the attempt `origin` has put was taken from a queue. True where it is another attempt's than the
-    one this task or thread inherited, so that what it does next is in no scope. Where an attempt itself takes
-    something (a client from a pool of clients), nothing changes."""
+    """Note that an item put by `origin` was taken from a queue. True if that is another attempt than the inherited one:
+    what this task or thread does next has no scope. Items taken by an attempt's own task, such as a client from a
+    pool of clients, change nothing."""
     inside = _scope.get()
-    if inside is None or is_main():
+    if inside is None or is_owner():
         return False
-    _work.set(origin)
+    _run.set(origin)
     return origin is not inside
 
 
 def foreign_work() -> Scope | None:
-    """The other attempt whose work was taken here last, else None."""
-    work = _work.get()
+    """The other attempt whose item was taken last in this context, if any."""
+    work = _run.get()
     return None if work is None or work is _scope.get() else work
 
 
 def inherited_scope() -> Scope | None:
-    """What was entered here or inherited, whether it still holds or not."""
+    """The scope that was entered or inherited, whether it is still valid or not."""
     return _scope.get()
 
 
@@ -165,7 +192,7 @@ def inherited_scope() -> Scope | None:
 
 
 def current_agent() -> str | None:
-    """Who is speaking: the innermost `track_agent`, else the scope's own agent."""
+    """Name of the current agent: of the innermost `track_agent`, else of the scope."""
     tracked = _agent.get()
     if tracked is not None:
         return tracked
@@ -174,7 +201,7 @@ def current_agent() -> str | None:
 
 
 def agent_in(inside: Scope) -> str | None:
-    """Who is speaking in the current scope, which the caller has already."""
+    """`current_agent` for a caller that already has the current scope."""
     tracked = _agent.get()
     return inside.agent if tracked is None else tracked
 
@@ -190,12 +217,12 @@ def scope(
     key: str = "",
     role: Literal["agent", "judge"] = "agent",
 ) -> Generator[Scope]:
-    """What is emitted inside belongs to this attempt and goes to `sink`; what is started inside is in this scope until
-    it is left. Calls to the server at `address` are known by the attempt's `key` (see `outbound.py`)."""
+    """Spans emitted within the block belong to this attempt and go to `sink`; so do those of tasks started within it,
+    until the block is left. Requests to the server at `address` carry the attempt's `key` (`client_headers.py`)."""
     trace_id = trace_id_of(attempt_id) or new_trace_id()
     address = address.rstrip("/")
     inside = Scope(rollout_id, attempt_id, sink, agent, trace_id=trace_id, address=address, key=key, role=role)
-    with entered(inside):
+    with enter_scope(inside):
         try:
             yield inside
         finally:
@@ -203,35 +230,20 @@ def scope(
 
 
 @contextmanager
-def entered(inside: Scope) -> Generator[Scope]:
-    """Code that runs here, and what it starts, is in the scope."""
-    scope_token, work_token, main_token = _scope.set(inside), _work.set(None), _main.set(_here())
+def enter_scope(inside: Scope) -> Generator[Scope]:
+    """Run the block, and the tasks it starts, in a scope."""
+    scope_token, work_token, main_token = _scope.set(inside), _run.set(None), _owner.set(_current_location())
     try:
         yield inside
     finally:
-        _main.reset(main_token)
-        _work.reset(work_token)
+        _owner.reset(main_token)
+        _run.reset(work_token)
         _scope.reset(scope_token)
 
 
-@cache
-def _install_outbound() -> None:
-    from agentlightning.tracing import client_headers  # it reads the scope
-
-    client_headers.install()
-
-
 @contextmanager
-def track_agent(name: str) -> Generator[None]:
-    """Spans inside carry `gen_ai.agent.name`: who is speaking, and the unit of selective optimisation. So do the
-    model calls made inside, by whatever client.
-
-        >>> with agl.track_agent("writer"):
-        ...     agl.emit_message("a draft")
-    """
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"track_agent({name!r}) names nobody; give the agent a name")
-    _install_outbound()
+def agent_scope(name: str) -> Generator[None]:
+    """Within the block, `name` is the current agent."""
     token = _agent.set(name)
     try:
         yield

@@ -1,16 +1,15 @@
-"""The tracer provider: a real OpenTelemetry one, made when first used, installed globally only when asked.
+"""The OpenTelemetry tracer provider: created on first use, installed globally only on request.
 
-Its one processor hands each span, the moment it ends and in the thread that ended it, to the sink of the scope it was
-started in. Nothing waits in a queue of ours: an intermediate reward is with its sink before the agent can make its next
-call, there is no thread to lose in a fork, and nothing is lost when the process dies. Gathering spans into batches is
-the sink's business. Spans of no scope are dropped, with one warning.
+Its processor passes each span, when it ends and in the thread that ended it, to the sink of the scope it was started
+in. There is no queue: an intermediate reward reaches its sink before the agent makes its next call, no thread is lost
+in a fork, and nothing is lost when the process dies. Batching is up to the sink. Spans without a scope are dropped,
+with one warning.
 
-What `emit_*` records is over at once and nobody can add to it, so it becomes our span directly, at a third of the cost
-of an OpenTelemetry one; where a processor was added to the provider it is a real one, and that processor sees it too.
+What `emit_*` records starts and ends at once, so it is written as our `Span` directly, at a third of the cost of an
+OpenTelemetry span. If another processor was added to the provider, it is a real one, which that processor sees too.
 
-A span without a parent starts in the trace of its attempt (`rollouts.trace_id_of`): the attempt is one trace, whoever
-writes it. Other ids come from a generator of our own, never from the `random` module's: agents seed that one and hosts
-fork, and two spans of one id would be one span to the store.
+A span without a parent belongs to the trace of its attempt (`rollouts.trace_id_of`). Span ids come from a separate
+random generator: agents seed the `random` module and hosts fork, and the store would merge spans with equal ids.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ UNLIMITED = SpanLimits(
     max_attribute_length=SpanLimits.UNSET,
     max_span_attribute_length=SpanLimits.UNSET,
 )
-"""Said explicitly, since the environment's limits are meant for telemetry: they would cut a message short."""
+"""Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
 
 
-_random = random.Random()  # seeded by the operating system: asking it each time would cost a system call
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+_random = random.Random()  # seeded by the operating system; `os.urandom` would cost a system call per id
+if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=_random.seed)
 
 
 class SpanIdGenerator(IdGenerator):
-    """Ids that neither a seed nor a fork can repeat. Within a scope every trace is that of the attempt."""
+    """Ids that are unique despite seeds and forks. Within a scope, the trace id is the attempt's."""
 
     def generate_span_id(self) -> int:
         return _random.getrandbits(64) or 1
@@ -73,11 +72,11 @@ class SpanIdGenerator(IdGenerator):
 
 
 class ScopeProcessor(SpanProcessor):
-    """Remembers the scope a span starts in, and hands the span to that scope's sink when it ends."""
+    """Passes each span to the sink of the scope it was started in, when it ends."""
 
     def __init__(self) -> None:
         self._open: WeakValueDictionary[tuple[int, int], Scope] = WeakValueDictionary()
-        # Weak: a span that is never ended costs nothing once its attempt is over.
+        # Weak, so that spans that never end do not accumulate.
         self._resource: tuple[Resource, dict[str, Any]] = (Resource.get_empty(), {})
         self._warned = False
 
@@ -109,25 +108,25 @@ class ScopeProcessor(SpanProcessor):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "Span %r belongs to no rollout and is dropped, as will be all others like it. What an agent emits is "
-                "kept while a runner or `agl run` runs it, in threads and pools that it starts too.",
+                "Span %r was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
+                "Spans are recorded in agents that a runner or `agl run` executes, and in their threads and pools.",
                 name,
             )
 
 
 class ScopeTracerProvider(TracerProvider):
-    """Knows whether anybody but us listens."""
+    """A provider that knows whether it has processors other than ours."""
 
-    listened = False
+    has_other_processors = False
 
     def add_span_processor(self, span_processor: SpanProcessor) -> None:
-        self.listened = self.listened or not isinstance(span_processor, ScopeProcessor)
+        self.has_other_processors = self.has_other_processors or not isinstance(span_processor, ScopeProcessor)
         super().add_span_processor(span_processor)
 
 
 @cache
 def tracer_provider() -> ScopeTracerProvider:
-    """The process-wide provider. It samples everything, whatever the environment says: rewards are no telemetry."""
+    """The provider of this process. Samples everything, whatever the environment says: rewards are not telemetry."""
     provider = ScopeTracerProvider(
         sampler=ALWAYS_ON,
         resource=Resource(_RESOURCE),
@@ -135,7 +134,7 @@ def tracer_provider() -> ScopeTracerProvider:
         span_limits=UNLIMITED,
         shutdown_on_exit=False,
     )
-    # OTEL_SDK_DISABLED is how people silence other libraries' telemetry; it would silently lose every reward.
+    # OTEL_SDK_DISABLED is meant for the telemetry of libraries; it would silently drop every reward.
     provider._disabled = False  # pyright: ignore[reportPrivateUsage]
     provider.add_span_processor(ScopeProcessor())
     return provider
@@ -143,22 +142,22 @@ def tracer_provider() -> ScopeTracerProvider:
 
 @cache
 def tracer() -> trace.Tracer:
-    """The tracer of everything that `emit_*` and `operation` record."""
+    """The tracer of `emit_*` and `operation`."""
     return tracer_provider().get_tracer(INSTRUMENTATION)
 
 
 def record(name: str, attributes: Mapping[str, Any], error: str | None = None) -> None:
-    """A span that starts and ends now; `error` makes it one of a failure."""
+    """Record a span that starts and ends now; with `error`, its status is ERROR."""
     scope = current_scope()
-    if scope is None or tracer_provider().listened:
+    if scope is None or tracer_provider().has_other_processors:
         _record_with_sdk(name, attributes, error)
         return
     now = time.time()
     parent = trace.get_current_span().get_span_context()
-    kept = dict(attributes)
+    own = dict(attributes)
     agent = agent_in(scope)
     if agent is not None:
-        kept.setdefault(AGENT_NAME, agent)
+        own.setdefault(AGENT_NAME, agent)
     span = Span(
         rollout_id=scope.rollout_id,
         attempt_id=scope.attempt_id,
@@ -170,7 +169,7 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None) -
         parent_id=format_span_id(parent.span_id) if parent.is_valid else None,
         status_code="UNSET" if error is None else "ERROR",
         status_message=error,
-        attributes=kept,
+        attributes=own,
         resource=_RESOURCE,
     )
     scope.sink.put((span,))
@@ -190,8 +189,8 @@ _installed_on: list[trace.TracerProvider] = []
 
 
 def install_globally() -> None:
-    """Record what any library traces with OpenTelemetry too. Where the application has installed a provider of its
-    own, that one stays and ours listens to it. Harmless when repeated."""
+    """Also record what libraries trace with OpenTelemetry. If the application has installed its own provider, that
+    stays and gets our processor. Idempotent."""
     with _installing:
         current = trace.get_tracer_provider()
         if current in _installed_on or current is tracer_provider():
@@ -204,6 +203,5 @@ def install_globally() -> None:
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Wait, up to `timeout` seconds, for processors that were added to the provider and do queue. Spans are with
-    their own sink as soon as they have ended. False where time ran out."""
+    """Wait up to `timeout` seconds for other processors of the provider; ours has no queue. False on timeout."""
     return tracer_provider().force_flush(int(timeout * 1000))

@@ -247,8 +247,8 @@ def test_what_the_endpoint_refuses_is_counted_and_mentioned_once(
         assert exporter.close()
     assert (exporter.counts.sent, exporter.counts.refused) == (1, 3)
     assert [record.message for record in caplog.records] == [
-        f"2 spans on their way to {endpoint.url}/v1/traces were not taken: it answered 400 Bad Request bad; "
-        "more are only counted"
+        f"2 spans for {endpoint.url}/v1/traces were rejected: it answered 400 Bad Request bad; "
+        "further ones are only counted"
     ]
 
 
@@ -308,7 +308,7 @@ def test_an_endpoint_is_a_base_or_the_full_address(given: str, url: str) -> None
 
 def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint in ("localhost:4317", "grpc://localhost", "http://", "http://localhost:99999", "http://h:x", ""):
-        with pytest.raises(ConfigError, match="is no OTLP/HTTP endpoint"):
+        with pytest.raises(ConfigError, match="is not an OTLP/HTTP endpoint"):
             OtlpExporter(endpoint)
     for value in ("sécret", "secret\n"):
         with pytest.raises(ConfigError, match="the header 'authorization' has a value that cannot be sent"):

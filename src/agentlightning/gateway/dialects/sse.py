@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.tracing.sanitize import readable
+from agentlightning.tracing.sanitize import valid_text
 
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """Limit for one event. The last event of a response repeats all of it, including images in base64."""
@@ -111,7 +111,7 @@ def _reject(constant: str) -> Any:
 
 def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
-        return readable(value)
+        return valid_text(value)
     if isinstance(value, list):
         return [_without_surrogates(each) for each in cast("list[Any]", value)]
     if isinstance(value, dict):

@@ -46,9 +46,9 @@ from agentlightning.runner.hosts.messages import (
 from agentlightning.span import JUDGE, Span
 from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.otlp.otel_span import to_span
-from agentlightning.tracing.process_scope import PostingSink
-from agentlightning.tracing.sanitize import storable
-from agentlightning.tracing.scope import current_scope, enter_main, scope
+from agentlightning.tracing.posting_sink import PostingSink
+from agentlightning.tracing.sanitize import sanitize_span
+from agentlightning.tracing.scope import current_scope, mark_owner, scope
 from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
@@ -239,7 +239,7 @@ def _encoded(message: FromHost) -> bytes:
         return encode(message)
     except MessageError as error:
         if isinstance(message, Spans):
-            return encode(Spans(message.job_id, tuple(map(storable, message.spans))))
+            return encode(Spans(message.job_id, tuple(map(sanitize_span, message.spans))))
         if isinstance(message, Done):
             return encode(Done(message.job_id, Failure.of(error)))
         raise
@@ -260,7 +260,7 @@ def _shared_environment(job: Job) -> Mapping[str, str]:
 
 def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
     # A future cannot carry every exception: StopIteration and KeyboardInterrupt would be lost.
-    enter_main()
+    mark_owner()
     try:
         return function(*args), None
     except BaseException as error:  # noqa: BLE001  raised again by `_in_thread`

@@ -32,17 +32,17 @@ from agentlightning.rollouts import trace_id_of
 from agentlightning.runner import attempt_environ
 from agentlightning.span import new_trace_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.process_scope import PostingSink
+from agentlightning.tracing.agents import track_agent
+from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.scope import (
     Scope,
     current_agent,
     current_scope,
-    entered,
+    enter_scope,
     foreign_work,
     inherited_scope,
     origin_of_work,
     take_work,
-    track_agent,
 )
 
 _ORIGINS: Final = "_agentlightning_origins"
@@ -121,7 +121,7 @@ class InCallerContext:
 
 def _mark_mixed(scope: Scope | None) -> None:
     if scope is not None:
-        scope.lifetime.mix()
+        scope.lifetime.mark_ambiguous()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class InCallerAttempt:
             return self.function(*args, **kwargs)
         _prepare_process()
         with ExitStack() as stack:
-            stack.enter_context(entered(self.propagated.scope()))
+            stack.enter_context(enter_scope(self.propagated.scope()))
             stack.enter_context(attempt_environ.overlay(self.propagated.variables))
             if self.propagated.agent is not None:
                 stack.enter_context(track_agent(self.propagated.agent))

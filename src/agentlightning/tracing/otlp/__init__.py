@@ -1,0 +1,1 @@
+"""OTLP: spans to and from OpenTelemetry's formats, and their export to an OTLP endpoint."""

@@ -1,7 +1,7 @@
-"""OTLP trace requests become ours, from protobuf and from JSON. Pure: knows nothing of where they come from or go to.
+"""Decodes OTLP trace requests, in protobuf and in JSON. Pure.
 
-What OpenTelemetry has and a `Span` lacks is kept in the attributes that `otel.py` names. Numbers that JSON cannot hold
-become text, as in OTLP's JSON: "NaN", "Infinity", "-Infinity".
+Fields that a `Span` lacks become the attributes named in `otel_span.py`. Numbers that JSON cannot represent become
+text, as in OTLP's JSON: "NaN", "Infinity", "-Infinity".
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE
 from agentlightning.tracing.sanitize import number
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
-"""The place of a span within its attempt, where its writer asked the store for one (as 0.x does)."""
+"""Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
 
 KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
 STATUS: Final = ("UNSET", "OK", "ERROR")
 MAX_DEPTH: Final = 64
-"""Attributes nested more deeply are refused."""
+"""Maximum nesting of attributes; spans with deeper ones are rejected."""
 MAX_SEQUENCE_ID: Final = 2**31 - 1
 NANOSECONDS: Final = 1e9
 
 
 class OtlpError(ConfigError):
-    """A request that is no OTLP trace request."""
+    """The body is not a valid OTLP trace request."""
 
 
 class Decoded(NamedTuple):
-    """A span as it came, not yet known whose: the fields of `Span` from `name` on, in its order."""
+    """A span without its rollout and attempt: the fields of `Span` from `name` on, in order."""
 
     name: str
     start_time: float
@@ -60,26 +60,26 @@ class Decoded(NamedTuple):
 
 @dataclass(slots=True)
 class Request:
-    """The spans of one request, in the order in which they came."""
+    """The spans of one request, in order."""
 
     spans: list[Decoded] = field(default_factory=list[Decoded])
     refused: Counter[str] = field(default_factory=Counter[str])
-    """Reason -> how many spans cannot be kept because of it."""
+    """Reason -> number of spans rejected for it."""
 
 
-class _Refused(Exception):
-    """One span that cannot be kept; the others can."""
+class _SpanRejected(Exception):
+    """One span is rejected; the others of the request are not."""
 
 
 # -- protobuf --------------------------------------------------------------------------------------------------------
 
 
 def decode_protobuf(body: bytes, now: float) -> Request:
-    """`now` (seconds since the epoch) stands in for a start that was not said. Raises OtlpError."""
+    """Decode a request; `now` (seconds since the epoch) is the start of spans without one. Raises OtlpError."""
     try:
         message = ExportTraceServiceRequest.FromString(body)
     except DecodeError as error:
-        raise OtlpError(f"the body is no OTLP trace request in protobuf: {error}") from None
+        raise OtlpError(f"the body is not an OTLP trace request in protobuf: {error}") from None
     request = Request()
     for group in message.resource_spans:
         resource = _read_attributes(group.resource.attributes)
@@ -88,7 +88,7 @@ def decode_protobuf(body: bytes, now: float) -> Request:
             for span in scope_spans.spans:
                 try:
                     request.spans.append(_read_span(span, scope, resource, now))
-                except _Refused as error:
+                except _SpanRejected as error:
                     request.refused[str(error)] += 1
     return request
 
@@ -96,11 +96,11 @@ def decode_protobuf(body: bytes, now: float) -> Request:
 def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Decoded:
     trace_id, span_id, parent = span.trace_id, span.span_id, span.parent_span_id
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
-        raise _Refused("a trace id has 16 bytes and a span id 8, not all zero")
+        raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
     attributes = _read_attributes(span.attributes)
     events = tuple(map(_read_event, span.events)) if span.events else ()
     links = [_read_link(link) for link in span.links] if span.links else None
-    _put_others(attributes, scope, span.kind, span.trace_state, links)
+    _add_extra_fields(attributes, scope, span.kind, span.trace_state, links)
     code, message = "UNSET", None
     if span.HasField("status") and 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
@@ -109,7 +109,7 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
         conventions.complete(span.name, attributes, events),
         (start or end) / NANOSECONDS or now,
         end / NANOSECONDS if end else None,
-        _place(attributes, resource),
+        _requested_sequence_id(attributes, resource),
         trace_id.hex(),
         span_id.hex(),
         parent.hex() if any(parent) else None,
@@ -125,7 +125,7 @@ def _read_attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for pair in pairs:
         value = pair.value
-        # Asking for a kind costs less than asking which it is.
+        # Reading a field costs less than asking which field is set.
         attributes[pair.key] = value.string_value or value.int_value or _read_value(value, 0)
     return attributes
 
@@ -143,7 +143,7 @@ def _read_value(value: AnyValue, depth: int) -> Any:
     if which == "bytes_value":
         return base64.b64encode(value.bytes_value).decode()
     if depth > MAX_DEPTH:
-        raise _Refused(f"an attribute is nested more than {MAX_DEPTH} deep")
+        raise _SpanRejected(f"an attribute is nested more than {MAX_DEPTH} deep")
     if which == "array_value":
         return [_read_value(item, depth + 1) for item in value.array_value.values]
     if which == "kvlist_value":
@@ -159,13 +159,13 @@ def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
     return _link(link.trace_id.hex(), link.span_id.hex(), link.trace_state, _read_attributes(link.attributes))
 
 
-# -- what both have in common ----------------------------------------------------------------------------------------
+# -- common to both encodings ----------------------------------------------------------------------------------------
 
 
-def _put_others(
+def _add_extra_fields(
     attributes: dict[str, Any], scope: tuple[str, str], kind: int, state: str, links: list[dict[str, Any]] | None
 ) -> None:
-    """Add what a `Span` has no field for."""
+    """Add the fields that a `Span` lacks as attributes."""
     name, version = scope
     if name:
         attributes[SCOPE_NAME] = name
@@ -179,14 +179,14 @@ def _put_others(
         attributes[LINKS] = links
 
 
-def _place(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
-    """The sequence number that was asked for; 0 where none was."""
+def _requested_sequence_id(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
+    """The requested sequence number, or 0."""
     given = attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)
     return 0 if given is None else _sequence_id(given)
 
 
 def _sequence_id(value: Any) -> int:
-    """0, which asks the store for the next, where none is given or it is no number of ours."""
+    """The value as a sequence number; 0 (assigned by the store) if it is not a valid one."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         return 0
     text = str(value)
@@ -203,8 +203,8 @@ def _link(trace_id: str, span_id: str, state: str, attributes: dict[str, Any]) -
 
 
 def decode_json(body: bytes, now: float) -> Request:
-    """As `decode_protobuf`, for OTLP's JSON: ids in hexadecimal, names in lowerCamelCase (snake_case is read too).
-    Fields nobody knows are ignored. Raises OtlpError that says where it is wrong."""
+    """`decode_protobuf` for OTLP's JSON: hexadecimal ids, names in lowerCamelCase (snake_case is accepted too). Unknown
+    fields are ignored. Raises OtlpError that names the invalid field."""
     try:
         message = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -218,7 +218,7 @@ def decode_json(body: bytes, now: float) -> Request:
             for span in _objects(scope_spans, "a scopeSpans", "spans"):
                 try:
                     request.spans.append(_json_span(span, scope, resource, now))
-                except _Refused as error:
+                except _SpanRejected as error:
                     request.refused[str(error)] += 1
     return request
 
@@ -226,21 +226,21 @@ def decode_json(body: bytes, now: float) -> Request:
 def _json_span(span: dict[str, Any], scope: tuple[str, str], resource: dict[str, Any], now: float) -> Decoded:
     trace_id, span_id = _hex(span, 32, "traceId", "trace_id"), _hex(span, 16, "spanId", "span_id")
     if not trace_id or not span_id:
-        raise _Refused("a traceId has 32 hexadecimal digits and a spanId 16, not all zero")
+        raise _SpanRejected("a traceId needs 32 hexadecimal digits and a spanId 16, not all zero")
     status = _object(span, "a span", "status")
     code = _enumerated(status, STATUS, "STATUS_CODE_", "code")
     attributes = _json_attributes(span)
     events = tuple(_json_event(event) for event in _objects(span, "a span", "events"))
     links = [_json_link(link) for link in _objects(span, "a span", "links")]
     kind, state = _enumerated(span, KINDS, "SPAN_KIND_", "kind"), _text(span, "traceState", "trace_state")
-    _put_others(attributes, scope, kind, state, links)
+    _add_extra_fields(attributes, scope, kind, state, links)
     start = _integer(span, "startTimeUnixNano", "start_time_unix_nano")
     end = _integer(span, "endTimeUnixNano", "end_time_unix_nano")
     return Decoded(
         conventions.complete(_text(span, "name"), attributes, events),
         (start or end) / NANOSECONDS or now,
         end / NANOSECONDS if end else None,
-        _place(attributes, resource),
+        _requested_sequence_id(attributes, resource),
         trace_id,
         span_id,
         _hex(span, 16, "parentSpanId", "parent_span_id") or None,
@@ -271,14 +271,14 @@ def _json_value(value: Any, depth: int) -> Any:
     if value is None or value == {}:
         return None
     if not isinstance(value, dict):
-        raise OtlpError(f'{_shown(value)} is no attribute value; send one like {{"stringValue": "text"}}')
+        raise OtlpError(f'{_shorten(value)} is not an attribute value; send one such as {{"stringValue": "text"}}')
     if depth > MAX_DEPTH:
-        raise _Refused(f"an attribute is nested more than {MAX_DEPTH} deep")
+        raise _SpanRejected(f"an attribute is nested more than {MAX_DEPTH} deep")
     for name, item in cast("dict[str, Any]", value).items():
         read = _VALUES.get(name)
         if read is not None:
             return read(item, name, depth)
-    raise OtlpError(f"{_shown(value)} is no attribute value; it has none of: {', '.join(_VALUES)}")
+    raise OtlpError(f"{_shorten(value)} is not an attribute value; it has none of: {', '.join(_VALUES)}")
 
 
 def _json_string(item: Any, name: str, depth: int) -> str:
@@ -299,7 +299,7 @@ def _json_double(item: Any, name: str, depth: int) -> float | str:
     try:
         return number(float(item))
     except (TypeError, ValueError):
-        raise OtlpError(f"{name} is {_shown(item)}; send a number") from None
+        raise OtlpError(f"{name} is {_shorten(item)}; send a number") from None
 
 
 def _json_bytes(item: Any, name: str, depth: int) -> str:
@@ -307,7 +307,7 @@ def _json_bytes(item: Any, name: str, depth: int) -> str:
     try:
         return base64.b64encode(base64.b64decode(text, validate=True)).decode()
     except (binascii.Error, ValueError):
-        raise OtlpError(f"{name} is {_shown(item)}; send base64") from None
+        raise OtlpError(f"{name} is {_shorten(item)}; send base64") from None
 
 
 def _json_array(item: Any, name: str, depth: int) -> list[Any]:
@@ -334,7 +334,7 @@ _VALUES: Final = _READERS | {
 }
 
 
-# -- fields of JSON objects; the first of `names` that is there --------------------------------------------------------
+# -- fields of JSON objects; the first present name of `names` ---------------------------------------------------------
 
 
 def _get(owner: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -344,7 +344,7 @@ def _get(owner: dict[str, Any], names: tuple[str, ...]) -> Any:
 def _checked(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
         wanted = {str: "text", bool: "true or false", dict: "an object", list: "a list"}[kind]
-        raise OtlpError(f"{what} is {_shown(value)}; send {wanted}")
+        raise OtlpError(f"{what} is {_shorten(value)}; send {wanted}")
     return value
 
 
@@ -378,21 +378,21 @@ def _as_integer(value: Any, what: str) -> int:
             raise ValueError
         number = int(value)
     except (TypeError, ValueError, OverflowError):
-        raise OtlpError(f"{what} is {_shown(value)}; send a whole number, as text where it is large") from None
+        raise OtlpError(f"{what} is {_shorten(value)}; send a whole number, as text where it is large") from None
     if not -(2**63) <= number < 2**64:
-        raise OtlpError(f"{what} is {_shown(value)}; it has to fit into 64 bits")
+        raise OtlpError(f"{what} is {_shorten(value)}; it has to fit into 64 bits")
     return number
 
 
 def _hex(owner: dict[str, Any], digits: int, *names: str) -> str:
-    """In lower case; "" where it is missing, of another length, all zero or no hexadecimal number."""
+    """An id in lower case; "" if it is missing, all zero or not hexadecimal of the right length."""
     text = _text(owner, *names).lower()
     fits = len(text) == digits and text.strip("0123456789abcdef") == "" and text.strip("0") != ""
     return text if fits else ""
 
 
 def _enumerated(owner: dict[str, Any], values: tuple[str, ...], prefix: str, name: str) -> int:
-    """Its number; 0 for one that nobody knows."""
+    """Index of an enum value, given by number or name; 0 if unknown."""
     found = owner.get(name)
     if isinstance(found, str) and not found.isdecimal():
         known = [prefix + value.upper() for value in values]
@@ -401,7 +401,7 @@ def _enumerated(owner: dict[str, Any], values: tuple[str, ...], prefix: str, nam
     return number if 0 <= number < len(values) else 0
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     try:
         text = orjson.dumps(value).decode()
     except orjson.JSONEncodeError:

@@ -1,8 +1,8 @@
-"""Our spans become an OTLP trace request. Pure; `otlp.py` reads what this writes.
+"""Encodes spans as an OTLP trace request. Pure; `decode.py` is the inverse.
 
-Spans are grouped by attempt: the resource names the rollout, the attempt and a service. An attribute OpenTelemetry has
-no type for (an object, a mixed list) becomes JSON text. Token ids and log-probabilities are left out unless asked for:
-they are most of a span's size, and nobody reads them in a trace viewer.
+Spans are grouped by attempt: the resource names the rollout, the attempt and a service. Attributes without an
+OpenTelemetry type (objects, mixed lists) become JSON text. Token ids and log-probabilities are omitted by default: they
+are most of a span's size and of no use in a trace viewer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE
 
 SERVICE: Final = "agentlightning"
 _OWN_FIELDS: Final = frozenset({KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID})
-"""Attributes that OTLP has a field for, or that are written anew."""
+"""Attributes that OTLP has fields for, or that are written separately."""
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
 _INT64: Final = 2**63
-_LAST_SECOND: Final = 2.0**64 / 1e9
+_MAX_SECONDS: Final = 2.0**64 / 1e9
 
 Scope = tuple[str, str]
 
 
 def encode(spans: Iterable[Span], *, tokens: bool = False) -> ExportTraceServiceRequest:
-    """A request that holds the spans, and their token ids and log-probabilities where `tokens` are wanted."""
+    """A request with the spans, including token ids and log-probabilities if `tokens`."""
     request = ExportTraceServiceRequest()
     groups: dict[tuple[str, int], tuple[trace_pb2.ResourceSpans, dict[Scope, trace_pb2.ScopeSpans]]] = {}
     for span in spans:
@@ -62,7 +62,7 @@ def _put_resource(group: trace_pb2.ResourceSpans, span: Span) -> None:
 
 def _put_span(target: trace_pb2.Span, span: Span, tokens: bool) -> None:
     attributes = span.attributes
-    left_out = _OWN_FIELDS if tokens else _OWN_FIELDS | _TOKENS
+    omitted = _OWN_FIELDS if tokens else _OWN_FIELDS | _TOKENS
     target.name = span.name
     target.trace_id = _bytes(span.trace_id or trace_id_of(span.attempt_id) or span.attempt_id, 16)
     target.span_id = _bytes(span.span_id, 8)
@@ -76,7 +76,7 @@ def _put_span(target: trace_pb2.Span, span: Span, tokens: bool) -> None:
     if span.status_code != "UNSET" and span.status_code in STATUS:
         target.status.code = cast("trace_pb2.Status.StatusCode.ValueType", STATUS.index(span.status_code))
         target.status.message = span.status_message or ""
-    _put_attributes(target.attributes, {key: value for key, value in attributes.items() if key not in left_out})
+    _put_attributes(target.attributes, {key: value for key, value in attributes.items() if key not in omitted})
     _put_attributes(target.attributes, {SEQUENCE_ID: span.sequence_id} if span.sequence_id else {})
     for event in span.events:
         put = target.events.add()
@@ -119,7 +119,7 @@ def _value(value: Any) -> AnyValue:
 
 
 def _is_plain(items: Sequence[Any]) -> bool:
-    """Whether OpenTelemetry has a list like this: of texts, or of truths, or of whole numbers, or of numbers."""
+    """Whether OpenTelemetry has an array type for the items: all strings, booleans, integers or floats."""
     kinds = set(map(type, items))
     if kinds == {int}:
         return all(-_INT64 <= item < _INT64 for item in items)
@@ -127,7 +127,7 @@ def _is_plain(items: Sequence[Any]) -> bool:
 
 
 def _bytes(text: str, size: int) -> bytes:
-    """An id as OTLP has it. Of one that is no hexadecimal number of this size the digest, always the same."""
+    """An id in bytes: decoded if it is hexadecimal and of the right size, else its digest."""
     try:
         found = bytes.fromhex(text)
     except ValueError:
@@ -136,5 +136,5 @@ def _bytes(text: str, size: int) -> bytes:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """As OTLP has a time: what lies beyond its 64 bits becomes the last one there is."""
-    return min(round(min(max(0.0, seconds), _LAST_SECOND) * 1e9), 2**64 - 1)
+    """Nanoseconds since the epoch, clamped to 64 bits."""
+    return min(round(min(max(0.0, seconds), _MAX_SECONDS) * 1e9), 2**64 - 1)

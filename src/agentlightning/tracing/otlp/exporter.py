@@ -1,13 +1,13 @@
-"""Every span a store keeps, sent on to an OTLP endpoint: Jaeger, Phoenix, Langfuse, a collector.
+"""Exports the spans of a store to an OTLP endpoint, such as Jaeger, Phoenix, Langfuse or a collector.
 
     exporter = OtlpExporter("http://127.0.0.1:4318")
     store = observed(LightningStore(), [exporter])          # from agentlightning.store.instrumented
     ...
     exporter.close()
 
-Spans wait in a bounded queue and leave in batches, by a thread of their own, gzipped; a batch that could not be
-delivered is tried again with growing pauses, or when the endpoint asks for it. Whoever writes spans never waits and
-never fails because of this: what finds no room, or is not taken in the end, is counted and mentioned once.
+Spans wait in a bounded queue; a thread sends them in gzipped batches and retries failed batches with exponential
+backoff, or as the endpoint's Retry-After says. Exporting never delays or fails the writer of spans: spans that do not
+fit into the queue or cannot be delivered are counted, with one warning.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from agentlightning.tracing.otlp.encode import encode
 
 logger = logging.getLogger(__name__)
 
-RETRIED: Final = frozenset({429, 502, 503, 504})
-"""The statuses OTLP says to try again."""
-NOT_ENCODABLE: Final = (ValueError, TypeError, ArithmeticError, RecursionError)
-"""What encoding a span raises that has no form in OTLP."""
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 30.0
-FROM: Final = "agentlightning-exporter"
-"""The request header that says which process exports."""
-THIS_PROCESS: Final = secrets.token_hex(8)
+RETRYABLE_STATUSES: Final = frozenset({429, 502, 503, 504})
+"""Statuses that the OTLP specification calls retryable."""
+ENCODING_ERRORS: Final = (ValueError, TypeError, ArithmeticError, RecursionError)
+"""Errors of encoding a span that OTLP cannot represent."""
+FIRST_DELAY_SECONDS: Final = 0.5
+MAX_DELAY_SECONDS: Final = 30.0
+EXPORTER_HEADER: Final = "agentlightning-exporter"
+"""Request header with the id of the exporting process."""
+PROCESS_ID: Final = secrets.token_hex(8)
 HEADERS: Final = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
 @dataclass(slots=True)
 class ExportCounts:
-    """What became of the spans, so far."""
+    """Numbers of exported spans, by outcome."""
 
     sent: int = 0
     dropped: int = 0
-    """No room in the queue, or not delivered in time."""
+    """The queue was full, or they could not be delivered in time."""
     refused: int = 0
-    """The endpoint did not want them."""
+    """The endpoint rejected them."""
 
 
 class _Call(Protocol):
-    """A call of a store that has ended, as `agentlightning.store.instrumented` tells it."""
+    """A finished store call, as reported by `agentlightning.store.instrumented`."""
 
     @property
     def method(self) -> str: ...
@@ -70,12 +70,12 @@ class _Call(Protocol):
 
 
 class OtlpExporter:
-    """Sends spans to an OTLP/HTTP endpoint. Give it to `observed(store, [exporter])`, or `put` spans yourself.
+    """Sends spans to an OTLP/HTTP endpoint. Pass it to `observed(store, [exporter])`, or `put` spans directly.
 
     endpoint: its base URL, or the full one that ends in /v1/traces. headers: sent with every request, as a mapping or
     as `name=value,...`; by default those of OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_TRACES_HEADERS. tokens:
-    send token ids and log-probabilities too. A batch leaves when it is full or its first span is `delay_seconds` old,
-    and is given up after `patience_seconds`. Raises ConfigError for an endpoint or headers that cannot be used.
+    send token ids and log-probabilities too. A batch is sent when it is full or its first span is `delay_seconds` old,
+    and dropped after `patience_seconds`. Raises ConfigError for an invalid endpoint or invalid headers.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class OtlpExporter:
         self._queue: deque[Span] = deque()
         self._changed = threading.Condition()
         self._deadline: float | None = None
-        """When it has to be done (monotonic seconds); None until it is closed."""
-        self._mentioned = False
+        """Deadline of `close` (monotonic seconds); None before."""
+        self._warned = False
         self._thread: threading.Thread | None = None
 
-    # -- taking spans in ---------------------------------------------------------------------------------------------
+    # -- queueing ---------------------------------------------------------------------------------------------------
 
     def put(self, spans: Sequence[Span]) -> None:
-        """Take spans over, as far as there is room. Never blocks, never raises."""
+        """Queue spans as far as there is room. Never blocks, never raises."""
         with self._changed:
             if self._deadline is not None:
                 taken = 0
@@ -115,28 +115,28 @@ class OtlpExporter:
                 was_short = len(self._queue) < self._batch_size
                 self._queue.extend(spans[:taken])
                 if taken and self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="agl-otlp-export", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name="agl-otlp-export", daemon=True)
                     self._thread.start()
                 if was_short:
                     self._changed.notify()
         if taken < len(spans):
-            self._drop(len(spans) - taken, f"{self._queue_size} spans wait already")
+            self._drop(len(spans) - taken, f"{self._queue_size} spans are queued already")
 
     def began(self, method: str) -> None:
-        """As an observer of a store: a call has begun."""
+        """Observer method: a store call has started."""
 
     def ended(self, call: _Call) -> None:
-        """As an observer of a store: a call has ended. Spans it has kept are sent on."""
+        """Observer method: a store call has ended. Queues the spans that it stored."""
         result = call.result
         if call.method == "add_many_spans" and isinstance(result, list):
             self.put(result)
         elif call.method == "add_span" and isinstance(result, Span):
             self.put([result])
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Send what waits, for at most `timeout` seconds; False where some could not be. Safe to call twice."""
+        """Send the queued spans within `timeout` seconds; False if some could not be sent. Idempotent."""
         with self._changed:
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeout
@@ -147,7 +147,7 @@ class OtlpExporter:
             left = len(self._queue)
             self._queue.clear()
         if left:
-            self._drop(left, f"they could not be sent within {timeout:g} s of the end")
+            self._drop(left, f"not sent within {timeout:g} s of closing")
         return left == 0 and not (self._thread and self._thread.is_alive())
 
     async def __aenter__(self) -> Self:
@@ -158,7 +158,7 @@ class OtlpExporter:
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         with httpx.Client(headers=self._headers, timeout=self._timeout) as client:
             while batch := self._next_batch():
                 try:
@@ -167,7 +167,7 @@ class OtlpExporter:
                     self._drop(len(batch), f"{type(error).__name__}: {error}")
 
     def _next_batch(self) -> list[Span]:
-        """Waits until there is enough, or it is time; empty at the end."""
+        """Wait for a full batch or the delay, and take it; empty when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._deadline is not None)
             self._changed.wait_for(
@@ -180,25 +180,25 @@ class OtlpExporter:
     def _send(self, client: httpx.Client, batch: list[Span]) -> None:
         try:
             body = self._encoded(batch)
-        except NOT_ENCODABLE:
-            sound = [span for span in batch if self._is_sound(span)]
-            if len(sound) == len(batch):
+        except ENCODING_ERRORS:
+            encodable = [span for span in batch if self._is_encodable(span)]
+            if len(encodable) == len(batch):
                 self._send_halves(client, batch)
-            elif sound:
-                self._send(client, sound)
+            elif encodable:
+                self._send(client, encodable)
             return
-        start, pause = time.monotonic(), FIRST_PAUSE
+        start, pause = time.monotonic(), FIRST_DELAY_SECONDS
         while True:
             answer = self._post(client, body)
-            if isinstance(answer, httpx.Response) and answer.status_code not in RETRIED:
-                self._settle(client, batch, answer)
+            if isinstance(answer, httpx.Response) and answer.status_code not in RETRYABLE_STATUSES:
+                self._handle_response(client, batch, answer)
                 return
             wanted = _retry_after(answer) if isinstance(answer, httpx.Response) else None
             wait = pause * random.uniform(0.8, 1.2) if wanted is None else wanted
-            if not self._pause(wait, start + self._patience):
-                self._drop(len(batch), f"{self.url} could not take them: {_said(answer)}")
+            if not self._wait(wait, start + self._patience):
+                self._drop(len(batch), f"{self.url} is unreachable or overloaded: {_describe(answer)}")
                 return
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_DELAY_SECONDS)
 
     def _send_halves(self, client: httpx.Client, batch: list[Span]) -> None:
         middle = len(batch) // 2
@@ -208,24 +208,28 @@ class OtlpExporter:
     def _encoded(self, batch: Sequence[Span]) -> bytes:
         return gzip.compress(encode(batch, tokens=self._tokens).SerializeToString(), compresslevel=1)
 
-    def _is_sound(self, span: Span) -> bool:
-        """Whether it can be sent; one that cannot is dropped."""
+    def _is_encodable(self, span: Span) -> bool:
+        """Whether a span can be encoded; drops it otherwise."""
         try:
             self._encoded([span])
-        except NOT_ENCODABLE as error:
-            self._drop(1, f"it has no form in OTLP: {error}")
+        except ENCODING_ERRORS as error:
+            self._drop(1, f"OTLP cannot represent it: {error}")
             return False
         return True
 
     def _post(self, client: httpx.Client, body: bytes) -> httpx.Response | httpx.RequestError:
         try:
-            headers = {"content-type": "application/x-protobuf", "content-encoding": "gzip", FROM: THIS_PROCESS}
+            headers = {
+                "content-type": "application/x-protobuf",
+                "content-encoding": "gzip",
+                EXPORTER_HEADER: PROCESS_ID,
+            }
             return client.post(self.url, content=body, headers=headers)
         except httpx.RequestError as error:
             return error
 
-    def _pause(self, seconds: float, until: float) -> bool:
-        """Sleep; False where the time is not worth waiting for."""
+    def _wait(self, seconds: float, until: float) -> bool:
+        """Sleep before a retry; False if the deadline would pass."""
         with self._changed:
             closing = self._deadline is not None
             seconds = min(seconds, max(0.0, until - time.monotonic()))
@@ -233,7 +237,7 @@ class OtlpExporter:
             limit = until if self._deadline is None else min(until, self._deadline)
             return time.monotonic() < limit
 
-    def _settle(self, client: httpx.Client, batch: list[Span], answer: httpx.Response) -> None:
+    def _handle_response(self, client: httpx.Client, batch: list[Span], answer: httpx.Response) -> None:
         if answer.status_code == 413 and len(batch) > 1:
             self._send_halves(client, batch)
         elif answer.is_success:
@@ -242,33 +246,33 @@ class OtlpExporter:
             if refused:
                 self._refuse(refused, why)
             else:
-                self._mentioned = False
+                self._warned = False
         else:
-            self._refuse(len(batch), _said(answer))
+            self._refuse(len(batch), _describe(answer))
 
-    # -- what did not work -------------------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------------------------
 
     def _drop(self, count: int, why: str) -> None:
         with self._changed:
             self.counts.dropped += count
-        self._mention("dropped", count, why)
+        self._warn_once("dropped", count, why)
 
     def _refuse(self, count: int, why: str) -> None:
         self.counts.refused += count
-        self._mention("were not taken", count, why)
+        self._warn_once("were rejected", count, why)
 
-    def _mention(self, what: str, count: int, why: str) -> None:
-        """Once, until a batch is delivered again."""
-        if not self._mentioned:
-            self._mentioned = True
-            logger.warning("%d spans on their way to %s %s: %s; more are only counted", count, self.url, what, why)
+    def _warn_once(self, what: str, count: int, why: str) -> None:
+        """Warn once until a batch is delivered again."""
+        if not self._warned:
+            self._warned = True
+            logger.warning("%d spans for %s %s: %s; further ones are only counted", count, self.url, what, why)
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL that traces are posted to. Raises ConfigError for what is no HTTP address."""
+    """The URL to post traces to. Raises ConfigError for an invalid endpoint."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
-        raise ConfigError(f"{endpoint!r} is no OTLP/HTTP endpoint; give one like http://127.0.0.1:4318")
+        raise ConfigError(f"{endpoint!r} is not an OTLP/HTTP endpoint; use a URL such as http://127.0.0.1:4318")
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith("/v1/traces") else f"{path}/v1/traces").geturl()
 
@@ -294,7 +298,7 @@ def _headers(given: Mapping[str, str] | str | None) -> dict[str, str]:
 
 
 def _parse_headers(text: str, what: str) -> dict[str, str]:
-    """`name=value,...`, values percent-encoded, as OpenTelemetry has it."""
+    """Parse `name=value,...` with percent-encoded values, as OpenTelemetry defines it."""
     headers: dict[str, str] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = part.partition("=")
@@ -305,7 +309,7 @@ def _parse_headers(text: str, what: str) -> dict[str, str]:
 
 
 def _retry_after(answer: httpx.Response) -> float | None:
-    """Seconds, as the endpoint asks for; given as such or as a date."""
+    """Seconds of a Retry-After header, given as a number or a date."""
     value = answer.headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value)
@@ -316,7 +320,7 @@ def _retry_after(answer: httpx.Response) -> float | None:
 
 
 def _rejected(answer: httpx.Response) -> tuple[int, str]:
-    """(how many spans of a request the endpoint did not want, why)."""
+    """Number of rejected spans of a request, and the reason."""
     if answer.headers.get("content-type", "").partition(";")[0] != "application/x-protobuf":
         return 0, ""
     try:
@@ -326,8 +330,8 @@ def _rejected(answer: httpx.Response) -> tuple[int, str]:
     return partial.rejected_spans, partial.error_message
 
 
-def _said(answer: httpx.Response | Exception) -> str:
+def _describe(answer: httpx.Response | Exception) -> str:
     if not isinstance(answer, httpx.Response):
         return f"{type(answer).__name__}: {answer}"
-    readable = answer.headers.get("content-type", "").startswith(("text/", "application/json"))
-    return f"it answered {answer.status_code} {answer.reason_phrase} {answer.text[:200] if readable else ''}".strip()
+    valid_text = answer.headers.get("content-type", "").startswith(("text/", "application/json"))
+    return f"it answered {answer.status_code} {answer.reason_phrase} {answer.text[:200] if valid_text else ''}".strip()

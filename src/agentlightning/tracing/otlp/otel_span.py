@@ -1,7 +1,7 @@
-"""OpenTelemetry spans become ours. Pure: knows the shapes of both, and nothing of where they come from or go to.
+"""Converts spans of the OpenTelemetry SDK to `Span`. Pure.
 
-What OpenTelemetry has and a `Span` lacks is kept as an attribute, so that nothing is lost on the way in and out again.
-What a library recorded in its own convention is read into our vocabulary (see `conventions.py`).
+Fields that a `Span` lacks become attributes, so that a round trip loses nothing. Attributes in the convention of
+another library are translated to our vocabulary (`conventions.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from agentlightning.span import REWARD_VALUES, Span, SpanEvent
 from agentlightning.tracing import conventions
 
 INSTRUMENTATION: Final = "agentlightning"
-"""The scope of what we record ourselves."""
+"""Instrumentation scope of our own spans."""
 SCOPE_NAME: Final = "otel.scope.name"
 SCOPE_VERSION: Final = "otel.scope.version"
 KIND: Final = "span.kind"
-"""client, server, producer or consumer; absent where internal."""
+"""client, server, producer or consumer; absent for internal spans."""
 LINKS: Final = "otel.links"
 TRACE_STATE: Final = "w3c.tracestate"
 
@@ -31,8 +31,8 @@ JSON_TYPES = frozenset({str, bool, int, float, type(None)})
 
 
 def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict[str, Any] | None = None) -> Span:
-    """The same span in our own form: seconds, hexadecimal ids, plain JSON-shaped attributes. Its `sequence_id` is 0:
-    the store gives the number. `resource`: the span's resource in plain form, where the caller has it already."""
+    """Convert a span: times in seconds, hexadecimal ids, JSON-like attributes. Its `sequence_id` is 0, because the
+    store assigns it. `resource` is the span's resource in plain form, if the caller has it already."""
     context, parent, status = span.get_span_context(), span.parent, span.status
     attributes = plain_attributes(span.attributes)
     if isinstance(values := attributes.get(REWARD_VALUES), str):
@@ -40,7 +40,7 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     name, events = span.name, tuple(map(_event, span.events))
     scope = span.instrumentation_scope
     if scope is None or scope.name != INSTRUMENTATION:
-        _put_others(attributes, span)
+        _add_extra_fields(attributes, span)
         name = conventions.complete(name, attributes, events)
     return Span(
         rollout_id=rollout_id,
@@ -59,7 +59,7 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     )
 
 
-def _put_others(attributes: dict[str, Any], span: ReadableSpan) -> None:
+def _add_extra_fields(attributes: dict[str, Any], span: ReadableSpan) -> None:
     scope, context = span.instrumentation_scope, span.get_span_context()
     if scope is not None:
         attributes[SCOPE_NAME] = scope.name
@@ -82,7 +82,7 @@ def _link(link: Link) -> dict[str, Any]:
 
 
 def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Attributes as JSON has them: sequences become lists, bytes become base64 text (as in OTLP's JSON)."""
+    """Attributes as JSON values: sequences become lists, bytes become base64 text (as in OTLP's JSON)."""
     return {key: _plain(value) for key, value in attributes.items()} if attributes else {}
 
 

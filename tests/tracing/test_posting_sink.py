@@ -16,8 +16,9 @@ from agentlightning.rollouts import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, MESSAGE, OPERATION, REWARD, Span
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.tracing.emit import find_final_reward
-from agentlightning.tracing.process_scope import PostingSink, scope_of_environment
+from agentlightning.tracing.posting_sink import PostingSink
+from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.tracing.scope import process_scope
 
 SECRET = "a secret"
 PROGRAM = """
@@ -67,9 +68,9 @@ def test_an_environment_without_an_attempt_is_in_no_scope(monkeypatch: pytest.Mo
     for url, key in (("", "k"), ("http://h/rollout/ro/attempt/at/events", ""), ("http://h/somewhere", "k")):
         monkeypatch.setenv("AGL_EVENT_URL", url)
         monkeypatch.setenv("AGL_KEY", key)
-        assert scope_of_environment() is None
+        assert process_scope() is None
     monkeypatch.setenv("AGL_EVENT_URL", "https://h:1/base/api/rollouts/ro/attempt/at/events")
-    scope = scope_of_environment()
+    scope = process_scope()
     assert scope is not None
     assert (scope.rollout_id, scope.attempt_id, scope.address, scope.key) == ("ro", "at", "https://h:1/base", "k")
 
@@ -77,7 +78,7 @@ def test_an_environment_without_an_attempt_is_in_no_scope(monkeypatch: pytest.Mo
 def test_a_server_that_is_gone_costs_a_warning_and_no_exception(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentlightning.tracing.process_scope.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("agentlightning.tracing.posting_sink.RETRY_DELAYS_SECONDS", (0.0, 0.0))
     sink = PostingSink("http://127.0.0.1:9", "k")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
