@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import Thought
+from agentlightning.gateway.dialects.content import ReasoningDelta
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.reasoning import Markers, thought_markers
 from agentlightning.span import CONSTRAINT
@@ -112,7 +112,9 @@ def test_what_is_shown_piece_by_piece_is_the_thought_and_the_content_however_it_
     markers = Markers("<think>", "</think>", opened)
     pieces, answer = show(text, markers, size)
     _, whole = show(text, markers, 10_000)
-    assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == answer.thought == whole.thought
+    assert (
+        "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta)) == answer.thought == whole.thought
+    )
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == answer.content == whole.content
     assert len(answer.tool_calls) == len(whole.tool_calls)
 

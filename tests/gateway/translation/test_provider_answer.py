@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.dialects.anthropic.messages import MESSAGES as ANTHROPIC
 from agentlightning.gateway.dialects.base import Head
-from agentlightning.gateway.dialects.content import CallBegun, CallEnded, CallPart, Refusal, Sealed, Thought
+from agentlightning.gateway.dialects.content import (
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import Recall
@@ -60,7 +67,7 @@ def test_arguments_are_shown_as_they_are_written(path):
     events = chat_events(["Let me."], [call]) if path == CHAT else messages_events([{"type": "text", "text": "x"}, use])
     pieces, answer = heard(path, events)
     begun, *parts, ended = [piece for piece in pieces if not isinstance(piece, str)]
-    assert begun == CallBegun(0, "call_1", "add")
+    assert begun == ToolCallStart(0, "call_1", "add")
     assert [piece.text for piece in parts] == ['{"a":6', ',"b":7}']
     assert (ended.call.arguments, answer.told.finish_reason) == ('{"a":6,"b":7}', "tool_calls")
     assert answer.told.parts()[-1] == ended.call
@@ -83,12 +90,12 @@ def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
     under_way, shown = None, {}
     for piece in pieces:
         match piece:
-            case CallBegun():
+            case ToolCallStart():
                 assert under_way is None
                 under_way, shown[piece.id] = piece.id, ""
-            case CallPart():
+            case ToolCallDelta():
                 shown[under_way] += piece.text
-            case CallEnded():
+            case ToolCallEnd():
                 assert (under_way, shown[under_way]) == (piece.call.id, piece.call.arguments)
                 under_way = None
             case _:
@@ -132,9 +139,9 @@ def test_what_anthropic_wants_back_is_gathered_as_it_said_it():
     whole.told.news(done=True)
     assert streamed.told.blocks == whole.told.blocks == BLOCKS
     assert streamed.told.parts() == whole.told.parts()
-    assert [piece.block for piece in pieces if isinstance(piece, Sealed)] == [BLOCKS[0], BLOCKS[1], BLOCKS[3]]
+    assert [piece.block for piece in pieces if isinstance(piece, SignedReasoning)] == [BLOCKS[0], BLOCKS[1], BLOCKS[3]]
     kinds = [type(piece) for piece in streamed.told.parts()]
-    assert kinds[:5] == [Thought, Sealed, Sealed, str, Thought]
+    assert kinds[:5] == [ReasoningDelta, SignedReasoning, SignedReasoning, str, ReasoningDelta]
 
 
 def test_log_probabilities_go_with_the_words_they_came_with():
@@ -164,7 +171,7 @@ def test_refusals_stop_strings_and_what_was_cached_are_told():
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}], "usage": usage},
     ]
     pieces, answer = heard(CHAT, events)
-    assert pieces == [Refusal("I will not.")]
+    assert pieces == [RefusalDelta("I will not.")]
     assert (answer.told.refused, answer.told.stop_string) == (True, "END")
     events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
     assert heard(CHAT, events)[1].told.stop_string == "STOP"

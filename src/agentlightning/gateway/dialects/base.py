@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.content import Piece
+from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.errors import ApiError
@@ -84,7 +84,7 @@ class Reply(Protocol):
         """The events before the first piece."""
         ...
 
-    def piece(self, answer: Answer, piece: Piece) -> bytes:
+    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
         """The events that show one more piece of an answer."""
         ...
 

@@ -1,13 +1,13 @@
-"""What an answer consists of, as typed events: text, reasoning, refusals and tool calls."""
+"""The content of messages and answers, the same for every dialect: typed parts and output events."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+
+class ToolCall(Struct, frozen=True):
     """A tool call of an answer, with the id we gave it."""
 
     index: int
@@ -16,54 +16,53 @@ class ToolCall:
     arguments: str
 
     def wire(self) -> dict[str, Any]:
+        """As chat completions shows it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """Some more of what the model thinks before it answers."""
+class ReasoningDelta(Struct, frozen=True):
+    """More of what the model thinks before it answers."""
 
     text: str
+    choice: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """A thought is whole, and its provider wants this back with it, unchanged."""
+class SignedReasoning(Struct, frozen=True):
+    """The end of a reasoning block that its provider wants back unchanged."""
 
     block: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Some more of why the model does not answer."""
+class RefusalDelta(Struct, frozen=True):
+    """More of the reason why the model does not answer."""
 
     text: str
+    choice: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A tool call that will come in parts. Nothing else is shown until it has ended."""
+class ToolCallStart(Struct, frozen=True):
+    """A tool call whose arguments follow in deltas. No other event comes before its end."""
 
     index: int
     id: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """Some more of the arguments of the call that is under way."""
+class ToolCallDelta(Struct, frozen=True):
+    """More of the arguments of the current tool call."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    """The call that was under way is whole."""
+class ToolCallEnd(Struct, frozen=True):
+    """The current tool call is complete."""
 
     call: ToolCall
 
 
-Piece = str | ToolCall | Thought | Sealed | Refusal | CallBegun | CallPart | CallEnded
-"""Something to show: more content, a tool call (whole or in parts), more of a thought or of a refusal."""
+OutputEvent = (
+    str | ToolCall | ReasoningDelta | SignedReasoning | RefusalDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+)
+"""More of an answer as its caller is shown it; a string is more content, a `ToolCall` one that comes whole."""

@@ -14,7 +14,7 @@ from typing import Any
 from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall
 from agentlightning.chat.tool_calls.format import CallReader, held_back
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import Piece, Thought, ToolCall
+from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, ToolCall
 from agentlightning.gateway.local.logprobs import Drawn, Likeliest, Token, token_logprobs
 from agentlightning.gateway.local.reasoning import Markers
 
@@ -194,7 +194,7 @@ class Answer:
 
     def feed(
         self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()
-    ) -> list[Piece]:
+    ) -> list[OutputEvent]:
         """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
         self.received += len(token_ids)
         self.token_ids += token_ids
@@ -204,7 +204,7 @@ class Answer:
             self.drawn.told(token_ids, logprobs, tops, len(pieces))
         return pieces
 
-    def finish(self, sample: Sample) -> list[Piece]:
+    def finish(self, sample: Sample) -> list[OutputEvent]:
         """What is left to show once the sample is whole."""
         pieces = self.feed(sample.token_ids[self.received :]) if self.received < len(sample.token_ids) else []
         self.sample = sample
@@ -248,9 +248,9 @@ class Answer:
             message["reasoning_content"] = self.thought
         return message
 
-    def parts(self) -> list[Piece]:
+    def parts(self) -> list[OutputEvent]:
         """A whole answer, in order: thoughts, content, whole tool calls."""
-        parts: list[Piece] = [Thought(self.thought)] if self.thought else []
+        parts: list[OutputEvent] = [ReasoningDelta(self.thought)] if self.thought else []
         return [*parts, *([self.content] if self.content else []), *self.tool_calls]
 
     def logprobs_of_piece(self) -> list[dict[str, Any]]:
@@ -269,20 +269,20 @@ class Answer:
         """On the wire."""
         return token_logprobs(self.chat, self.drawn.tokens)
 
-    def _show(self, text: str) -> list[Piece]:
+    def _show(self, text: str) -> list[OutputEvent]:
         thought, content = self._thoughts.feed(text)
         return self._keep_thought(thought) + self._show_content(content)
 
-    def _keep_thought(self, text: str) -> list[Piece]:
+    def _keep_thought(self, text: str) -> list[OutputEvent]:
         self.thought += text
-        return [Thought(text)] if text else []
+        return [ReasoningDelta(text)] if text else []
 
-    def _show_content(self, text: str) -> list[Piece]:
+    def _show_content(self, text: str) -> list[OutputEvent]:
         if not self.reads_calls:
             return self._keep([text] if text else [])
         return self._keep(self._calls.feed(text))
 
-    def _keep(self, pieces: Sequence[str | ParsedToolCall]) -> list[Piece]:
+    def _keep(self, pieces: Sequence[str | ParsedToolCall]) -> list[OutputEvent]:
         return [self._keep_text(piece) if isinstance(piece, str) else self._keep_call(piece) for piece in pieces]
 
     def _keep_text(self, text: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.concurrency import without_slot
-from agentlightning.gateway.dialects.content import Piece
+from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Likeliest
@@ -24,7 +24,7 @@ from agentlightning.gateway.recording.local_span import Record
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
-Show = Callable[[Answer, Piece], None]
+Show = Callable[[Answer, OutputEvent], None]
 """Takes an answer and the next piece of it."""
 
 
@@ -126,7 +126,7 @@ class Exchange:
         return [await store.add_span(spans[0])] if len(spans) == 1 else await store.add_many_spans(spans)
 
 
-def _pass_on(answer: Answer, pieces: Sequence[Piece], show: Show | None) -> None:
+def _pass_on(answer: Answer, pieces: Sequence[OutputEvent], show: Show | None) -> None:
     if show is not None:
         for piece in pieces:
             show(answer, piece)

@@ -14,14 +14,14 @@ from starlette.types import Receive
 
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
 from agentlightning.gateway.dialects.base import Reply
-from agentlightning.gateway.dialects.content import Piece
+from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.call import Exchange, Show
 
 logger = logging.getLogger(__name__)
 
-Events = asyncio.Queue[tuple[Answer, Piece] | None]
+Events = asyncio.Queue[tuple[Answer, OutputEvent] | None]
 """Pieces of answers; None: somebody is done."""
 
 
@@ -57,11 +57,13 @@ async def relay(
         await _settle(exchange, work, gone)
 
 
-def _put(events: Events, answer: Answer, piece: Piece) -> None:
+def _put(events: Events, answer: Answer, piece: OutputEvent) -> None:
     events.put_nowait((answer, piece))
 
 
-def _pieces(reply: Reply, exchange: Exchange, started: bool, first: tuple[Answer, Piece], events: Events) -> bytes:
+def _pieces(
+    reply: Reply, exchange: Exchange, started: bool, first: tuple[Answer, OutputEvent], events: Events
+) -> bytes:
     """Everything that is there by now, to be sent at once."""
     parts = [] if started else [reply.opening(exchange.answers)]
     parts.append(reply.piece(*first))

@@ -19,7 +19,7 @@ from agentlightning import span as names
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
-from agentlightning.gateway.dialects.content import Piece
+from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.dialects.message_digest import message_digests
 from agentlightning.gateway.dialects.openai import responses_request
 from agentlightning.gateway.dialects.response_store import Kept
@@ -154,14 +154,14 @@ class Translation(Forward):
         self._check_failed()
         self.telling.take(self.path, data)
 
-    def _news(self, done: bool = False) -> list[Piece]:
+    def _news(self, done: bool = False) -> list[OutputEvent]:
         """What can be shown since the last time. Raises ApiError where the provider has spoilt it."""
         pieces = self.told.news(done)
         if self.told.broken:
             raise broken(self._provider, self.told.broken)
         return pieces
 
-    def _written(self, pieces: Sequence[Piece]) -> bytes:
+    def _written(self, pieces: Sequence[OutputEvent]) -> bytes:
         """The events of some pieces; before the first, those that open the reply."""
         opening = b"" if self._opened else self.reply.opening([self.told])
         self._opened = True

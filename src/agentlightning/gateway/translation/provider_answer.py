@@ -18,14 +18,14 @@ import orjson
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.gateway.dialects.content import (
-    CallBegun,
-    CallEnded,
-    CallPart,
-    Piece,
-    Refusal,
-    Sealed,
-    Thought,
+    OutputEvent,
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
     ToolCall,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
 )
 from agentlightning.gateway.dialects.signed_reasoning import Block, is_sealed
 from agentlightning.gateway.local.answer import Answer, StopFilter
@@ -48,7 +48,7 @@ class _Growing:
     pieces: list[str] = field(default_factory=list[str])
     shown: int = 0
     """How many of them."""
-    begun: CallBegun | None = None
+    begun: ToolCallStart | None = None
     ended: bool = False
     """Its provider says so."""
     closed: bool = False
@@ -69,7 +69,7 @@ class _Growing:
         return True
 
 
-_Piece = tuple[Piece | _Growing, list[Json]]
+_Piece = tuple[OutputEvent | _Growing, list[Json]]
 """Something to show, with the log-probabilities of its tokens."""
 
 
@@ -88,7 +88,7 @@ class Told(Answer):
     """All of it as its provider said it, where it wants something of it back."""
     _waiting: deque[_Piece] = field(default_factory=deque[_Piece], init=False)
     _growing: dict[Hashable, _Growing] = field(default_factory=dict[Hashable, _Growing], init=False)
-    _shown: list[Piece] = field(default_factory=list[Piece], init=False)
+    _shown: list[OutputEvent] = field(default_factory=list[OutputEvent], init=False)
     _logprobs: list[Json] = field(default_factory=list[Json], init=False)
     _loose: list[Json] = field(default_factory=list[Json], init=False)
     """Log-probabilities that no piece has shown yet."""
@@ -131,13 +131,13 @@ class Told(Answer):
     def think(self, text: Any) -> None:
         """Some more of a thought."""
         if isinstance(text, str) and text and self._goes_on():
-            self._waiting.append((Thought(text), []))
+            self._waiting.append((ReasoningDelta(text), []))
 
     def refuse(self, text: Any) -> None:
         """Some more of why it does not answer."""
         if isinstance(text, str) and text and self._goes_on():
             self.refused = True
-            self._waiting.append((Refusal(text), []))
+            self._waiting.append((RefusalDelta(text), []))
 
     def keep(self, block: Block) -> None:
         """A whole block or item, as its provider said it."""
@@ -145,7 +145,7 @@ class Told(Answer):
             return
         self.blocks.append(block)
         if is_sealed(block):
-            self._waiting.append((Sealed(block), []))
+            self._waiting.append((SignedReasoning(block), []))
 
     def call(self, place: Hashable, id: Any, name: Any, arguments: Any) -> None:
         """A tool call, or some more of one."""
@@ -174,10 +174,10 @@ class Told(Answer):
 
     # -- showing ---------------------------------------------------------------------------------------------------
 
-    def news(self, done: bool = False) -> list[Piece]:
+    def news(self, done: bool = False) -> list[OutputEvent]:
         """What can be shown since the last time; all the rest where it is `done`. Content and thought are there when
         it is."""
-        pieces: list[Piece] = []
+        pieces: list[OutputEvent] = []
         if done:
             self._goes_on()
         while self._waiting:
@@ -200,31 +200,31 @@ class Told(Answer):
             self.content, self.thought = "".join(self._contents), "".join(self._thoughts_told)
         return pieces
 
-    def _remember(self, piece: Piece) -> None:
+    def _remember(self, piece: OutputEvent) -> None:
         if isinstance(piece, str):
             self._contents.append(piece)
-        elif isinstance(piece, Refusal):
+        elif isinstance(piece, RefusalDelta):
             self._contents.append(piece.text)
-        elif isinstance(piece, Thought):
+        elif isinstance(piece, ReasoningDelta):
             self._thoughts_told.append(piece.text)
 
-    def _grow(self, call: _Growing, ends: bool) -> list[Piece]:
+    def _grow(self, call: _Growing, ends: bool) -> list[OutputEvent]:
         """Begun with the first of its arguments: its name is whole by then."""
-        pieces: list[Piece] = []
+        pieces: list[OutputEvent] = []
         if ends and not call.arguments.strip():
             call.pieces.append("{}")
         if call.begun is None and call.pieces:
-            call.begun = CallBegun(len(self.tool_calls), self._new_id(call.id), call.name)
+            call.begun = ToolCallStart(len(self.tool_calls), self._new_id(call.id), call.name)
             pieces.append(call.begun)
         if call.begun is None:
             return pieces
         index, news = call.begun.index, "".join(call.pieces[call.shown :])
         call.shown = len(call.pieces)
-        pieces += [CallPart(index, news)] if news else []
+        pieces += [ToolCallDelta(index, news)] if news else []
         if ends:
             call.closed = True
             self.tool_calls.append(ToolCall(index, call.begun.id, call.name, call.arguments))
-            pieces.append(CallEnded(self.tool_calls[-1]))
+            pieces.append(ToolCallEnd(self.tool_calls[-1]))
         return pieces
 
     def _new_id(self, given: str) -> str:
@@ -234,15 +234,15 @@ class Told(Answer):
 
     # -- what is known of it -----------------------------------------------------------------------------------------
 
-    def parts(self) -> list[Piece]:
-        parts: list[Piece] = []
+    def parts(self) -> list[OutputEvent]:
+        parts: list[OutputEvent] = []
         for kind, run in groupby(self._shown, type):
             pieces = list(run)
-            if kind is CallEnded:
-                parts += [piece.call for piece in pieces if isinstance(piece, CallEnded)]
-            elif kind in (CallBegun, CallPart):
+            if kind is ToolCallEnd:
+                parts += [piece.call for piece in pieces if isinstance(piece, ToolCallEnd)]
+            elif kind in (ToolCallStart, ToolCallDelta):
                 continue
-            elif kind is Sealed:
+            elif kind is SignedReasoning:
                 parts += pieces
             else:
                 parts.append(_joined(pieces))
@@ -268,9 +268,9 @@ class Told(Answer):
         return self._logprobs
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def _joined(pieces: Sequence[OutputEvent]) -> OutputEvent:
     """Pieces of one kind as one."""
     if isinstance(pieces[0], str):
         return "".join(piece for piece in pieces if isinstance(piece, str))
-    text = "".join(piece.text for piece in pieces if isinstance(piece, Thought | Refusal))
-    return Thought(text) if isinstance(pieces[0], Thought) else Refusal(text)
+    text = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta | RefusalDelta))
+    return ReasoningDelta(text) if isinstance(pieces[0], ReasoningDelta) else RefusalDelta(text)

@@ -20,14 +20,14 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import (
-    CallBegun,
-    CallEnded,
-    CallPart,
-    Piece,
-    Refusal,
-    Sealed,
-    Thought,
+    OutputEvent,
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
     ToolCall,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
 )
 from agentlightning.gateway.dialects.message_digest import text_of
 from agentlightning.gateway.dialects.openai import common
@@ -260,7 +260,7 @@ class Reply:
     """Of the last block begun."""
     _open: str | None = field(default=None, init=False)
     """Type of the block that is under way, where it grows."""
-    _call: CallBegun | None = field(default=None, init=False)
+    _call: ToolCallStart | None = field(default=None, init=False)
     """The call whose arguments are coming, until the first of them is shown."""
     _arguments: ObjectText = field(default_factory=ObjectText, init=False)
 
@@ -274,26 +274,26 @@ class Reply:
         message = self._message([]) | stop | {"usage": self._usage(0)}
         return _event("message_start", {"message": message})
 
-    def piece(self, answer: Answer, piece: Piece) -> bytes:
+    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
         match piece:
             case ToolCall():
                 return self._close() + self._whole_call(piece)
-            case Thought():
+            case ReasoningDelta():
                 begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
                 return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
-            case str() | Refusal():
+            case str() | RefusalDelta():
                 text = piece if isinstance(piece, str) else piece.text
                 return self._open_block({"type": "text", "text": ""}) + self._delta(
                     {"type": "text_delta", "text": text}
                 )
-            case CallBegun():
+            case ToolCallStart():
                 self._call, self._arguments = piece, ObjectText()
                 return self._close()
-            case CallPart():
+            case ToolCallDelta():
                 return self._more_arguments(self._arguments.feed(piece.text))
-            case CallEnded():
+            case ToolCallEnd():
                 return self._end_call(piece.call)
-            case Sealed():
+            case SignedReasoning():
                 return self._close()
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
@@ -301,13 +301,13 @@ class Reply:
         used = {"delta": _stop(answer), "usage": self._usage(drawn_tokens(answers))}
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
-    def _block(self, part: Piece) -> dict[str, Any] | None:
+    def _block(self, part: OutputEvent) -> dict[str, Any] | None:
         match part:
-            case Thought():
+            case ReasoningDelta():
                 return {"type": "thinking", "thinking": part.text, "signature": self._signature}
             case ToolCall():
                 return _tool_use(part, _input(part))
-            case str() | Refusal():
+            case str() | RefusalDelta():
                 return {"type": "text", "text": part if isinstance(part, str) else part.text}
             case _:
                 return None

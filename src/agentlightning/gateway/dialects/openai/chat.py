@@ -15,7 +15,14 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
-from agentlightning.gateway.dialects.content import CallBegun, CallPart, Piece, Refusal, Thought, ToolCall
+from agentlightning.gateway.dialects.content import (
+    OutputEvent,
+    ReasoningDelta,
+    RefusalDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.legacy_functions import modernised, with_function_call
 from agentlightning.gateway.dialects.response_store import Recall
@@ -206,7 +213,7 @@ class Reply:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
         return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
 
-    def piece(self, answer: Answer, piece: Piece) -> bytes:
+    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
         logprobs = self._logprobs(answer.logprobs_of_piece)
         delta = _delta(piece)
         delta = with_function_call(delta) if delta and self.legacy else delta
@@ -262,21 +269,21 @@ class Reply:
         return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
 
 
-def _delta(piece: Piece) -> dict[str, Any] | None:
+def _delta(piece: OutputEvent) -> dict[str, Any] | None:
     """What a piece adds; None where this dialect has no word for it."""
     match piece:
         case str():
             return {"content": piece}
-        case Thought():
+        case ReasoningDelta():
             return {"reasoning_content": piece.text}
-        case Refusal():
+        case RefusalDelta():
             return {"refusal": piece.text}
         case ToolCall():
             return {"tool_calls": [{"index": piece.index, **piece.wire()}]}
-        case CallBegun():
+        case ToolCallStart():
             begun = ToolCall(piece.index, piece.id, piece.name, "")
             return {"tool_calls": [{"index": piece.index, **begun.wire()}]}
-        case CallPart():
+        case ToolCallDelta():
             return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
         case _:
             return None

@@ -16,7 +16,7 @@ import orjson
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
-from agentlightning.gateway.dialects.content import Piece
+from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
@@ -111,7 +111,7 @@ class Reply:
     def opening(self, answers: Sequence[Answer]) -> bytes:
         return b""
 
-    def piece(self, answer: Answer, piece: Piece) -> bytes:
+    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
         text = piece if isinstance(piece, str) else ""
         return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.drawn.of_piece())]})
 

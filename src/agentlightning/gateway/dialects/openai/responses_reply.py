@@ -13,14 +13,14 @@ import orjson
 
 from agentlightning.gateway.dialects.base import Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import (
-    CallBegun,
-    CallEnded,
-    CallPart,
-    Piece,
-    Refusal,
-    Sealed,
-    Thought,
+    OutputEvent,
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
     ToolCall,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
 )
 from agentlightning.gateway.dialects.signed_reasoning import seal
 from agentlightning.gateway.dialects.sse import encode_event
@@ -53,25 +53,25 @@ class Reply:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def piece(self, answer: Answer, piece: Piece) -> bytes:
+    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
         logprobs = answer.logprobs_of_piece() if self.request.logprobs else []
         match piece:
             case str():
                 return self._more_text(answer, piece, logprobs)
-            case Thought():
+            case ReasoningDelta():
                 return self._more_thought(answer, piece.text)
-            case Sealed():
+            case SignedReasoning():
                 return self._seal(answer, piece)
-            case Refusal():
+            case RefusalDelta():
                 return self._more_refusal(answer, piece.text)
             case ToolCall():
-                begun = self._begin_call(answer, CallBegun(piece.index, piece.id, piece.name))
+                begun = self._begin_call(answer, ToolCallStart(piece.index, piece.id, piece.name))
                 return begun + self._more_arguments(piece.arguments) + self._end_call(piece)
-            case CallBegun():
+            case ToolCallStart():
                 return self._begin_call(answer, piece)
-            case CallPart():
+            case ToolCallDelta():
                 return self._more_arguments(piece.text)
-            case CallEnded():
+            case ToolCallEnd():
                 return self._end_call(piece.call)
 
     def ending(self, answers: Sequence[Answer]) -> bytes:
@@ -87,11 +87,11 @@ class Reply:
         """The items of an answer that nobody watched."""
         for part in answer.parts():
             match part:
-                case Thought():
+                case ReasoningDelta():
                     self.items.append(self._reasoning(part.text, "completed"))
-                case Sealed():
+                case SignedReasoning():
                     self._seal(answer, part)
-                case str() | Refusal():
+                case str() | RefusalDelta():
                     said = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
                     self.items.append(self._message(said, "completed"))
                 case ToolCall():
@@ -150,7 +150,7 @@ class Reply:
         self.items.append(self._reasoning("", "in_progress"))
         return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
 
-    def _seal(self, answer: Answer, piece: Sealed) -> bytes:
+    def _seal(self, answer: Answer, piece: SignedReasoning) -> bytes:
         """A thought that comes back as it is, where the caller asked for what it needs for that."""
         if _ENCRYPTED not in (self.request.asked.get("include") or ()):
             return self._close(answer) if self._open == "reasoning" else b""
@@ -187,7 +187,7 @@ class Reply:
 
     # -- tool calls ------------------------------------------------------------------------------------------------
 
-    def _begin_call(self, answer: Answer, call: CallBegun) -> bytes:
+    def _begin_call(self, answer: Answer, call: ToolCallStart) -> bytes:
         closed = self._close(answer)
         item = _call(ToolCall(call.index, call.id, call.name, ""), "", "in_progress")
         self.items.append(item)

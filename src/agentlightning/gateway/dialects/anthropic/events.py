@@ -1,0 +1,148 @@
+"""Reads what providers answer to Anthropic's `/v1/messages`, whole or event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import structs
+
+from agentlightning.gateway.dialects.provider_events import (
+    FINISH_REASONS,
+    BlockDone,
+    Finish,
+    Json,
+    ProviderEvent,
+    ProviderFailure,
+    ReasoningDelta,
+    ResponseStart,
+    TextDelta,
+    ToolCallDone,
+    ToolCallFragment,
+    Usage,
+    UsageReport,
+    counted,
+)
+from agentlightning.gateway.dialects.sse import loads
+
+
+class MessagesEvents:
+    """Reader of one answer."""
+
+    def __init__(self, with_blocks: bool = False) -> None:
+        """`with_blocks`: also assemble each content block as its provider wrote it."""
+        self._with_blocks = with_blocks
+        self._usage = Usage()
+        self._blocks: dict[Any, Json] = {}
+        """Content blocks that are not complete, by their index."""
+        self._deltas: dict[Any, dict[str, list[str]]] = {}
+        """The deltas of each, by the field they extend: joined once, at the end of the block."""
+
+    def read(self, data: Json) -> Iterator[ProviderEvent]:
+        """The events of a whole answer or of one event."""
+        place = data.get("index")
+        match data.get("type"):
+            case "message" | "message_start":
+                message = data.get("message", data)
+                yield ResponseStart(message.get("id"), message.get("model"))
+                for index, block in enumerate(message.get("content") or ()):
+                    yield from self._start(index, block)
+                    yield from self._end(index)
+                yield from self._finish(message, message.get("usage"), whole=data.get("type") == "message")
+            case "content_block_start":
+                yield from self._start(place, data["content_block"])
+            case "content_block_delta":
+                yield from self._delta(place, data["delta"])
+            case "content_block_stop":
+                yield from self._end(place)
+            case "message_delta":
+                yield from self._finish(data["delta"], data.get("usage"))
+            case "error":
+                yield ProviderFailure(str((data.get("error") or {}).get("message")))
+            case _:
+                pass
+
+    def _finish(self, message: Json, usage: Any, whole: bool = False) -> Iterator[ProviderEvent]:
+        reason, stop = message.get("stop_reason"), message.get("stop_sequence")
+        reason = FINISH_REASONS.get(reason, reason) if isinstance(reason, str) and reason else None
+        if reason or whole:
+            yield Finish(reason, stop if isinstance(stop, str) else None)
+        if usage:
+            self._usage = messages_usage(usage, self._usage)
+            details = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
+            thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
+            yield UsageReport(self._usage, *details, thought)
+
+    def _start(self, place: Any, block: Json) -> Iterator[ProviderEvent]:
+        self._blocks[place] = dict(block)
+        match block.get("type"):
+            case "text":
+                yield from _text(block.get("text"))
+            case "thinking":
+                yield from _thought(block.get("thinking"))
+            case "tool_use":
+                yield ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None)
+            case _:
+                pass
+
+    def _delta(self, place: Any, delta: Json) -> Iterator[ProviderEvent]:
+        match delta.get("type"):
+            case "text_delta":
+                self._extend(place, "text", delta)
+                yield from _text(delta.get("text"))
+            case "thinking_delta":
+                self._extend(place, "thinking", delta)
+                yield from _thought(delta.get("thinking"))
+            case "signature_delta":
+                self._blocks[place]["signature"] = delta["signature"]
+            case "input_json_delta":
+                self._extend(place, "partial_json", delta)
+                yield ToolCallFragment(place, None, None, delta["partial_json"])
+            case _:
+                pass
+
+    def _extend(self, place: Any, name: str, delta: Json) -> None:
+        if self._with_blocks:
+            self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+
+    def _end(self, place: Any) -> Iterator[ProviderEvent]:
+        block = self._blocks.pop(place)
+        if block.get("type") == "tool_use":
+            yield ToolCallDone(place)
+        if self._with_blocks and (whole := self._joined(place, block)) is not None:
+            yield BlockDone(whole)
+
+    def _joined(self, place: Any, block: Json) -> Json | None:
+        """The block with its deltas; None for a tool call that was cut off, which cannot be sent back."""
+        texts = {name: "".join(deltas) for name, deltas in self._deltas.pop(place, {}).items()}
+        arguments = texts.pop("partial_json", "")
+        block |= {name: block.get(name, "") + text for name, text in texts.items()}
+        if block.get("type") == "tool_use" and arguments:
+            try:
+                block["input"] = loads(arguments.encode())
+            except ValueError:
+                return None
+        return block
+
+
+def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008 - it is frozen
+    """`before`: what an earlier event of the same answer reported."""
+    cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
+    prompt = (usage.get("input_tokens") or 0) + cached + written
+    output = usage.get("output_tokens") or before.output_tokens
+    if not prompt:
+        return structs.replace(before, output_tokens=counted(output).input_tokens)
+    hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
+    if not hour and written == before.written_tokens + before.written_hour_tokens:  # The end reports less detail.
+        hour = before.written_hour_tokens
+    return counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
+
+
+def _text(text: Any) -> Iterator[ProviderEvent]:
+    if isinstance(text, str) and text:
+        yield TextDelta(text)
+
+
+def _thought(text: Any) -> Iterator[ProviderEvent]:
+    if isinstance(text, str) and text:
+        yield ReasoningDelta(text)

@@ -1,0 +1,146 @@
+"""Reads what providers answer to `/v1/responses`, whole or event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from agentlightning.gateway.dialects.provider_events import (
+    FINISH_REASONS,
+    BlockDone,
+    Finish,
+    Json,
+    ProviderEvent,
+    ProviderFailure,
+    ReasoningDelta,
+    RefusalDelta,
+    ResponseStart,
+    SampledTokens,
+    TextDelta,
+    ToolCallDone,
+    ToolCallFragment,
+    Usage,
+    UsageReport,
+    counted,
+    logprob_entries,
+)
+
+LAST_EVENTS: Final = ("response.completed", "response.incomplete", "response.failed")
+"""Types of the events that end a stream; each repeats the whole response."""
+
+
+class ResponsesEvents:
+    """Reader of one answer. Items that were streamed are not read again where the last event repeats them."""
+
+    def __init__(self, with_blocks: bool = False) -> None:
+        self._with_blocks = with_blocks
+        self._streamed: set[Any] = set()
+        """Output indexes and ids of the items whose content came in deltas, or whole."""
+        self._started: set[Any] = set()
+        """Output indexes of the tool calls whose names came before their arguments."""
+
+    def read(self, data: Json) -> Iterator[ProviderEvent]:
+        """The events of a whole answer or of one event."""
+        kind, place = data.get("type"), data.get("output_index")
+        if kind == "error":
+            yield ProviderFailure(str(data.get("message")))
+        elif kind == "response.output_item.done":
+            yield from self._item(place, data["item"])
+        elif kind == "response.output_item.added":
+            yield from self._start_call(place, data["item"])
+        elif kind == "response.reasoning_summary_part.added":
+            if data.get("summary_index"):
+                yield ReasoningDelta("\n\n")
+        elif isinstance(kind, str) and kind.endswith(".delta"):
+            self._streamed |= {place, data.get("item_id")} - {None}
+            yield from _delta(kind, place, data)
+        else:
+            response = data.get("response", data if data.get("object") == "response" else None)
+            if response is not None:
+                yield from self._response(response, whole=kind is None or kind in LAST_EVENTS)
+
+    def _start_call(self, place: Any, item: Json) -> Iterator[ProviderEvent]:
+        if item.get("type") == "function_call":
+            self._started.add(place)
+            yield ToolCallFragment(place, item.get("call_id"), item.get("name"), item.get("arguments"))
+
+    def _response(self, response: Json, whole: bool) -> Iterator[ProviderEvent]:
+        yield ResponseStart(response.get("id"), response.get("model"))
+        if not whole:
+            return
+        if usage := response.get("usage"):
+            yield _report(usage)
+        items = response.get("output") or ()
+        for place, item in enumerate(items):
+            if place not in self._streamed and item.get("id") not in self._streamed:
+                yield from self._item(place, item)
+        if response.get("status") == "failed":
+            yield ProviderFailure(str((response.get("error") or {}).get("message")))
+        reason = (response.get("incomplete_details") or {}).get("reason")
+        if isinstance(reason, str) and reason:
+            yield Finish(FINISH_REASONS.get(reason, reason))
+        else:
+            yield Finish("tool_calls" if any(item.get("type") == "function_call" for item in items) else "stop")
+
+    def _item(self, place: Any, item: Json) -> Iterator[ProviderEvent]:
+        """A complete item, of which nothing is read twice."""
+        kind = item.get("type")
+        if place not in self._streamed and (item.get("id") is None or item.get("id") not in self._streamed):
+            self._streamed |= {place, item.get("id")} - {None}
+            for part in item.get("content") or item.get("summary") or ():
+                yield from _part(kind, part)
+            if kind == "function_call":
+                started = place in self._started
+                call_id, name = (None, None) if started else (item.get("call_id"), item.get("name"))
+                yield ToolCallFragment(place, call_id, name, item.get("arguments"))
+        if kind == "function_call":
+            yield ToolCallDone(place)
+        if self._with_blocks:
+            yield BlockDone(item)
+
+
+def responses_usage(usage: Json) -> Usage:
+    cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
+    return counted(usage.get("input_tokens"), usage.get("output_tokens"), cached)
+
+
+def _report(usage: Json) -> UsageReport:
+    prompt, output = usage.get("input_tokens_details") or {}, usage.get("output_tokens_details") or {}
+    details = prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), output.get("reasoning_tokens")
+    return UsageReport(responses_usage(usage), *details)
+
+
+def _delta(kind: str, place: Any, data: Json) -> Iterator[ProviderEvent]:
+    text = data["delta"]
+    match kind:
+        case "response.output_text.delta":
+            yield from _text(text, data.get("logprobs"))
+        case "response.refusal.delta":
+            if isinstance(text, str) and text:
+                yield RefusalDelta(text)
+        case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
+            if isinstance(text, str) and text:
+                yield ReasoningDelta(text)
+        case "response.function_call_arguments.delta":
+            yield ToolCallFragment(place, None, None, text)
+        case _:
+            pass
+
+
+def _part(kind: Any, part: Json) -> Iterator[ProviderEvent]:
+    """A part of the content of a whole item."""
+    text, refusal = part.get("text"), part.get("refusal")
+    if kind == "reasoning":
+        if isinstance(text, str) and text:
+            yield ReasoningDelta(text)
+        return
+    yield from _text(text, part.get("logprobs"))
+    if isinstance(refusal, str) and refusal:
+        yield RefusalDelta(refusal)
+
+
+def _text(text: Any, logprobs: Any) -> Iterator[ProviderEvent]:
+    if entries := logprob_entries(logprobs):
+        yield SampledTokens(entries=entries)
+    if isinstance(text, str) and text:
+        yield TextDelta(text)
