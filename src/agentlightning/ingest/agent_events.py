@@ -20,10 +20,10 @@ from agentlightning.errors import AgentLightningError, RewardError
 from agentlightning.rollouts import read_attempt_key, trace_id_of
 from agentlightning.span import MAX_REWARD, Span, new_span_id, new_trace_id, usable_reward
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.asgi import presented_key
 from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.errors import RequestError, refusal_of, status_of
+from agentlightning.store.http.errors import RequestError, error_response, status_of
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
+from agentlightning.util.api_key import api_key
 
 _MARKS: Final = {"superseded": names.SUPERSEDED, "late": names.LATE}
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
@@ -108,7 +108,7 @@ def _usable(name: str, value: Any) -> float:
 
 
 def _check_key(request: Request, secret: str, rollout_id: str, attempt_id: str) -> None:
-    key = presented_key(request.headers)
+    key = api_key(request.headers)
     if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
         raise KeyRefusedError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`")
 
@@ -125,7 +125,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _refusal(error: AgentLightningError) -> Response:
-    return Response(encode(refusal_of(error)), status_of(error), media_type="application/json")
+    return Response(encode(error_response(error)), status_of(error), media_type="application/json")
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -42,10 +42,10 @@ from agentlightning.rollouts import attempt_of_trace, read_attempt_key, root_spa
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
-from agentlightning.store.http.routes import presented_key
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.otlp.decode import Decoded, Request, decode_json, decode_protobuf
 from agentlightning.tracing.otlp.exporter import EXPORTER_HEADER, PROCESS_ID
+from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, inflated, inflated_now
 
 PATH: Final = "/v1/traces"
@@ -154,7 +154,7 @@ class OtlpReceiver:
         """The attempt that speaks; None for whoever knows the token, and for anybody where there is none."""
         if headers.get(EXPORTER_HEADER) == PROCESS_ID:  # each span would come back for ever
             raise _HttpError(508, "this server sends its spans on to itself; give --otlp-export another address")
-        key = presented_key(headers)
+        key = api_key(headers)
         named = read_attempt_key(self._secret, key) if key.startswith("agl-") else None
         if named is not None:
             return named

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.routes import presented_key
 from agentlightning.store.instrumented import WAITING_CALLS, Observed
+from agentlightning.util.api_key import api_key
 
 PATH: Final = "/metrics"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -277,7 +277,7 @@ def metrics_routes(metrics: Metrics, token: str | None = None) -> list[Route]:
     """`GET /metrics`; with a `token`, for those who present it."""
 
     async def show(request: Request) -> Response:
-        if token is not None and not hmac.compare_digest(presented_key(request.headers).encode(), token.encode()):
+        if token is not None and not hmac.compare_digest(api_key(request.headers).encode(), token.encode()):
             message = b"/metrics needs the access token of this server, as `Authorization: Bearer TOKEN`\n"
             return Response(message, 401, {"WWW-Authenticate": "Bearer"}, media_type="text/plain")
         return Response(await metrics.render(), headers={"content-type": CONTENT_TYPE})

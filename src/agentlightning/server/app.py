@@ -27,6 +27,7 @@ from starlette.responses import Response
 
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
+from agentlightning.ingest.agent_events import event_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
@@ -35,7 +36,7 @@ from agentlightning.server.origin_guard import SiteGuard
 from agentlightning.server.request_tracker import Door
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
-from agentlightning.store.http.routes import store_routes
+from agentlightning.store.http.server.routes import store_routes
 
 
 class Server:
@@ -78,7 +79,8 @@ class Server:
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
         self.app = Starlette(
             routes=[
-                *store_routes(store, secret, token, max_body_bytes=max_body_bytes),
+                *store_routes(store, token, max_body_bytes=max_body_bytes),
+                *event_routes(store, secret),
                 *self.traces.routes(),
                 *(metrics_routes(metrics, token) if metrics else []),
                 *calls,

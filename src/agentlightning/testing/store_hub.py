@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.http.routes import store_routes
+from agentlightning.store.http.server.routes import store_routes
 
 
 class Hub:
@@ -30,7 +30,7 @@ class Hub:
     def serve(self, store: LightningStoreBase, **options: Any) -> str:
         """The address of `store` from now on; `options` are those of `store_routes`."""
         name = f"s{len(self._apps)}"
-        self._apps[name] = Starlette(routes=store_routes(store, "s", **options))
+        self._apps[name] = Starlette(routes=store_routes(store, **options))
         return f"{self._url.result(30)}/{name}"
 
     def __enter__(self) -> Self:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,30 @@ def test_requests_are_those_of_the_signatures(made: dict[str, Any]) -> None:
     listed = {each["name"]: each for each in made["paths"]["/v1/agl/spans"]["get"]["parameters"]}
     assert listed["rollout_id"]["required"] is True
     assert {"name_contains", "after", "limit", "offset"} <= set(listed)
+
+
+def structure(document: dict[str, Any]) -> str:
+    """The document without its version and prose, as a line of JSON for each operation and schema."""
+
+    def without_prose(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_prose(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        prose = [name for name in ("description", "summary") if isinstance(value.get(name), str)]
+        return {name: without_prose(each) for name, each in value.items() if name not in prose}
+
+    def lines(values: dict[str, Any]) -> Iterator[str]:
+        for name, value in values.items():
+            yield f"{name} {json.dumps(without_prose(value), sort_keys=True, separators=(',', ':'))}\n"
+
+    operations = {f"{verb} {path}": each for path, verbs in document["paths"].items() for verb, each in verbs.items()}
+    return "".join([*lines(operations), *lines(document["components"]["schemas"])])
+
+
+def test_the_api_is_the_published_one(made: dict[str, Any]) -> None:
+    """A change of the API is made on purpose: write the file anew with `structure(document(with_token=False))`."""
+    assert structure(made) == (Path(__file__).parent / "api.txt").read_text()
 
 
 def test_a_token_is_asked_for_where_there_is_one() -> None:

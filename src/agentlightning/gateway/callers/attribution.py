@@ -54,7 +54,7 @@ from agentlightning.rollouts import (
     trace_id_of,
 )
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.routes import presented_key
+from agentlightning.util.api_key import api_key
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class Attribution:
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """For a question that is no call. Raises ApiError 401 where keys are asked for and this is none; the access
         token that the secret was made from will do as well."""
-        key = presented_key(headers)
+        key = api_key(headers)
         if self._require_key and not (key and hmac.compare_digest(attempt_secret(key), self._secret)):
             self._read_claims(headers, path_params)
 
@@ -273,8 +273,8 @@ class Attribution:
         if mode is not None and mode not in self._modes:
             message = f"the URL says mode {mode!r}; use one of {', '.join(self._modes)}"
             raise ApiError(404, message, code="mode_not_found")
-        _reject_reward_calls(headers, path_params, presented_key(headers))
-        signed = self._read_key(presented_key(headers))
+        _reject_reward_calls(headers, path_params, api_key(headers))
+        signed = self._read_key(api_key(headers))
         found, source, passed_over = self._explicit_claims(headers, path_params, signed)
         trace_id, parent_id = _trace(headers.get("traceparent"))
         may_be_kept = path_params.keys() >= {"worker_id", "attempt_id"}

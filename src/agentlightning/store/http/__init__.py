@@ -1,1 +1,1 @@
-"""The contract over HTTP: api.py is the table that routes (rest.py, batches.py), OpenAPI document and client share."""
+"""The store over HTTP: the table of operations, and what client and server share to encode them."""

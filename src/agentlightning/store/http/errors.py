@@ -1,4 +1,4 @@
-"""An error of the store as an HTTP answer, and back: its status, its body, and what is said about a bad body."""
+"""Maps errors of the store to HTTP responses and back, and describes what is wrong with a request body."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentlightning.errors import (
 
 
 class RequestError(ConfigError):
-    """A request that cannot be understood, or is not allowed to be that large."""
+    """An invalid request: malformed, of the wrong type, or too large."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ _STATUS: Final[tuple[tuple[type[AgentLightningError], int], ...]] = (
     (StoreAuthError, 401),
     (StoreServerError, 502),
 )
-_KINDS: Final = {
+_TYPES: Final = {
     name: kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, AgentLightningError) and "__init__" not in vars(kind)
@@ -62,20 +62,20 @@ class ErrorBody(Struct):
 
 
 class Refusal(Struct):
-    """What every refused request is answered."""
+    """The response body of every request that fails."""
 
     error: ErrorBody
     detail: str
-    """The message again, where 0.x clients look for it."""
+    """The message again, for 0.x clients."""
 
 
-def refusal_of(error: AgentLightningError) -> Refusal:
+def error_response(error: AgentLightningError) -> Refusal:
     return Refusal(ErrorBody(type(error).__name__.lstrip("_"), str(error)), str(error))
 
 
-def error_of(body: ErrorBody, status: int | None = None) -> AgentLightningError:
-    """The error a server answered, in this process."""
-    kind = _KINDS.get(body.type)
+def error_from(body: ErrorBody, status: int | None = None) -> AgentLightningError:
+    """The exception for an error that a server responded with."""
+    kind = _TYPES.get(body.type)
     if kind is None:
         kind = next((kind for kind, known in _STATUS if known == status), None)
     if kind is None:
@@ -87,8 +87,8 @@ _place = re.compile(r" - at `\$(.*)`$")
 _step = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
-def refusal(error: Exception, data: bytes) -> RequestError:
-    """What is wrong with a body, where, and what stands there instead."""
+def decode_error(error: Exception, data: bytes) -> RequestError:
+    """The error for a body that could not be decoded: it says where, and what is there."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ConfigError):
@@ -100,16 +100,16 @@ def refusal(error: Exception, data: bytes) -> RequestError:
     text = str(error)
     place = _place.search(text)
     path = place[1] if place else ""
-    said = text[: place.start()] if place else text
-    if "Number out of range" in said:
+    complaint = text[: place.start()] if place else text
+    if "Number out of range" in complaint:
         return RequestError(f"a number in the body is out of range{path and f', in {path}'}; use finite numbers")
-    shown = _shown(data, path)
+    shown = _describe_value(data, path)
     hint = "; times are seconds since the epoch (UTC), as a number" if "_time" in path or "timestamp" in path else ""
-    return RequestError(f"{path.lstrip('.') or 'the body'}{shown}: {said[:1].lower()}{said[1:]}{hint}")
+    return RequestError(f"{path.lstrip('.') or 'the body'}{shown}: {complaint[:1].lower()}{complaint[1:]}{hint}")
 
 
-def _shown(data: bytes, path: str) -> str:
-    """` is VALUE` of what stands at `path`; "" where it cannot be found."""
+def _describe_value(data: bytes, path: str) -> str:
+    """` is VALUE` for the value at `path`; "" if it cannot be found."""
     try:
         value = orjson.loads(data)
         for name, index in _step.findall(path):

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the REST API, and its table for the documentation: both are the table of api.py."""
+"""Generates the OpenAPI 3.1 document of the REST API and the table in its guide from the table of operations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from msgspec import Struct
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import BASE, Resources, version
+from agentlightning.store.http.encoding import BASE_PATH, version
 from agentlightning.store.http.errors import Refusal
 from agentlightning.store.http.operations import OPERATIONS, Operation
+from agentlightning.store.http.shapes import Resources
 
 _REF: Final = "#/components/schemas/{name}"
 _INTRODUCTION: Final = (
@@ -28,29 +29,29 @@ _INTRODUCTION: Final = (
 
 @lru_cache(maxsize=2)
 def document(with_token: bool) -> dict[str, Any]:
-    """The whole document. Raises nothing; the same object each time."""
+    """The whole document: the same object each time."""
     kinds: list[Any] = [Refusal]
     for operation in OPERATIONS:
-        kinds += [kind for kind in (operation.body, operation.answer) if kind is not None]
+        kinds += [kind for kind in (operation.body, operation.response) if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, schema_hook=_schema, ref_template=_REF)
     by_kind = dict(zip(map(repr, kinds), schemas, strict=True))
-    paths: dict[str, dict[str, Any]] = {f"{BASE}/health": {"get": _health()}}
+    paths: dict[str, dict[str, Any]] = {f"{BASE_PATH}/health": {"get": _health()}}
     for operation in OPERATIONS:
-        paths.setdefault(BASE + operation.path, {})[operation.verb.lower()] = _operation(operation, by_kind)
-    made: dict[str, Any] = {
+        paths.setdefault(BASE_PATH + operation.path, {})[operation.verb.lower()] = _operation(operation, by_kind)
+    result: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Agent Lightning store", "version": version(), "description": _INTRODUCTION},
         "paths": paths,
-        "components": {"schemas": _plain(components)},
+        "components": {"schemas": _sorted_schemas(components)},
     }
     if with_token:
-        made["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        made["security"] = [{"token": []}]
-    return cast("dict[str, Any]", json.loads(msgspec.json.encode(made)))
+        result["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        result["security"] = [{"token": []}]
+    return cast("dict[str, Any]", json.loads(msgspec.json.encode(result)))
 
 
 def _schema(kind: type) -> dict[str, Any]:
-    """Of types msgspec does not know."""
+    """msgspec's hook for types that it has no schema of."""
     if kind is RolloutConfig:
         return _inlined(RolloutConfig.model_json_schema())
     if kind is Resources:
@@ -59,7 +60,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of pydantic's without references to definitions of its own."""
+    """A schema made by pydantic, with references to its own definitions resolved."""
     definitions = schema.pop("$defs", {})
 
     def inline(value: Any) -> Any:
@@ -76,8 +77,8 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return inline(schema)
 
 
-def _plain(schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """Schemas by name, the most readable ones first."""
+def _sorted_schemas(schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas, sorted by name."""
     return {name: schemas[name] for name in sorted(schemas)}
 
 
@@ -89,24 +90,24 @@ def _health() -> dict[str, Any]:
         "summary": "Whether the store answers, and which version it is; asks for no token.",
         "security": [],
         "responses": {
-            "200": _answer("It does.", schema),
-            "503": _answer("The store is closed.", {"$ref": _REF.format(name="Refusal")}),
+            "200": _response("It does.", schema),
+            "503": _response("The store is closed.", {"$ref": _REF.format(name="Refusal")}),
         },
     }
 
 
 def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    summary, text = described(operation.method)
-    made: dict[str, Any] = {
+    summary, text = describe(operation.method)
+    result: dict[str, Any] = {
         "operationId": operation_id(operation),
         "summary": summary,
         "description": text,
         "tags": [operation.path.split("/")[1]],
         "parameters": [*_path_parameters(operation), *_query_parameters(operation)],
         "responses": {
-            str(operation.status): _answer("Done.", schemas[repr(operation.answer)]),
-            "4XX": _answer("Refused: nothing was done.", {"$ref": _REF.format(name="Refusal")}),
-            "5XX": _answer("The store cannot do it now.", {"$ref": _REF.format(name="Refusal")}),
+            str(operation.status): _response("Done.", schemas[repr(operation.response)]),
+            "4XX": _response("Refused: nothing was done.", {"$ref": _REF.format(name="Refusal")}),
+            "5XX": _response("The store cannot do it now.", {"$ref": _REF.format(name="Refusal")}),
         },
     }
     if operation.body is not None:
@@ -114,18 +115,18 @@ def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, An
         if operation.empty_is_allowed:
             schema = {"anyOf": [schema, {"type": "null"}]}
         content = {"application/json": {"schema": schema}}
-        made["requestBody"] = {"required": not operation.empty_is_allowed, "content": content}
-    return made
+        result["requestBody"] = {"required": not operation.empty_is_allowed, "content": content}
+    return result
 
 
 def operation_id(operation: Operation) -> str:
-    """The method's name; where one method is reached in several ways, with what tells them apart."""
+    """The name of the method; with the verb for further operations of the same method."""
     same = [each for each in OPERATIONS if each.method == operation.method]
     first = same[0] is operation
     return operation.method if first else f"{operation.method}_{operation.verb.lower()}"
 
 
-def described(method: str) -> tuple[str, str]:
+def describe(method: str) -> tuple[str, str]:
     """(first sentence, whole text) of a method's docstring."""
     text = inspect.getdoc(getattr(LightningStoreBase, method)) or method.replace("_", " ").capitalize() + "."
     flat = " ".join(text.split())
@@ -140,7 +141,7 @@ def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
     if operation.body is None:
         return _parameters(operation.request)
-    return _parameters(operation.query_request) if operation.query else []
+    return _parameters(operation.query_request) if operation.query_parameters else []
 
 
 def _parameters(request: type[Struct]) -> list[dict[str, Any]]:
@@ -152,7 +153,7 @@ def _parameters(request: type[Struct]) -> list[dict[str, Any]]:
     ]
 
 
-def _answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def _response(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": schema}}}
 
 
@@ -160,7 +161,7 @@ def table(operations: Sequence[Operation] = OPERATIONS) -> str:
     """The operations as a Markdown table."""
     lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |"]
     lines += [
-        f"| `{operation.verb} {BASE}{operation.path}` | `{operation.method}` | {described(operation.method)[0]} |"
+        f"| `{operation.verb} {BASE_PATH}{operation.path}` | `{operation.method}` | {describe(operation.method)[0]} |"
         for operation in operations
     ]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""The one table of what a store's server offers: which method of the contract is reached by which verb and path.
+"""The table of operations: which verb and path calls which method of the store contract.
 
-Everything else follows from the signatures and docstrings of the contract (base.py): what a request holds, what is
-answered, the routes (routes.py), the calls of a client (client.py), and the OpenAPI document (openapi.py). Paths and
-names are those of the 0.x store's REST API where it has them.
+The types of requests and responses follow from the signatures of the contract (base.py). The routes, the methods of
+the client and the OpenAPI document are generated from this table. Paths and names are those of the 0.x REST API where
+it has them.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from agentlightning.resources import NamedResources
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase, Unset
-from agentlightning.store.http.encoding import BODIES, INPUTS, Integer, RolloutBody, decoder, result_reader
+from agentlightning.store.http.encoding import decoder, result_decoder
+from agentlightning.store.http.shapes import BODIES, INPUTS, Integer, RolloutBody
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One way to reach a method of the contract."""
+    """A verb and path that call a method of the contract."""
 
     method: str
     verb: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
-    """Under /v1/agl; names in braces are parameters of the method."""
+    """Below /v1/agl; names in braces are parameters of the method."""
     status: int = 200
-    whole: str | None = None
-    """The parameter that is the whole body."""
-    query: tuple[str, ...] = ()
-    """Parameters given in the query string where there is a body too."""
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Other names of parameters in the request."""
-    present: tuple[str, ...] = ()
-    """Parameters whose value is not null where they are given."""
-    pages: str | None = None
-    """The answer is a page of a list: {items, limit, offset, total}. The field of an item that `after` takes."""
-    attempts: bool = False
-    """Each rollout of the answer comes with its latest attempt, where it has one."""
-    scalar: str | None = None
-    """The answer is an object with this one field."""
-    absent: bool = False
-    """None is an answer, not a 404."""
-    single: str | None = None
-    """A path parameter that is the only item of the list the method takes, and that list's name."""
+    body_parameter: str | None = None
+    """The parameter that is the whole body; by default, the body is an object with the parameters."""
+    query_parameters: tuple[str, ...] = ()
+    """Parameters in the query string of a request that also has a body."""
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Parameters that have another name in the request."""
+    non_null: tuple[str, ...] = ()
+    """Parameters that may be left out, but not null."""
+    cursor: str | None = None
+    """The response is a page of a list, {items, limit, offset, total}; this field of an item is what `after` takes."""
+    with_attempts: bool = False
+    """Each rollout in the response comes with its latest attempt, if it has one."""
+    result_field: str | None = None
+    """The response is an object with this one field."""
+    none_is_result: bool = False
+    """None is a result, not a 404."""
+    list_parameter: str | None = None
+    """The list parameter of the method; the path parameter is its only item."""
 
     @property
     def waits(self) -> bool:
-        """It may take as long as its `timeout` says."""
+        """Whether a call may take as long as its `timeout`."""
         return "timeout" in self.parameters
 
     @cached_property
@@ -67,57 +68,57 @@ class Operation:
 
     @cached_property
     def request(self) -> type[Struct]:
-        """What a request holds beside its path: the query of a GET, else the body."""
-        taken = {*self.path_names, self.whole, self.single, *self.query}
-        return _request(self, [name for name in self.parameters if name not in taken])
+        """The type of the query of a GET, and of the body of other requests, without path parameters."""
+        elsewhere = {*self.path_names, self.body_parameter, self.list_parameter, *self.query_parameters}
+        return _request(self, [name for name in self.parameters if name not in elsewhere])
 
     @cached_property
     def query_request(self) -> type[Struct]:
-        """The query string of a request that has a body too."""
-        return _request(self, list(self.query))
+        """The type of the query string of a request that also has a body."""
+        return _request(self, list(self.query_parameters))
 
     @cached_property
     def body(self) -> Any:
-        """The type of the whole body; None where there is none."""
+        """The type of the body; None if the request has none."""
         if self.verb in ("GET", "DELETE"):
             return None
-        if self.whole is not None:
-            return _shape(hints_of(self.method)[self.whole], rest=True)
+        if self.body_parameter is not None:
+            return _shape(hints_of(self.method)[self.body_parameter], rest=True)
         return self.request if self.request.__struct_fields__ else None
 
     @cached_property
-    def read(self) -> Any:
+    def decode_body(self) -> Any:
         return decoder(self.body)
 
     @cached_property
     def empty_is_allowed(self) -> bool:
-        """Nothing in the body has to be given."""
-        return self.body is None or (self.whole is None and not _required(self.request))
+        """Whether a request without a body is valid."""
+        return self.body is None or (self.body_parameter is None and not _required(self.request))
 
     @cached_property
-    def answer(self) -> Any:
-        """The type of the answer's body."""
+    def response(self) -> Any:
+        """The type of the response body."""
         result = _shape(hints_of(self.method)["return"], rest=True)
         if self.method == "statistics":
             result = dict[str, int | float | str]
-        if self.attempts:
-            result = list[RolloutBody] if self.pages else RolloutBody
-        if self.pages:
+        if self.with_attempts:
+            result = list[RolloutBody] if self.cursor else RolloutBody
+        if self.cursor:
             return _page_type(result)
-        if self.scalar:
-            return _scalar_type(self.scalar, result)
-        if not self.absent and get_origin(result) in (Union, types.UnionType):
+        if self.result_field:
+            return _scalar_type(self.result_field, result)
+        if not self.none_is_result and get_origin(result) in (Union, types.UnionType):
             return _union([each for each in get_args(result) if each is not type(None)])
         return result
 
     def arguments(self, request: Struct) -> dict[str, Any]:
-        """The method's arguments out of a request; what was not given is left out."""
-        found: dict[str, Any] = {}
+        """The arguments of the method in a decoded request, without those that were not given."""
+        arguments: dict[str, Any] = {}
         for name in request.__struct_fields__:
             value = getattr(request, name)
             if value is not UNSET:
-                found[name] = value
-        return found
+                arguments[name] = value
+        return arguments
 
 
 @lru_cache
@@ -137,10 +138,10 @@ def _camel(name: str) -> str:
 
 
 def parameters_of(method: str) -> dict[str, inspect.Parameter]:
-    """Of a method of the contract, without `self`."""
-    found = dict(inspect.signature(getattr(LightningStoreBase, method)).parameters)
-    del found["self"]
-    return found
+    """The parameters of a method of the contract, without `self`."""
+    parameters = dict(inspect.signature(getattr(LightningStoreBase, method)).parameters)
+    del parameters["self"]
+    return parameters
 
 
 def hints_of(method: str) -> dict[str, Any]:
@@ -148,22 +149,22 @@ def hints_of(method: str) -> dict[str, Any]:
 
 
 def _request(operation: Operation, names: list[str]) -> type[Struct]:
-    paged = operation.pages is not None
+    paged = operation.cursor is not None
     names = [name for name in names if not (paged and name in ("limit", "offset"))]
-    fields = [_without_null(item, operation.present) for item in _fields(operation.method, names, rest=True)]
+    fields = [_without_null(item, operation.non_null) for item in _fields(operation.method, names, rest=True)]
     if paged:
         fields += _PAGE
     return msgspec.defstruct(
         _camel(operation.method) + "Request",
         fields,
-        rename=dict(operation.names) or None,
+        rename=dict(operation.aliases) or None,
         kw_only=True,
         forbid_unknown_fields=True,
     )
 
 
 def _without_null(item: tuple[Any, ...], names: Sequence[str]) -> tuple[Any, ...]:
-    """A field whose value, where it is given, is not null."""
+    """The field without None in its type if it is one of `names`."""
     name, kind, *default = item
     if name not in names:
         return item
@@ -180,10 +181,10 @@ def _fields(method: str, names: Sequence[str], rest: bool) -> list[Any]:
     hints, parameters = hints_of(method), parameters_of(method)
     fields: list[Any] = []
     for name in names:
-        shape, given = _shape(hints[name], rest), parameters[name].default
-        if given is inspect.Parameter.empty:
+        shape, default = _shape(hints[name], rest), parameters[name].default
+        if default is inspect.Parameter.empty:
             fields.append((name, shape))
-        else:  # the default is the contract's own, so that it is not sent and not stated again
+        else:  # an argument that is not given has the default of the contract
             fields.append((name, _union([shape, UnsetType]), UNSET))
     return fields
 
@@ -193,7 +194,7 @@ def _required(request: type[Struct]) -> bool:
 
 
 def _shape(kind: Any, rest: bool) -> Any:
-    """A type of the contract as a type that msgspec reads."""
+    """The type that msgspec decodes for a type of the contract."""
     if kind in INPUTS:
         return INPUTS[kind]
     if rest and kind in BODIES:
@@ -206,19 +207,19 @@ def _shape(kind: Any, rest: bool) -> Any:
     if origin is dict and kind != NamedResources:
         return kind
     if inner and origin is not None and origin is not Literal:
-        return list[_shape(inner[0], rest)]  # Sequence and list: JSON has one of them
+        return list[_shape(inner[0], rest)]  # a Sequence or a list
     return kind
 
 
 def _union(kinds: Sequence[Any]) -> Any:
-    return Union[tuple(kinds)]  # noqa: UP007  made at run time
+    return Union[tuple(kinds)]  # noqa: UP007  built at run time
 
 
-def _search(method: str, path: str, cursor: str, attempts: bool = False) -> tuple[Operation, ...]:
-    """A list by query string and, for long filters, by body."""
+def _list_and_search(method: str, path: str, cursor: str, with_attempts: bool = False) -> tuple[Operation, ...]:
+    """A list, with its filters in the query string or, if they are long, in the body."""
     return (
-        Operation(method, "GET", path, pages=cursor, attempts=attempts),
-        Operation(method, "POST", f"{path}/search", pages=cursor, attempts=attempts),
+        Operation(method, "GET", path, cursor=cursor, with_attempts=with_attempts),
+        Operation(method, "POST", f"{path}/search", cursor=cursor, with_attempts=with_attempts),
     )
 
 
@@ -234,50 +235,60 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("cancel_rollout", "POST", f"{_rollout}/cancel"),
     Operation("wait_for_rollouts", "POST", "/waits/rollouts"),
     # rollouts and attempts
-    *_search("query_rollouts", "/rollouts", "rollout_id", attempts=True),
-    Operation("count_rollouts", "POST", "/counts/rollouts", scalar="count"),
-    Operation("get_rollout_by_id", "GET", _rollout, attempts=True),
+    *_list_and_search("query_rollouts", "/rollouts", "rollout_id", with_attempts=True),
+    Operation("count_rollouts", "POST", "/counts/rollouts", result_field="count"),
+    Operation("get_rollout_by_id", "GET", _rollout, with_attempts=True),
     Operation("update_rollout", "POST", _rollout),
-    *_search("query_attempts", f"{_rollout}/attempts", "attempt_id"),
-    Operation("get_latest_attempt", "GET", f"{_rollout}/attempts/latest", absent=True),
+    *_list_and_search("query_attempts", f"{_rollout}/attempts", "attempt_id"),
+    Operation("get_latest_attempt", "GET", f"{_rollout}/attempts/latest", none_is_result=True),
     Operation("update_attempt", "POST", f"{_rollout}/attempts/{{attempt_id}}"),
     Operation("get_latest_attempts", "POST", "/attempts/latest"),
     Operation("get_attempt", "GET", "/attempts/{attempt_id}"),
     # spans
-    Operation("add_span", "POST", "/spans", 201, whole="span"),
+    Operation("add_span", "POST", "/spans", 201, body_parameter="span"),
     Operation("add_many_spans", "POST", "/spans/batch", 201),
-    *_search("query_spans", "/spans", "span_id"),
-    Operation("get_next_span_sequence_id", "POST", "/spans/next", scalar="sequence_id"),
-    Operation("get_many_span_sequence_ids", "POST", "/spans/next/batch", scalar="sequence_ids"),
+    *_list_and_search("query_spans", "/spans", "span_id"),
+    Operation("get_next_span_sequence_id", "POST", "/spans/next", result_field="sequence_id"),
+    Operation("get_many_span_sequence_ids", "POST", "/spans/next/batch", result_field="sequence_ids"),
     # resources
-    Operation("query_resources", "GET", "/resources", pages="resources_id"),
-    Operation("add_resources", "POST", "/resources", 201, whole="resources", query=("resources_id",)),
-    Operation("add_resources", "PUT", "/resources/{resources_id}", 201, whole="resources"),
-    Operation("get_latest_resources", "GET", "/resources/latest", absent=True),
+    Operation("query_resources", "GET", "/resources", cursor="resources_id"),
+    Operation(
+        "add_resources", "POST", "/resources", 201, body_parameter="resources", query_parameters=("resources_id",)
+    ),
+    Operation("add_resources", "PUT", "/resources/{resources_id}", 201, body_parameter="resources"),
+    Operation("get_latest_resources", "GET", "/resources/latest", none_is_result=True),
     Operation("get_resources_by_id", "GET", "/resources/{resources_id}"),
-    Operation("update_resources", "POST", "/resources/{resources_id}", whole="resources"),
-    Operation("delete_resources", "DELETE", "/resources/{resources_id}", scalar="count"),
+    Operation("update_resources", "POST", "/resources/{resources_id}", body_parameter="resources"),
+    Operation("delete_resources", "DELETE", "/resources/{resources_id}", result_field="count"),
     # workers and queues
-    *_search("query_workers", "/workers", "worker_id"),
-    Operation("get_worker", "GET", "/workers/{worker_id}", absent=True),
-    Operation("update_worker", "POST", "/workers/{worker_id}", names={"stats": "heartbeat_stats"}, present=("stats",)),
+    *_list_and_search("query_workers", "/workers", "worker_id"),
+    Operation("get_worker", "GET", "/workers/{worker_id}", none_is_result=True),
+    Operation(
+        "update_worker", "POST", "/workers/{worker_id}", aliases={"stats": "heartbeat_stats"}, non_null=("stats",)
+    ),
     Operation("query_queues", "GET", "/queues"),
     Operation("update_queue", "POST", "/queues/{name}"),
     # keeping the store small
     Operation("statistics", "GET", "/statistics"),
     Operation("read_records", "POST", "/records/read"),
-    Operation("add_records", "POST", "/records", 201, scalar="count"),
-    Operation("delete_rollouts", "POST", "/records/delete", scalar="count"),
-    Operation("delete_rollouts", "DELETE", _rollout, scalar="count", single="rollout_ids"),
+    Operation("add_records", "POST", "/records", 201, result_field="count"),
+    Operation("delete_rollouts", "POST", "/records/delete", result_field="count"),
+    Operation("delete_rollouts", "DELETE", _rollout, result_field="count", list_parameter="rollout_ids"),
     Operation("prune", "POST", "/prune"),
     Operation("vacuum", "POST", "/vacuum"),
 )
 
+CURSORS: Final[dict[str, str | None]] = {
+    operation.method: operation.cursor if "after" in operation.parameters else None
+    for operation in OPERATIONS
+    if operation.cursor
+}
+"""The field of an item that `after` takes, by method that returns pages; None if the method has no `after`."""
 METHODS: Final[tuple[str, ...]] = tuple(dict.fromkeys(operation.method for operation in OPERATIONS))
 
-ALONE: Final = frozenset({"statistics", "prune", "vacuum", "read_records", "add_records", "delete_rollouts"})
-"""Methods that may take long, so that a client sends them in a request of their own."""
-KEYED: Final = frozenset(
+SLOW: Final = frozenset({"statistics", "prune", "vacuum", "read_records", "add_records", "delete_rollouts"})
+"""Methods that may take long; a client sends each call in a request of its own."""
+SENDS_KEY: Final = frozenset(
     {
         "add_records",
         "delete_rollouts",
@@ -288,9 +299,9 @@ KEYED: Final = frozenset(
         "update_rollout",
     }
 )
-"""Methods whose repetition is not harmless by nature: a client sends a key, under which the store remembers the answer.
-`update_attempt` is one of them where it sets metadata, which somebody else may have set again meanwhile."""
-ONCE: Final = KEYED | {
+"""Methods that are not idempotent by nature: a client sends a key, under which the store remembers the result.
+`update_attempt` is one of them if it sets metadata, which another client may have set again in between."""
+ACCEPTS_KEY: Final = SENDS_KEY | {
     "add_many_spans",
     "add_resources",
     "add_span",
@@ -301,15 +312,15 @@ ONCE: Final = KEYED | {
     "start_rollout",
     "update_attempt",
 }
-"""Methods that are done once where a key is given: each is one transaction. Repeating any other does no harm."""
+"""Methods that are executed once if a key is given; each is one transaction. All others may be repeated."""
 
 
-def is_keyed(method: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a client sends a key with a call."""
-    return method in KEYED or (method == "update_attempt" and "metadata" in arguments)
+def sends_key(method: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a client sends a key with this call."""
+    return method in SENDS_KEY or (method == "update_attempt" and "metadata" in arguments)
 
 
-# -- calls: the contract as it is ------------------------------------------------------------------------------------
+# -- calls in batches: the methods as the contract has them ----------------------------------------------------------
 
 
 def _call_type(method: str) -> type[Struct]:
@@ -324,11 +335,11 @@ def _call_type(method: str) -> type[Struct]:
 CALLS: Final[dict[str, type[Struct]]] = {
     method: _call_type(method) for method in (*METHODS, "enqueue_rollout", "dequeue_rollout")
 }
-"""One call of a method, as `POST /v1/agl/calls` takes many of."""
+"""The type of a call of each method, in `POST /v1/agl/calls`."""
 
 
 def result_type(method: str) -> Any:
-    """What a call answers. Spans are told by their sequence_id alone where they were kept as they were sent."""
+    """The type of a call's result. A span that was stored as sent is represented by its sequence_id."""
     if method == "add_span":
         return int | Span
     if method == "add_many_spans":
@@ -336,9 +347,9 @@ def result_type(method: str) -> Any:
     return hints_of(method)["return"]
 
 
-RESULTS: Final = {method: result_reader(result_type(method)) for method in CALLS}
+RESULTS: Final = {method: result_decoder(result_type(method)) for method in CALLS}
 
 
-def call_reader() -> Any:
-    """Reads one call of any method."""
+def call_decoder() -> Any:
+    """A function that decodes a call of any method."""
     return decoder(_union(list(cast("Any", CALLS.values()))))

@@ -26,7 +26,7 @@ from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rol
 from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.http import client, client_operations, transport
+from agentlightning.store.http.client import forwarding, store_client, transport
 from agentlightning.testing.store_hub import Hub
 
 Store = LightningStoreBase
@@ -269,12 +269,12 @@ async def test_where_nobody_answers_the_error_names_the_address_and_what_to_do(s
 @pytest.mark.parametrize(
     ("status", "kind", "body", "said"),
     [
-        (200, "text/html", b"<html>Welcome</html>", "no store of Agent Lightning.*text/html"),
-        (404, "application/json", b'{"detail":"Not Found"}', "no store of Agent Lightning.*404"),
+        (200, "text/html", b"<html>Welcome</html>", "not a store of Agent Lightning.*text/html"),
+        (404, "application/json", b'{"detail":"Not Found"}', "not a store of Agent Lightning.*404"),
         (200, "application/json", b'{"status":"ok"}', r"0\.x \(protocol 0\).*upgrade the server"),
         (200, "application/json", b'{"status":"ok","version":"9.1","protocol":9}', r"9\.1 \(protocol 9\).*the client"),
-        (200, "application/json", b"[]", "no store of Agent Lightning"),
-        (200, "application/json", b"{", "no store of Agent Lightning"),
+        (200, "application/json", b"[]", "not a store of Agent Lightning"),
+        (200, "application/json", b"{", "not a store of Agent Lightning"),
     ],
 )
 async def test_a_server_of_another_kind_or_version_is_told_apart(
@@ -326,6 +326,27 @@ def test_what_is_no_setting_is_refused(wishes: dict[str, Any]) -> None:
         LightningStoreClient("http://127.0.0.1:4747", **wishes)
 
 
+# -- generated methods -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("positional", "keywords"),
+    [((), {}), (("r1", "why", "more"), {}), (("r1",), {"rollout_id": "r1", "reason": ""}), (("r1", "why"), {"x": 1})],
+)
+async def test_wrong_arguments_are_a_type_error(positional: Any, keywords: Any) -> None:
+    store = LightningStoreClient("http://127.0.0.1:1")
+    with pytest.raises(TypeError):
+        await store.requeue_rollout(*positional, **keywords)
+
+
+async def test_a_filter_may_have_any_value(there: Store, store: Store) -> None:
+    attempted = await claimed(store)
+    for name in ("and", "asc", "other"):
+        await store.add_span(Span(attempted.rollout_id, attempted.attempt.attempt_id, name, 1.0))
+    for name in ("and", "asc"):
+        assert [span.name for span in await there.query_spans(attempted.rollout_id, name=name)] == [name]
+
+
 # -- together --------------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +387,7 @@ async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store
 
 async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("PAGE", "PAGE_OF_SPANS", "PAGE_OF_SORTED_SPANS"):
-        monkeypatch.setattr(client_operations, size, 10)
+        monkeypatch.setattr(forwarding, size, 10)
     await there.enqueue_many_rollouts([EnqueueRolloutRequest(n, rollout_id=f"r{n:02}") for n in range(35)])
 
     async def found(**wishes: Any) -> list[str]:
@@ -386,7 +407,7 @@ async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.Mo
 
 
 async def test_waiting_goes_on_over_many_requests(there: Store, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SLICE_SECONDS", 0.02)
+    monkeypatch.setattr(store_client, "WAIT_SECONDS", 0.02)
     before = line.requests
     waiting = asyncio.create_task(there.dequeue_rollout(timeout=60))
     for _ in range(1000):

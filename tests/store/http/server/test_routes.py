@@ -17,7 +17,7 @@ from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.operations import OPERATIONS
-from agentlightning.store.http.rest_endpoint import PAGE
+from agentlightning.store.http.server.rest_endpoint import PAGE
 from agentlightning.store.instrumented import observed
 from agentlightning.testing.store_hub import Hub
 

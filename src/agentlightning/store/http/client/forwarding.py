@@ -1,0 +1,149 @@
+"""Forwards calls of the store contract to a server: encodes the arguments, reads lists page by page.
+
+The methods are generated from the operation table (operations.py). Type checkers and editors see the signatures of the
+contract.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.store.base import UNSET, LightningStoreBase
+from agentlightning.store.http.client.transport import ClientTransport
+from agentlightning.store.http.encoding import encode, to_wire
+from agentlightning.store.http.operations import CALLS, CURSORS, RESULTS, SLOW, parameters_of, sends_key
+from agentlightning.store.ids import new_hex, new_id
+
+SLOW_CALL_SECONDS: Final = 3600.0
+"""How much longer than others a call of a slow method may take."""
+PAGE: Final = 500
+"""Items of a list that are read in one call."""
+PAGE_OF_SPANS: Final = 100
+"""Spans may be large."""
+PAGE_OF_SORTED_SPANS: Final = 2000
+"""The store reads all spans of the rollout for each page of these."""
+GENERATED_IDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "start_rollout": {"rollout_id": "ro", "claim_id": "cl"},
+    "enqueue_rollout": {"rollout_id": "ro"},
+    "start_attempt": {"claim_id": "cl"},
+    "add_resources": {"resources_id": "rs"},
+}
+"""Ids that the client generates when the caller gives none, so that a repeated call has the same ones: their prefixes
+by method and argument."""
+
+
+class ForwardingStore(LightningStoreBase):
+    """A store whose methods send their arguments to a server. A subclass gets every method of the contract that it does
+    not define itself."""
+
+    _transport: ClientTransport
+
+    def __init_subclass__(cls) -> None:
+        for name in CALLS.keys() - vars(cls).keys():
+            setattr(cls, name, cls._forwarder(name))
+
+    @staticmethod
+    def _forwarder(name: str) -> Callable[..., Any]:
+        signature, ids, paged = Signature.of(name), GENERATED_IDS.get(name, {}), name in CURSORS
+
+        async def forward(self: ForwardingStore, *positional: Any, **keywords: Any) -> Any:
+            arguments = signature.bind(positional, keywords)
+            for argument, prefix in ids.items():
+                if arguments.get(argument) is None:
+                    arguments[argument] = new_id(prefix)
+            return await (self._read_pages(name, arguments) if paged else self._call(name, arguments))
+
+        functools.update_wrapper(forward, getattr(LightningStoreBase, name), updated=())  # it must not be abstract
+        return forward
+
+    async def _call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        return await self._send(method, _encoded(arguments))
+
+    async def _send(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Send a call whose arguments are already encoded."""
+        transport = self._transport.for_running_loop()
+        body = _call_body(method, arguments)
+        if method in SLOW:
+            result = await transport.call_unbatched(body, SLOW_CALL_SECONDS)
+        else:
+            result = await transport.call(body)
+        return RESULTS[method](result)
+
+    async def _call_and_wait(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
+        """Send a call that the server may hold for up to `timeout` seconds until there is a result."""
+        body = _call_body(method, _encoded({**arguments, "timeout": timeout}))
+        transport = self._transport.for_running_loop()
+        return RESULTS[method](await transport.call_unbatched(body, timeout, "/waits/calls"))
+
+    async def _read_pages(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        """Read a list in calls of limited size. Arguments that have their default are left out."""
+        limit, offset = arguments.pop("limit", -1), arguments.pop("offset", 0)
+        after = arguments.pop("after", None)
+        if limit < 0 and limit != -1:
+            raise ConfigError(f"limit={limit} is not a number of items; use -1 for all of them")
+        defaults = {name: parameter.default for name, parameter in parameters_of(method).items()}
+        filters = {name: value for name, value in arguments.items() if value != defaults[name]}
+        # Pages continue after the last item if the order is that of creation, else by offset.
+        cursor = None if filters.keys() & {"sort_by", "sort_order"} else CURSORS[method]
+        size = PAGE if method != "query_spans" else PAGE_OF_SPANS if cursor else PAGE_OF_SORTED_SPANS
+        items: list[Any] = []
+        position: dict[str, Any] = {"offset": offset} | ({} if after is None else {"after": after})
+        while True:
+            wanted = size if limit == -1 else min(size, limit - len(items))
+            page = await self._call(method, {**filters, **position, "limit": wanted})
+            items += page
+            if len(page) < wanted or len(items) == limit:
+                return items
+            position = {"offset": offset + len(items)} if cursor is None else {"after": getattr(page[-1], cursor)}
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Binds arguments to the names of a method's parameters: several times faster than `inspect.Signature.bind`."""
+
+    positional: tuple[str, ...]
+    names: frozenset[str]
+    required: frozenset[str]
+    exact: inspect.Signature
+
+    @classmethod
+    def of(cls, method: str) -> Signature:
+        parameters = parameters_of(method)
+        return cls(
+            tuple(name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD),
+            frozenset(parameters),
+            frozenset(name for name, each in parameters.items() if each.default is each.empty),
+            inspect.Signature(list(parameters.values())),
+        )
+
+    def bind(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name, without those that were not given. Raises TypeError as a call of the method would."""
+        arguments = dict(zip(self.positional, positional, strict=False)) | keywords
+        if (
+            len(positional) > len(self.positional)
+            or len(arguments) < len(positional) + len(keywords)
+            or not self.required <= arguments.keys()
+            or not arguments.keys() <= self.names
+        ):
+            self.exact.bind(*positional, **keywords)
+        return arguments
+
+
+def _encoded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_wire(value, name) for name, value in arguments.items() if value is not UNSET}
+
+
+def _call_body(method: str, arguments: dict[str, Any]) -> bytes:
+    """The JSON of one call. Raises ConfigError for a value that JSON cannot hold."""
+    call: dict[str, Any] = {"method": method, "arguments": arguments}
+    if sends_key(method, arguments):
+        call["key"] = new_hex() + new_hex()
+    try:
+        return encode(call)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{error.object!r} holds half a surrogate pair, which no database can store") from None

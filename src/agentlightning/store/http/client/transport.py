@@ -1,0 +1,411 @@
+"""Sends a client's calls to a server: batches them, retries them, and delivers their results.
+
+Calls that are made at the same time share one request (`POST /v1/agl/calls`), so that the store commits them together.
+A request that fails for a reason that may pass (no connection, a server that restarts) is retried until the retry
+deadline of its calls; every call may arrive twice without harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import math
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import orjson
+from msgspec import Raw, Struct
+
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    StoreAuthError,
+    StoreClosedError,
+    StoreServerError,
+)
+from agentlightning.store.http.encoding import BASE_PATH, PROTOCOL_VERSION, version
+from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS_PER_REQUEST: Final = 256
+MAX_REQUEST_BYTES: Final = 1024 * 1024
+"""A batch that has reached this size takes no further call."""
+MAX_REQUESTS_IN_FLIGHT: Final = 4
+"""Concurrent requests; with more of them, each would carry fewer calls."""
+MIN_DELAY_SECONDS: Final = 0.05
+MAX_DELAY_SECONDS: Final = 1.0
+_RETRYABLE_STATUSES: Final = frozenset({502, 503, 504})
+
+
+class _Result(Struct):
+    value: Raw = Raw(b"null")
+    error: ErrorBody | None = None
+
+
+class _Results(Struct):
+    results: list[_Result]
+
+
+_decode_results = msgspec.json.Decoder(_Results).decode
+_decode_error = msgspec.json.Decoder(Refusal).decode
+
+
+class _RetryableError(Exception):
+    """A failure that a retry may fix."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A call that has no result yet."""
+
+    body: bytes
+    future: asyncio.Future[Raw]
+    retry_until: float = math.inf
+    """On the clock of the event loop; set at the first failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """The settings of a client; see `LightningStoreClient`."""
+
+    url: str
+    token: str | None
+    timeout: float
+    retry_seconds: float
+
+    @classmethod
+    def validated(cls, url: str, token: str | None, timeout: float, retry_seconds: float) -> ClientSettings:
+        """Settings from valid arguments. Raises ConfigError, naming the value, for others."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url={url!r} is not the URL of a server; use one like http://127.0.0.1:4747")
+        if parts.username or parts.query or parts.fragment:
+            raise ConfigError(f"the url of {parts.hostname!r} has more than an address; give the token as token=...")
+        if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
+            raise ConfigError("the access token is empty or holds characters other than printable ASCII")
+        for name, value in (("timeout", timeout), ("patience", retry_seconds)):
+            if not 0 <= value < float("inf") or (name == "timeout" and value == 0):
+                raise ConfigError(f"{name}={value} is not a duration in seconds")
+        return cls(url.rstrip("/").removesuffix(BASE_PATH), token, timeout, retry_seconds)
+
+
+class ClientTransport:
+    """The connection to a server, for any number of event loops and threads."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        self._loops: dict[asyncio.AbstractEventLoop, LoopTransport] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process_id = os.getpid()
+
+    @property
+    def name(self) -> str:
+        return f"the store at {self.settings.url}"
+
+    def for_running_loop(self) -> LoopTransport:
+        """The transport of the running event loop. Raises StoreClosedError once closed, and in a forked process."""
+        if self._process_id != os.getpid():
+            raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError(f"{self.name} is closed; open it again with LightningStoreClient(...)")
+            transport = self._loops.get(loop)
+            if transport is None:
+                self._loops = {loop: transport for loop, transport in self._loops.items() if not loop.is_closed()}
+                transport = self._loops[loop] = LoopTransport(self.settings, loop)
+            return transport
+
+    async def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            transports, self._loops = list(self._loops.items()), {}
+        here = asyncio.get_running_loop()
+        error = StoreClosedError(f"{self.name} is closed; open it again with LightningStoreClient(...)")
+        for loop, transport in transports:
+            if loop is here:
+                await transport.close(error)
+            elif not loop.is_closed():
+                asyncio.run_coroutine_threadsafe(transport.close(error), loop)
+
+
+class LoopTransport:
+    """Batches, sends and retries the calls of one event loop."""
+
+    def __init__(self, settings: ClientSettings, loop: asyncio.AbstractEventLoop) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._queue: deque[PendingCall] = deque()
+        self._requests_in_flight = 0
+        self._flush_scheduled = False
+        self._session: aiohttp.ClientSession | None = None
+        self._session_closer: AsyncGenerator[None] | None = None
+        self._protocol_checked = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed: StoreClosedError | None = None
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def call(self, body: bytes) -> asyncio.Future[Raw]:
+        """Send a call together with others that are made in the same step of the event loop."""
+        call = self._new_call(body)
+        self._queue.append(call)
+        if not self._flush_scheduled and self._requests_in_flight < MAX_REQUESTS_IN_FLIGHT:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+        return call.future
+
+    async def call_unbatched(self, body: bytes, seconds: float, path: str = "/calls") -> Raw:
+        """Send a call in a request of its own, which may take `seconds` longer than others."""
+        call = self._new_call(body)
+        sending = self.start(self._send([call], seconds, path))
+        try:
+            return await call.future
+        finally:
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait({sending})
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a background task, which is cancelled when the transport is closed."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _new_call(self, body: bytes) -> PendingCall:
+        if self._closed is not None:
+            raise self._closed
+        return PendingCall(body, self._loop.create_future())
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        while self._queue and self._requests_in_flight < MAX_REQUESTS_IN_FLIGHT:
+            batch = self._next_batch()
+            if batch:
+                self._requests_in_flight += 1
+                self.start(self._send_counted(batch))
+
+    def _next_batch(self) -> list[PendingCall]:
+        batch: list[PendingCall] = []
+        size = 0
+        while self._queue and len(batch) < MAX_CALLS_PER_REQUEST:
+            call = self._queue[0]
+            size += len(call.body)
+            if batch and size > MAX_REQUEST_BYTES:
+                break
+            self._queue.popleft()
+            if not call.future.done():  # its caller may have been cancelled
+                batch.append(call)
+        return batch
+
+    async def _send_counted(self, batch: list[PendingCall]) -> None:
+        try:
+            await self._send(batch, 0.0, "/calls")
+        finally:
+            self._requests_in_flight -= 1
+            self._flush()
+
+    async def _send(self, batch: list[PendingCall], seconds: float, path: str) -> None:
+        """Send a batch. Every call has a result or an error in the end, whatever happens."""
+        try:
+            await self._send_with_retries(batch, seconds, path)
+        except AgentLightningError as error:
+            _fail(batch, error)
+        except asyncio.CancelledError:
+            _fail(batch, self._closed)
+            raise
+        except Exception as error:
+            _fail(batch, StoreServerError(f"the request to {self._settings.url} failed: {error!r}"))
+            raise
+
+    async def _send_with_retries(self, batch: list[PendingCall], seconds: float, path: str) -> None:
+        delay = MIN_DELAY_SECONDS
+        while batch:
+            try:
+                await self._check_protocol()
+                batch = self._deliver(batch, await self._post_batch(batch, seconds, path))
+                reason = f"{self._settings.url} is closing"
+            except _RetryableError as error:
+                self._protocol_checked = False
+                reason = str(error)
+            batch = self._within_deadline(batch, reason)
+            if batch:
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, MAX_DELAY_SECONDS)
+
+    def _within_deadline(self, batch: Sequence[PendingCall], reason: str) -> list[PendingCall]:
+        """The calls that may still be retried; the others fail."""
+        now, url, retry_seconds = self._loop.time(), self._settings.url, self._settings.retry_seconds
+        for call in (*batch, *self._queue):  # queued calls have no server either
+            call.retry_until = min(call.retry_until, now + retry_seconds)
+        expired = [call for call in batch if call.retry_until <= now]
+        _fail(
+            expired,
+            StoreServerError(
+                f"no store has answered at {url} for {retry_seconds:g} seconds ({reason}); "
+                f"start one with `agl serve`, or check the address"
+            ),
+        )
+        return [call for call in batch if call.retry_until > now and not call.future.done()]
+
+    def _deliver(self, batch: Sequence[PendingCall], results: Sequence[_Result]) -> list[PendingCall]:
+        """Set the results of the calls. Returns the calls that a closing server rejected."""
+        rejected: list[PendingCall] = []
+        for call, result in zip(batch, results, strict=True):
+            if call.future.done():
+                continue
+            if result.error is None:
+                call.future.set_result(result.value)
+            elif result.error.type == StoreClosedError.__name__:
+                rejected.append(call)
+            else:
+                call.future.set_exception(error_from(result.error))
+        return rejected
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def _post_batch(self, batch: Sequence[PendingCall], seconds: float, path: str) -> list[_Result]:
+        body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
+        status, headers, answer = await self._request("POST", path, body, self._settings.timeout + seconds)
+        if status == 200 and headers.get("agl-protocol") == str(PROTOCOL_VERSION):
+            results = _decode_results(answer).results
+            if len(results) == len(batch):
+                return results
+        self._raise_for_status(status, headers, answer)
+        self._protocol_checked = False
+        await self._check_protocol()  # raises if it is not a store
+        raise StoreServerError(f"{self._settings.url} responded with status {status}: {_error_message(answer)}")
+
+    def _raise_for_status(self, status: int, headers: Any, answer: bytes) -> None:
+        """Raise the error of a store that rejected the whole request."""
+        if "agl-protocol" not in headers:
+            return
+        if status == 401:
+            raise StoreAuthError(f"{self._settings.url}: {_error_message(answer)}")
+        if 400 <= status < 500:
+            raise error_from(ErrorBody("", _error_message(answer)), status)
+
+    async def _check_protocol(self) -> None:
+        """Check, again after each failure, that a store with our protocol version is there. Raises StoreServerError."""
+        if self._protocol_checked:
+            return
+        status, headers, answer = await self._request("GET", "/health", None, self._settings.timeout)
+        if status >= 500 and headers.get("agl-protocol") == str(PROTOCOL_VERSION):
+            return  # a store that is not healthy: the calls will say why
+        health = _parse_json(answer) if status == 200 else None
+        url = self._settings.url
+        if not isinstance(health, dict) or "status" not in health:
+            kind = headers.get("content-type", "no content type")
+            raise StoreServerError(
+                f"the server at {url} is not a store of Agent Lightning (status {status}, {kind}); check the address"
+            )
+        server = cast("dict[str, Any]", health)
+        protocol = server.get("protocol", 0)
+        if protocol != PROTOCOL_VERSION:
+            older, newer = ("server", "client") if protocol < PROTOCOL_VERSION else ("client", "server")
+            raise StoreServerError(
+                f"the store at {url} is Agent Lightning {server.get('version', '0.x')} (protocol {protocol}), "
+                f"this client is {version()} (protocol {PROTOCOL_VERSION}); "
+                f"upgrade the {older}, or use the {newer} of the same version"
+            )
+        self._protocol_checked = True
+
+    async def _request(self, verb: str, path: str, body: bytes | None, seconds: float) -> tuple[int, Any, bytes]:
+        """(status, headers, body). Raises _RetryableError if a retry may help."""
+        session = self._open_session()
+        try:
+            async with session.request(
+                verb,
+                self._settings.url + BASE_PATH + path,
+                data=io.BytesIO(body) if body and len(body) > MAX_REQUEST_BYTES else body,  # large ones in parts
+                headers=None if body is None else {"content-type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=seconds, connect=10.0),
+                allow_redirects=False,
+            ) as response:
+                answer = await response.read()
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(f"url={self._settings.url!r} is not valid: {error}") from None
+        except aiohttp.ClientSSLError as error:
+            raise StoreServerError(f"the TLS certificate of {self._settings.url} is not trusted: {error}") from None
+        except TimeoutError:
+            raise _RetryableError(f"no response within {seconds:g} seconds") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _RetryableError(str(error) or type(error).__name__) from None
+        if response.status in _RETRYABLE_STATUSES:
+            raise _RetryableError(f"status {response.status}: {_error_message(answer)}")
+        return response.status, response.headers, answer
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            token = self._settings.token
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                headers={"authorization": f"Bearer {token}"} if token else None,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=True,
+            )
+            # An event loop closes its asynchronous generators when it ends, and this one closes the session.
+            self._session_closer = _close_at_exit(self._session)
+            self.start(_start(self._session_closer))
+        return self._session
+
+    async def close(self, error: StoreClosedError) -> None:
+        """Pending calls fail with `error`."""
+        self._closed = error
+        _fail(self._queue, error)
+        self._queue.clear()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _close_at_exit(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+    try:
+        yield
+    finally:
+        await session.close()
+
+
+async def _start(generator: AsyncGenerator[None]) -> None:
+    await anext(generator)
+
+
+def _fail(calls: Any, error: AgentLightningError | None) -> None:
+    for call in calls:
+        if call.future.done():
+            continue
+        if error is None:
+            call.future.cancel()
+        else:
+            call.future.set_exception(error)
+
+
+def _parse_json(answer: bytes) -> Any:
+    try:
+        return orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _error_message(answer: bytes) -> str:
+    """The message of an error response, or the start of anything else."""
+    try:
+        return _decode_error(answer).error.message
+    except msgspec.MsgspecError:
+        return repr(answer[:120].decode("utf-8", "replace"))
