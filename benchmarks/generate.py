@@ -27,7 +27,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.local.scheduler import TokenGenerator
+from agentlightning.engine.local.scheduler import ContinuousBatcher
 
 PROMPTS, GROUP, PROMPT, NEW, VOCABULARY = 64, 8, 100, 48, 512
 Prompts = list[list[int]]
@@ -57,10 +57,10 @@ def make_prompts(distinct: int) -> Prompts:
 
 
 def ours(model: LlamaForCausalLM) -> Callable[[Prompts, list[int]], None]:
-    engine = TokenGenerator(model, eos_token_ids=frozenset(), decode=lambda _: "", context_length=2048)
+    engine = ContinuousBatcher(model, eos_token_ids=frozenset(), decode=lambda _: "", context_length=2048)
 
     def run(prompts: Prompts, lengths: list[int]) -> None:
-        engine.forget()
+        engine.invalidate_cache()
         requests = [
             engine.submit(prompt, SamplingParams(max_tokens=length))
             for prompt, length in zip(prompts, lengths, strict=True)

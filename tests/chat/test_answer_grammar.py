@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
-from agentlightning.engine.local.guided_decoding import Grammars
+from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.reasoning import Markers
 from agentlightning.testing import ByteChatFormat
@@ -29,7 +29,7 @@ class Model:
     def __init__(self, family):
         tokenizer = tiny_tokenizer(family.template, special=(*family.special, *THINKS), eos=family.eos)
         self.chat = HFChatFormat(tokenizer)
-        self.grammars = Grammars(tokenizer, len(tokenizer), self.chat.eos_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, len(tokenizer), self.chat.eos_token_ids)
         self.weights = torch.ones(len(tokenizer))
         likely = [*self.chat.markers.values(), *(token for text in '"}])\n<[,' for token in self.chat.encode(text))]
         self.weights[likely] = 30
@@ -40,7 +40,7 @@ class Model:
         random = torch.Generator().manual_seed(seed)
         drawn = []
         while len(drawn) < LONGEST:
-            may = matcher.allowed(len(self.weights))
+            may = matcher.token_mask(len(self.weights))
             drawn.append(int(torch.multinomial(self.weights * may, 1, generator=random)))
             if drawn[-1] in self.chat.eos_token_ids:
                 return drawn, True
@@ -133,7 +133,7 @@ def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
         grammar = answer_grammar(model.chat, Outline(named, needs_call, one_call, shape, thought))
         if grammar is None:
             return
-        assert model.grammars.knows(grammar, "grammar")
+        assert model.grammars.can_compile(grammar, "grammar")
         drawn, whole = model.draw(grammar, seed)
         if not whole:
             return
@@ -162,16 +162,16 @@ def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models,
     model = models[name]
     for outline in (Outline(TWO, True), Outline(TWO, True, True), Outline(TWO), Outline(TWO, False, True)):
         grammar = answer_grammar(model.chat, outline)
-        assert model.grammars.knows(grammar, "grammar")
+        assert model.grammars.can_compile(grammar, "grammar")
     bare = not model.chat.tool_calls.layout.opening.startswith(model.chat.tool_calls.opening)
     assert (answer_grammar(model.chat, Outline(TWO, content=PLAIN)) is None) == bare
     texts = ["", "So: ", " \n", "né 🎉"]
     for text in texts:
         matcher = model.grammars.matcher(answer_grammar(model.chat, Outline(TWO)), "grammar")
         for token in model.chat.encode(text):
-            assert matcher.allowed(len(model.weights))[token]
+            assert matcher.token_mask(len(model.weights))[token]
             matcher.push(token)
-        may = matcher.allowed(len(model.weights))
+        may = matcher.token_mask(len(model.weights))
         assert all(may[token] for token in model.chat.eos_token_ids)
 
 
@@ -242,10 +242,10 @@ def goes_on(model, outline, spelled, before=""):
     matcher = model.grammars.matcher(answer_grammar(model.chat, outline), "grammar")
     letters = [token for letter in spelled for token in model.chat.encode(letter)]
     for token in model.chat.encode(before) + letters:
-        if not matcher.allowed(len(model.weights))[token]:
+        if not matcher.token_mask(len(model.weights))[token]:
             return None
         matcher.push(token)
-    return matcher.allowed(len(model.weights))
+    return matcher.token_mask(len(model.weights))
 
 
 def may_end(model, outline, text):

@@ -121,7 +121,7 @@ async def test_training_is_refused_while_answers_are_drawn(policy: LocalPolicy) 
     started = asyncio.Event()
     running = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200), lambda _: started.set()))
     await started.wait()
-    with pytest.raises(PolicyError, match="under way"):
+    with pytest.raises(PolicyError, match="in flight"):
         await policy.train([training_sample(ids, sample)])
     await running
     assert policy.policy_version == 0
@@ -340,7 +340,7 @@ async def test_an_engine_that_cannot_even_cancel_tells_every_caller_and_works_ag
     left = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200), lambda _: started.set()))
     await started.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(policy._engine._generator, "cancel", broken)
+        patch.setattr(policy._engine._batcher, "cancel", broken)
         other = asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200)))
         await asyncio.sleep(0)
         left.cancel()

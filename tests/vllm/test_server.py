@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.local.sampler import keep_top
+from agentlightning.engine.local.sampler import top_k_top_p_mask
 from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
 from agentlightning.engine.servers.pool import Replicas
 from agentlightning.engine.servers.replica import Replica
@@ -73,7 +73,7 @@ def scores(logits: torch.Tensor, sample: Sample, params: SamplingParams) -> torc
     top_k = torch.tensor([[params.top_k]]).expand(len(logits), 1) if params.top_k else None
     top_p = torch.tensor([[params.top_p]]).expand(len(logits), 1) if params.top_p < 1 else None
     if top_k is not None or top_p is not None:
-        logits = keep_top(logits, top_k, top_p)
+        logits = top_k_top_p_mask(logits, top_k, top_p)
     return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, ConstraintKind, Sample, SamplingParams
-from agentlightning.engine.local.guided_decoding import Grammars
-from agentlightning.engine.local.kv_cache import vocabulary
-from agentlightning.engine.local.scheduler import TokenGenerator
-from agentlightning.engine.local.worker import EngineThread
+from agentlightning.engine.local.guided_decoding import GrammarCompiler
+from agentlightning.engine.local.kv_cache import vocab_size
+from agentlightning.engine.local.scheduler import ContinuousBatcher
+from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import checkpoint
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
@@ -77,14 +77,14 @@ class LocalPolicy:
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = _context_length(config, model, tokenizer)
-        self.vocab_size = vocabulary(model)
+        self.vocab_size = vocab_size(model)
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
         optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
         self._updater = Updater(model, optimizer)
-        self._grammars = Grammars(tokenizer, self.vocab_size, self.chat.eos_token_ids)
-        self._generator = TokenGenerator(
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
+        self._generator = ContinuousBatcher(
             model,
             eos_token_ids=self.chat.eos_token_ids,
             decode=self._decode,
@@ -96,7 +96,7 @@ class LocalPolicy:
             seed=config.seed,
             grammars=self._grammars,
         )
-        self._engine = EngineThread(self._generator, threads=config.threads)
+        self._engine = EngineWorker(self._generator, threads=config.threads)
 
     @classmethod
     def open(cls, config: LocalPolicyConfig) -> LocalPolicy:
@@ -104,9 +104,9 @@ class LocalPolicy:
         torch.set_num_threads(config.threads)
         device = _device(config.device)
         tokenizer, model = _load(config)
-        if len(tokenizer) > vocabulary(model):
+        if len(tokenizer) > vocab_size(model):
             raise PolicyError(
-                f"the tokenizer of {config.model} knows {len(tokenizer)} tokens, its model only {vocabulary(model)}; "
+                f"the tokenizer of {config.model} knows {len(tokenizer)} tokens, its model only {vocab_size(model)}; "
                 "they belong to different models"
             )
         return cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
@@ -122,7 +122,7 @@ class LocalPolicy:
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """See `Engine.can_enforce`."""
-        return await asyncio.to_thread(self._grammars.knows, text, kind)
+        return await asyncio.to_thread(self._grammars.can_compile, text, kind)
 
     async def sample(
         self,
@@ -136,7 +136,7 @@ class LocalPolicy:
         request = await self._engine.sample(prompt_token_ids, params, on_tokens)
         assert request.finish_reason is not None
         return Sample(
-            token_ids=tuple(request.drawn),
+            token_ids=tuple(request.sampled),
             logprobs=tuple(request.logprobs),
             finish_reason=request.finish_reason,
             policy_version=request.policy_version,
@@ -181,9 +181,9 @@ class LocalPolicy:
         return cast(str, text)
 
     def _weights_change(self, in_flight: bool) -> None:
-        self._generator.forget(in_flight=in_flight)
+        self._generator.invalidate_cache(in_flight=in_flight)
         if self._model.device.type != "cpu":  # Training needs the memory more.
-            self._generator.release()
+            self._generator.release_memory()
 
     def _train(
         self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from agentlightning.engine.local.sampler import COLDEST
+from agentlightning.engine.local.sampler import MIN_TEMPERATURE
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def score_logits(logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | N
     """`score` of logits that are there already."""
     logits_CV = logits_CV.float()
     if temperatures_C is not None:
-        logits_CV = logits_CV / temperatures_C[:, None].clamp(min=COLDEST)
+        logits_CV = logits_CV / temperatures_C[:, None].clamp(min=MIN_TEMPERATURE)
     logprobs_CV = logits_CV.log_softmax(-1)
     with torch.no_grad():
         entropy = -logprobs_CV.exp().mul_(logprobs_CV).sum()

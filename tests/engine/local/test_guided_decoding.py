@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.local.guided_decoding import Grammars, allowed
-from agentlightning.engine.local.kv_cache import vocabulary
+from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
+from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
@@ -71,10 +71,10 @@ async def test_log_probabilities_are_those_under_the_mask(policy):
     sample = await policy.sample(prompt, SamplingParams(seed=3, json_schema=TEXT, top_logprobs=2))
     with torch.inference_mode():
         logits = tiny_model()(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 :]
-    matcher = Grammars(tiny_tokenizer(), vocabulary(tiny_model()), policy.chat.eos_token_ids).matcher(TEXT)
+    matcher = GrammarCompiler(tiny_tokenizer(), vocab_size(tiny_model()), policy.chat.eos_token_ids).matcher(TEXT)
     forced = 0
     for row, token, logprob, top in zip(logits, sample.token_ids, sample.logprobs, sample.top_logprobs, strict=False):
-        may = allowed([matcher], len(row), row.device)[0]
+        may = token_masks([matcher], len(row), row.device)[0]
         assert may[token]
         expected = row.masked_fill(~may, -math.inf).log_softmax(-1)
         assert logprob == pytest.approx(float(expected[token]), abs=1e-3)
@@ -90,7 +90,7 @@ async def test_a_schema_nobody_can_be_held_to_is_said_so_beforehand(policy):
     assert not await policy.can_enforce(cannot)
     assert not await policy.can_enforce("[]")
     assert not await ScriptedEngine([]).can_enforce(TEXT)
-    with pytest.raises(ConfigError, match="cannot be held to this json_schema"):
+    with pytest.raises(ConfigError, match="this json_schema cannot be enforced"):
         await policy.sample([1, 2], SamplingParams(json_schema=cannot))
 
 
@@ -156,11 +156,11 @@ async def test_tools_that_are_offered_and_no_more_leave_an_answer_free(ask):
 
 def test_a_held_answer_cannot_be_whitespace_for_ever():
     tokenizer = tiny_tokenizer()
-    grammars = Grammars(tokenizer, 320, [tokenizer.eos_token_id])
+    grammars = GrammarCompiler(tokenizer, 320, [tokenizer.eos_token_id])
     matcher = grammars.matcher(json.dumps(SCHEMA))
     (brace,), (newline,) = (tokenizer.encode(text, add_special_tokens=False) for text in "{\n")
     matcher.push(brace)
     for _ in range(40):
-        assert matcher.allowed(320)[newline]
+        assert matcher.token_mask(320)[newline]
         matcher.push(newline)
-    assert not matcher.allowed(320)[newline]
+    assert not matcher.token_mask(320)[newline]

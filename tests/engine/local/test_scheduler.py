@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache
-from agentlightning.engine.local.kv_cache import read_layout
-from agentlightning.engine.local.scheduler import Request, TokenGenerator
+from agentlightning.engine.local.kv_cache import probe_layout
+from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.models import Architecture, tiny_model, tiny_tokenizer
 
@@ -27,12 +27,12 @@ def decode(tokens: Sequence[int]) -> str:
     return tiny_tokenizer().decode(list(tokens), skip_special_tokens=False)
 
 
-def generator(model: PreTrainedModel, eos: frozenset[int] = frozenset(), **options: int) -> TokenGenerator:
+def generator(model: PreTrainedModel, eos: frozenset[int] = frozenset(), **options: int) -> ContinuousBatcher:
     length = model.config.max_position_embeddings
-    return TokenGenerator(model, eos_token_ids=eos, decode=decode, context_length=length, **options)
+    return ContinuousBatcher(model, eos_token_ids=eos, decode=decode, context_length=length, **options)
 
 
-def drain(engine: TokenGenerator) -> None:
+def drain(engine: ContinuousBatcher) -> None:
     for _ in range(5000):
         if engine.idle:
             return
@@ -40,7 +40,7 @@ def drain(engine: TokenGenerator) -> None:
     raise AssertionError("the generator does not come to an end")
 
 
-def answers(engine: TokenGenerator, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
+def answers(engine: ContinuousBatcher, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
     requests = [engine.submit(prompt, params) for prompt in prompts]
     drain(engine)
     return requests
@@ -102,7 +102,7 @@ def test_greedy_answers_are_those_of_transformers_whenever_requests_join_and_lea
             engine.step()
     drain(engine)
     for request, prompt, new in zip(requests, prompts, wanted, strict=True):
-        assert request.drawn == by_transformers(model, prompt, new)
+        assert request.sampled == by_transformers(model, prompt, new)
     assert_faithful(model, requests)
 
 
@@ -118,12 +118,12 @@ def test_recorded_logprobs_are_those_of_a_scoring_forward(architecture: Architec
 def test_what_requests_share_is_computed_once_and_changes_nothing(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade_attention, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 0)
     model = tiny_model(architecture)
     base = prompts_of(3, seed=5, shortest=50, longest=70)
     prompts = [[*base[i % 3], *([7, i + 10] if i % 2 else [])] for i in range(12)]
     plain = generator(model, prefix_cache_bytes=0)
-    plain._attends = False
+    plain._use_cascade = False
     sharing = generator(model)
     computed = Counter(model)
     alone, apart = answers(plain, prompts, GREEDY), computed.pop()
@@ -139,12 +139,12 @@ def test_the_next_turn_of_a_conversation_computes_only_its_new_tokens() -> None:
     (first,) = answers(engine, prompts_of(1, shortest=60), GREEDY)
     computed = Counter(model)
     (second,) = answers(engine, [[*first.tokens, 5, 6, 7]], GREEDY)
-    assert computed.pop() == 1 + 3 + len(second.drawn) - 1
+    assert computed.pop() == 1 + 3 + len(second.sampled) - 1
     assert_faithful(model, [second])
 
 
 def test_a_shared_prefix_is_read_through_the_group_while_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade_attention, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 0)
     model = tiny_model("qwen3")
     engine = generator(model)
     base = prompts_of(2, seed=8, shortest=50, longest=70)
@@ -152,8 +152,8 @@ def test_a_shared_prefix_is_read_through_the_group_while_drawing(monkeypatch: py
         engine.submit(prompt, SamplingParams(max_tokens=3 + 5 * i)) for i, prompt in enumerate([*base, *base, base[0]])
     ]
     engine.step()
-    assert engine._shared is not None
-    assert sorted(map(len, engine._shared.groups.rows)) == [2, 3]
+    assert engine._shared_prefix is not None
+    assert sorted(map(len, engine._shared_prefix.groups.rows)) == [2, 3]
     drain(engine)
     assert_faithful(model, requests)
     assert model.config._attn_implementation == "sdpa"
@@ -178,7 +178,7 @@ def test_after_the_weights_change_nothing_old_is_used() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    engine.forget()
+    engine.invalidate_cache()
     after = answers(engine, prompts, SamplingParams(max_tokens=8))
     assert_faithful(model, after)
     assert not torch.allclose(torch.tensor(before[0].logprobs), scored(model, before[0]), atol=1e-2)
@@ -187,8 +187,8 @@ def test_after_the_weights_change_nothing_old_is_used() -> None:
 def test_the_weights_may_not_change_while_answers_are_drawn() -> None:
     engine = generator(tiny_model())
     engine.submit([5, 6], GREEDY)
-    with pytest.raises(PolicyError, match="under way"):
-        engine.forget()
+    with pytest.raises(PolicyError, match="in flight"):
+        engine.invalidate_cache()
 
 
 def test_a_seed_gives_the_same_answer_whoever_else_is_served() -> None:
@@ -221,7 +221,7 @@ def test_samples_follow_the_models_distribution() -> None:
         probabilities = (model(torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
     count = 4000
     requests = answers(generator(model), [prompt] * count, SamplingParams(temperature=2.0, max_tokens=1))
-    seen = torch.bincount(torch.tensor([r.drawn[0] for r in requests]), minlength=len(probabilities))
+    seen = torch.bincount(torch.tensor([r.sampled[0] for r in requests]), minlength=len(probabilities))
     common = probabilities * count >= 5
     expected = probabilities[common] * count
     chi_square = ((seen[common] - expected) ** 2 / expected).sum().item()
@@ -239,9 +239,9 @@ def test_a_number_too_small_for_the_model_draws_the_likeliest_and_disturbs_nobod
     beside = engine.submit(prompt, SamplingParams(seed=7, max_tokens=6))
     cold = engine.submit(prompt, SamplingParams(max_tokens=6, **odd))
     drain(engine)
-    assert beside.drawn == alone.drawn
+    assert beside.sampled == alone.sampled
     if "min_p" not in odd:
-        assert cold.drawn == answers(generator(model), [prompt], replace(GREEDY, max_tokens=6))[0].drawn
+        assert cold.sampled == answers(generator(model), [prompt], replace(GREEDY, max_tokens=6))[0].sampled
         assert cold.logprobs == [0.0] * 6
 
 
@@ -251,7 +251,7 @@ def test_an_end_token_ends_the_answer_and_is_part_of_it() -> None:
     expected = by_transformers(model, prompt, 12)
     (request,) = answers(generator(model, eos=frozenset({expected[4]})), [prompt], GREEDY)
     stop = expected.index(expected[4])
-    assert request.drawn == expected[: stop + 1]
+    assert request.sampled == expected[: stop + 1]
     assert request.finish_reason == "stop"
 
 
@@ -259,12 +259,12 @@ def test_a_stop_string_ends_the_answer_even_across_tokens() -> None:
     model = tiny_model()
     prompt = prompts_of(1, shortest=10)[0]
     (free,) = answers(generator(model), [prompt], SamplingParams(max_tokens=40, seed=3))
-    text = decode(free.drawn)
+    text = decode(free.sampled)
     stop = text[20:23]
     (stopped,) = answers(generator(model), [prompt], SamplingParams(max_tokens=40, seed=3, stop=("never", stop)))
     assert stopped.finish_reason == "stop"
-    assert stop in decode(stopped.drawn)
-    assert stop not in decode(stopped.drawn[:-1])
+    assert stop in decode(stopped.sampled)
+    assert stop not in decode(stopped.sampled[:-1])
 
 
 def test_an_answer_ends_where_the_context_does() -> None:
@@ -282,14 +282,14 @@ def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
     engine = generator(model, max_batch_size=2)
     first, second, third = (engine.submit(prompt, GREEDY) for prompt in prompts_of(3, shortest=20))
     engine.step()
-    assert third.computed == 0
+    assert third.cached == 0
     engine.cancel(first)
     assert not first.finish_reason
     engine.step()
-    assert third.computed > 0
+    assert third.cached > 0
     drain(engine)
     for request in (second, third):
-        assert request.drawn == by_transformers(model, request.tokens[: request.prompt_length], 12)
+        assert request.sampled == by_transformers(model, request.tokens[: request.prompt_length], 12)
 
 
 def test_cancelling_the_last_request_leaves_the_generator_idle() -> None:
@@ -297,8 +297,8 @@ def test_cancelling_the_last_request_leaves_the_generator_idle() -> None:
     drawing, prefilling = engine.submit([5, 6], GREEDY), engine.submit(prompts_of(1, shortest=60)[0], GREEDY)
     engine.step()
     waiting = engine.submit([5], GREEDY)
-    assert drawing.drawn
-    assert prefilling.missing
+    assert drawing.sampled
+    assert prefilling.prefill_remaining
     for request in (prefilling, waiting, drawing):
         assert not engine.idle
         engine.cancel(request)
@@ -313,8 +313,8 @@ def test_a_long_prompt_does_not_keep_others_waiting() -> None:
     long = engine.submit(prompts_of(1, shortest=160, longest=160)[0], GREEDY)
     for drawn in range(2, 9):
         engine.step()
-        assert len(short.drawn) == drawn
-    assert not long.drawn
+        assert len(short.sampled) == drawn
+    assert not long.sampled
     drain(engine)
     assert_faithful(model, [short, long])
 
@@ -334,7 +334,7 @@ def test_more_requests_than_memory_wait_and_all_are_answered() -> None:
 
 def test_a_request_that_waits_for_memory_while_the_weights_change_knows_which_drew_what() -> None:
     model = tiny_model()
-    room = 2 * kv_cache.BLOCK * read_layout(model).bytes_per_token
+    room = 2 * kv_cache.BLOCK * probe_layout(model).bytes_per_token
     engine = generator(model, kv_cache_bytes=room, prefix_cache_bytes=0)
     params = SamplingParams(max_tokens=kv_cache.BLOCK)
     first, second = (engine.submit(prompt, params) for prompt in prompts_of(2, shortest=40, longest=40))
@@ -342,7 +342,7 @@ def test_a_request_that_waits_for_memory_while_the_weights_change_knows_which_dr
         engine.step()
     assert list(engine._waiting) == [second]  # There is memory for one of so many tokens.
     drawn = [len(request.logprobs) for request in (first, second)]
-    engine.forget(in_flight=True)
+    engine.invalidate_cache(in_flight=True)
     engine.policy_version = 1
     drain(engine)
     for request, before in zip((first, second), drawn, strict=True):
@@ -354,7 +354,7 @@ def test_a_small_prefix_store_stays_small() -> None:
     limit = 100 * generator(model)._cache.layout.bytes_per_token
     engine = generator(model, prefix_cache_bytes=limit)
     requests = answers(engine, prompts_of(10, shortest=30) * 2, GREEDY)
-    assert 0 < engine.prefixes.num_bytes <= limit
+    assert 0 < engine.prefix_cache.num_bytes <= limit
     assert_faithful(model, requests)
 
 
@@ -382,7 +382,7 @@ def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
         ([1], SamplingParams(max_tokens=0), ConfigError, "max_tokens=0"),
         ([1], SamplingParams(stop=("",)), ConfigError, "empty string"),
         ([1], SamplingParams(json_schema="{}", grammar="start: "), ConfigError, "json_schema and grammar are both set"),
-        ([1], SamplingParams(grammar="start: "), ConfigError, "cannot be held to this grammar"),
+        ([1], SamplingParams(grammar="start: "), ConfigError, "this grammar cannot be enforced"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name(
@@ -421,5 +421,5 @@ def test_no_order_of_arrival_changes_a_greedy_answer(
         prompt = tuple(request.tokens[: request.prompt_length])
         if prompt not in EXPECTED:
             EXPECTED[prompt] = by_transformers(MODEL, prompt, 6)
-        assert request.drawn == EXPECTED[prompt][: len(request.drawn)]
-        assert len(request.drawn) == request.limit - request.prompt_length
+        assert request.sampled == EXPECTED[prompt][: len(request.sampled)]
+        assert len(request.sampled) == request.max_length - request.prompt_length

@@ -1,0 +1,1 @@
+"""Continuous batching in this process over one transformers model: scheduler, KV cache, prefix cache and sampler."""

@@ -1,11 +1,11 @@
-"""Attention while drawing, on the CPU: what rows share is read from memory once for the group, not once for each.
+"""Shared-prefix (cascade) attention for decoding on the CPU: the prefix of a group of rows is read from memory once.
 
-Drawing one token for many rows is bound by reading keys and values. Where rows begin with the same tokens, one
-matrix product of all their queries with one copy of the prefix gives the same scores; the rest of each row is read
-as ever, and one softmax spans both. Plugged into transformers as an attention function, so the model stays as it is.
+Decoding one token for many rows is bound by reading keys and values. Where rows begin with the same tokens, a single
+matrix product of all their queries with one copy of the prefix gives the same scores; the rest of each row is read as
+usual, and one softmax spans both. Registered with transformers as an attention function, so the model is unchanged.
 
-Shapes: N rows, G groups, S places for members in a group, H heads of keys, R queries of each, P tokens of the
-prefix, T of a whole row, D dim.
+Shapes: N rows, G groups, S members of the largest group, H key heads, R queries of each, P tokens of the prefix, T of a
+whole row, D dim.
 """
 
 from __future__ import annotations
@@ -24,98 +24,98 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-NAME = "agentlightning_drawing"
+NAME = "agentlightning_cascade"
 BLOCK = 16
-"""Prefixes are compared in whole blocks of so many tokens."""
+"""Prefixes are compared in whole blocks of this many tokens."""
 CANDIDATES = 32
-"""How many lengths of a common prefix are tried."""
-WORTH_BYTES = 1 << 20
-"""What sharing must save of each layer's reading to be worth its extra operations."""
-WORTH_SHARE = 0.25
-"""And what share of it."""
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention functions that change the scores in ways not computed here."""
+"""Number of prefix lengths to try."""
+MIN_SAVED_BYTES = 1 << 20
+"""Bytes per layer that sharing must save to be worth its extra operations."""
+MIN_SAVED_SHARE = 0.25
+"""Share of the bytes read that it must save."""
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention functions that change the scores in ways not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """Which rows begin alike."""
+class PrefixGroups:
+    """Rows grouped by a common prefix."""
 
     length: int
     """P"""
     rows: tuple[tuple[int, ...], ...]
-    names: tuple[bytes, ...]
-    """A fingerprint of each group's prefix."""
+    hashes: tuple[bytes, ...]
+    """Hash of each group's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """The groups of a batch, with one copy of each prefix."""
 
-    groups: Groups
+    groups: PrefixGroups
     layers: tuple[tuple[Tensor, Tensor], ...]
     """Keys and values of each layer: [G, H, P, D]."""
     members: Tensor | None
-    """The row at each place, [G x S]; a place that no row needs repeats one. None: the rows lie in that order."""
-    places: Tensor | None
-    """Each row's place, [N]. None: likewise."""
+    """Row index of each group member, [G x S], padded by repeating a row. None: the rows are already in this order."""
+    positions: Tensor | None
+    """Index of each row in `members`, [N]; None likewise."""
 
 
-def fingerprints(tokens: Sequence[int]) -> list[bytes]:
-    """A digest of the first block, of the first two, and so on."""
+def hash_prefixes(tokens: Sequence[int]) -> list[bytes]:
+    """Hashes of the first block, of the first two, and so on."""
     digest = hashlib.blake2b(digest_size=16)
-    found: list[bytes] = []
+    hashes: list[bytes] = []
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         digest.update(array("q", tokens[start : start + BLOCK]).tobytes())
-        found.append(digest.digest())
-    return found
+        hashes.append(digest.digest())
+    return hashes
 
 
-def find_groups(prints: Sequence[Sequence[bytes]], lengths: Sequence[int], token_bytes: int) -> Groups | None:
-    """The grouping that saves most reading, or None where none is worth it.
+def find_groups(row_hashes: Sequence[Sequence[bytes]], lengths: Sequence[int], token_bytes: int) -> PrefixGroups | None:
+    """The grouping that saves the most memory reads, or None if none is worth it.
 
-    `prints`: fingerprints of each row; `lengths`: its tokens; `token_bytes`: what a layer keeps for each token."""
-    count, most = len(prints), min(map(len, prints))
+    `row_hashes`: prefix hashes of each row; `lengths`: its tokens; `token_bytes`: bytes of a layer for each token."""
+    count, max_blocks = len(row_hashes), min(map(len, row_hashes))
     best, blocks = 0, 0
-    step = max(1, most // CANDIDATES)
-    for candidate in range(most, 0, -step):
-        sizes = Counter(row[candidate - 1] for row in prints)
+    step = max(1, max_blocks // CANDIDATES)
+    for candidate in range(max_blocks, 0, -step):
+        sizes = Counter(row[candidate - 1] for row in row_hashes)
         saved = (count - len(sizes)) * candidate * BLOCK
         if saved > best and len(sizes) * max(sizes.values()) <= 2 * count:
             best, blocks = saved, candidate
-    if best * token_bytes < WORTH_BYTES or best < WORTH_SHARE * sum(lengths):
+    if best * token_bytes < MIN_SAVED_BYTES or best < MIN_SAVED_SHARE * sum(lengths):
         return None
     rows: dict[bytes, list[int]] = {}
-    for index, row in enumerate(prints):
+    for index, row in enumerate(row_hashes):
         rows.setdefault(row[blocks - 1], []).append(index)
-    return Groups(blocks * BLOCK, tuple(map(tuple, rows.values())), tuple(rows))
+    return PrefixGroups(blocks * BLOCK, tuple(map(tuple, rows.values())), tuple(rows))
 
 
-def layout(groups: Groups, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """`members` and `places` of SharedPrefix."""
+def index_rows(groups: PrefixGroups, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """`members` and `positions` of SharedPrefix."""
     size = max(map(len, groups.rows))
     members = [row for rows in groups.rows for row in (*rows, *rows[:1] * (size - len(rows)))]
     if members == list(range(len(members))):
         return None, None
-    places = [0] * sum(map(len, groups.rows))
+    positions = [0] * sum(map(len, groups.rows))
     for group, rows in enumerate(groups.rows):
-        for place, row in enumerate(rows):
-            places[row] = group * size + place
-    return torch.tensor(members, device=device), torch.tensor(places, device=device)
+        for position, row in enumerate(rows):
+            positions[row] = group * size + position
+    return torch.tensor(members, device=device), torch.tensor(positions, device=device)
 
 
 _current: ContextVar[SharedPrefix | None] = ContextVar("shared_prefix", default=None)
 
 
-def applies(model: PreTrainedModel) -> bool:
-    """Whether `model` runs where this was measured to pay, and with an attention function this can stand in for."""
+def supported(model: PreTrainedModel) -> bool:
+    """Whether `model` runs where this was measured to pay off, with an attention function that it can replace."""
     config: Any = model.config.get_text_config(decoder=True)
     return model.device.type == "cpu" and config._attn_implementation == "sdpa"
 
 
 @contextmanager
-def attending(model: PreTrainedModel, shared: SharedPrefix | None) -> Generator[None]:
-    """Within, `model`, to which this `applies`, draws tokens with `attend`."""
+def use_cascade_attention(model: PreTrainedModel, shared: SharedPrefix | None) -> Generator[None]:
+    """Within the context, a `supported` model computes attention with `attend`."""
     config: Any = model.config.get_text_config(decoder=True)
     token = _current.set(shared)
     config._attn_implementation = NAME
@@ -137,8 +137,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [N, H x R, 1, D], key and value [N, H, T, D], additive mask [N, 1, 1, T]; returns [N, 1, H x R, D].
 
-    Anything else goes to SDPA, which takes longer for single queries on the CPU."""
-    if query.shape[2] != 1 or attention_mask is None or any(kwargs.get(name) is not None for name in UNSUPPORTED):
+    Any other call goes to SDPA, which is slower for single queries on the CPU."""
+    if (
+        query.shape[2] != 1
+        or attention_mask is None
+        or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     count, heads, dim = query.shape[0], key.shape[1], query.shape[3]
     queries = (query * (dim**-0.5 if scaling is None else scaling)).reshape(count, heads, -1, dim)
@@ -170,16 +174,16 @@ def _by_group(x_NHRD: Tensor, shared: SharedPrefix) -> Tensor:
     """[N, H, R, D] to [G, H, S x R, D]."""
     groups = len(shared.groups.rows)
     _, heads, queries, dim = x_NHRD.shape
-    placed = x_NHRD if shared.members is None else x_NHRD.index_select(0, shared.members)
-    return placed.reshape(groups, -1, heads, queries, dim).transpose(1, 2).reshape(groups, heads, -1, dim)
+    grouped = x_NHRD if shared.members is None else x_NHRD.index_select(0, shared.members)
+    return grouped.reshape(groups, -1, heads, queries, dim).transpose(1, 2).reshape(groups, heads, -1, dim)
 
 
 def _by_row(x_GHSD: Tensor, shared: SharedPrefix) -> Tensor:
     """[G, H, S x R, D] to [N, H, R, D]."""
     groups, heads, _, dim = x_GHSD.shape
     size = max(map(len, shared.groups.rows))
-    placed = x_GHSD.view(groups, heads, size, -1, dim).transpose(1, 2).reshape(groups * size, heads, -1, dim)
-    return placed if shared.places is None else placed.index_select(0, shared.places)
+    grouped = x_GHSD.view(groups, heads, size, -1, dim).transpose(1, 2).reshape(groups * size, heads, -1, dim)
+    return grouped if shared.positions is None else grouped.index_select(0, shared.positions)
 
 
 AttentionInterface.register(NAME, attend)

@@ -1,9 +1,7 @@
-"""Which tokens may come next in an answer that is held to a schema or grammar: llguidance, over a model's tokenizer.
+"""Guided decoding: compiles JSON schemas and grammars with llguidance, and masks the tokens that would violate them.
 
-Responsible for compiling them and for following one answer token by token. Called by whoever draws: `allowed` gives
-a mask over the vocabulary, applied before probabilities are taken, so that what is recorded are the probabilities of
-the distribution drawn from. It never draws, and it holds an answer to its form only as far as it is drawn: one cut at
-max_tokens is cut JSON.
+The sampler applies `token_masks` before it normalises, so the recorded probabilities are those of the distribution
+sampled from. An answer that ends at max_tokens is valid only as far as it goes: cut JSON.
 """
 
 from __future__ import annotations
@@ -23,56 +21,56 @@ from agentlightning.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,40}"
-"""Between the parts of a JSON value: enough to indent it, and no more, or a model may write nothing but that."""
+"""Allowed between the parts of a JSON value: enough to indent it, but bounded, or a model may write nothing else."""
 
 
 class Matcher:
-    """One answer under a schema or grammar."""
+    """State of one answer under a schema or grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def push(self, token: int) -> None:
-        """Go on with the token that was drawn."""
+        """Advance by the sampled token."""
         self._matcher.consume_token(token)
 
-    def allowed(self, vocabulary: int) -> Tensor:
-        """[V], bool: the tokens that may come next. Where nothing may follow, those that end the turn."""
+    def token_mask(self, vocab_size: int) -> Tensor:
+        """[V], bool: the tokens that may come next. Where nothing may follow, the end-of-turn tokens."""
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        allowed = torch.zeros(vocabulary, dtype=torch.bool)
-        known = bits.flatten()[:vocabulary].bool()
-        allowed[: len(known)] = known
-        return allowed
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        allowed = bits.flatten()[:vocab_size].bool()
+        mask[: len(allowed)] = allowed
+        return mask
 
 
-class Grammars:
-    """Compiles schemas and grammars for one tokenizer. May be used from several threads."""
+class GrammarCompiler:
+    """Compiles schemas and grammars for one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self._eos = sorted(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
         self._lock = Lock()
-        self._known: Any = None
-        """The tokenizer as llguidance has it; False: it cannot be had."""
+        self._guided_tokenizer: Any = None
+        """llguidance's form of the tokenizer; False: there is none."""
         self.compile = lru_cache(maxsize=256)(self._compile)
 
-    def knows(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """Whether answers can be held to it. The first call takes up to a second, for large vocabularies."""
+    def can_compile(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """Whether it can be enforced. The first call takes up to a second for a large vocabulary."""
         return self.compile(text, kind) is not None
 
     def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> Matcher:
-        """For one answer. Raises ConfigError for what `knows` says no to."""
+        """A matcher for one answer. Raises ConfigError unless `can_compile`."""
         compiled = self.compile(text, kind)
         if compiled is None:
-            raise ConfigError(f"answers cannot be held to this {kind}; leave it out, and check them")
+            raise ConfigError(f"this {kind} cannot be enforced; leave it out, and check the answers")
         return Matcher(compiled.deep_copy())
 
     def _compile(self, text: str, kind: ConstraintKind) -> Any:
-        """At its beginning, to be copied: that is a thousand times cheaper than to compile it anew. None where
-        llguidance is not there, or cannot hold answers to it."""
-        if not (tokenizer := self._open()):
+        """An llguidance matcher in its initial state, to be copied: a thousand times cheaper than compiling again. None
+        if llguidance is not installed or cannot enforce it."""
+        if not (tokenizer := self._load_tokenizer()):
             return None
         import llguidance
 
@@ -81,34 +79,35 @@ class Grammars:
                 text = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
         except ValueError:
             return None
-        wrong, said = llguidance.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
-        # A warning tells of a keyword that would not be held to.
-        return None if wrong or said else llguidance.LLMatcher(tokenizer, text, log_level=0)
+        is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
+        # A warning names a keyword that would not be enforced.
+        return None if is_error or messages else llguidance.LLMatcher(tokenizer, text, log_level=0)
 
-    def _open(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         with self._lock:
-            if self._known is None:
-                self._known = _guided(self._tokenizer, self._vocabulary, self._eos) or False
-        return self._known
+            if self._guided_tokenizer is None:
+                guided = _guided_tokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._guided_tokenizer = guided or False
+        return self._guided_tokenizer
 
 
-def _guided(tokenizer: Any, vocabulary: int, eos_token_ids: list[int]) -> Any:
+def _guided_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
     try:
         import llguidance.hf
     except ImportError:
-        logger.info("answers are only checked, not held: pip install 'agentlightning[train]'")
+        logger.info("answers are checked but not constrained: pip install 'agentlightning[train]'")
         return None
     try:
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=eos_token_ids)
-    except ValueError as error:  # A tokenizer without a fast form, or of a kind it does not read.
-        logger.warning("answers are only checked, not held: the tokenizer cannot be read: %s", error)
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
+    except ValueError as error:  # A slow tokenizer, or a kind that llguidance cannot read.
+        logger.warning("answers are checked but not constrained, because the tokenizer cannot be read: %s", error)
         return None
 
 
-def allowed(matchers: Sequence[Matcher | None], vocabulary: int, device: torch.device) -> Tensor | None:
-    """[N, V], bool: the tokens that may come next in each row; None where every row is free."""
+def token_masks(matchers: Sequence[Matcher | None], vocab_size: int, device: torch.device) -> Tensor | None:
+    """[N, V], bool: the tokens that may come next in each row; None if no row is constrained."""
     if not any(matchers):
         return None
-    free = torch.ones(vocabulary, dtype=torch.bool)
-    rows = [free if matcher is None else matcher.allowed(vocabulary) for matcher in matchers]
+    unconstrained = torch.ones(vocab_size, dtype=torch.bool)
+    rows = [unconstrained if matcher is None else matcher.token_mask(vocab_size) for matcher in matchers]
     return torch.stack(rows).to(device)

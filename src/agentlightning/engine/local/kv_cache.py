@@ -1,9 +1,9 @@
-"""Keys and values of every row being computed, in slots that a transformers model writes and reads in place.
+"""KV cache of the active rows, in slots that a transformers model reads and writes in place.
 
-One tensor for each shape of head ("pool"), [layers x {key, value}, slots, heads, capacity, dim]: a row's tokens lie
-from position 0 of its slot, whatever the other rows do, so rows of different lengths need no padding. Before each
-forward the scheduler opens a `Window`: which slots take part, where each row's new tokens go, and how far to look.
-The model then calls `update` of the layers below, through transformers' own `Cache`.
+One tensor for each shape of head ("pool"), [layers x {key, value}, slots, heads, capacity, dim]. A row's tokens start
+at position 0 of its slot, so rows of different lengths need no padding. Before each forward pass the scheduler opens a
+`StepWindow`: which slots take part, where each row's new tokens go, and how many positions are read. The model then
+calls `update` of the layers below, through transformers' own `Cache`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from agentlightning.engine.local.prefix_cache import Segment
 from agentlightning.errors import PolicyError
 
 BLOCK = 64
-"""Capacity grows in blocks of so many tokens."""
+"""Capacity grows in blocks of this many tokens."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a model's layers keep for each token."""
+    """Shapes of the keys and values that a model's layers store for each token."""
 
-    places: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    locations: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """For each layer: (pool, index) of its keys, and of its values."""
     pools: tuple[tuple[int, int, int], ...]
-    """For each pool: how many keys and values it holds, heads, dim."""
+    """For each pool: number of keys and values, heads, dim."""
     dtype: torch.dtype
     windows: tuple[int | None, ...]
-    """For each layer: how many tokens back it looks; None: all."""
+    """For each layer: size of its sliding window in tokens; None: full attention."""
     kinds: tuple[str, ...]
     """For each layer: FULL or SLIDING."""
 
     @property
-    def slides(self) -> bool:
-        """Whether some layer does not look at all tokens."""
+    def has_sliding_window(self) -> bool:
         return any(window is not None for window in self.windows)
 
     @property
@@ -49,38 +48,38 @@ class Layout:
         return sum(count * heads * dim for count, heads, dim in self.pools) * self.dtype.itemsize
 
 
-def read_layout(model: PreTrainedModel) -> Layout:
-    """Learn the layout from the configuration and one forward of one token. Raises PolicyError for a model whose
+def probe_layout(model: PreTrainedModel) -> Layout:
+    """Find the layout from the configuration and a forward pass over one token. Raises PolicyError for a model whose
     state is more than keys and values."""
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     kinds, details = cast(tuple[list[str], list[dict[str, Any]]], get_layer_types_and_kwargs(config))
-    if other := sorted(set(kinds) - {FULL, SLIDING}):
+    if unsupported := sorted(set(kinds) - {FULL, SLIDING}):
         raise PolicyError(
-            f"{type(model).__name__} has layers of kind {', '.join(other)}; the local policy samples from models whose "
-            f"layers are {FULL} or {SLIDING}; use another model, or serve this one with vLLM"
+            f"{type(model).__name__} has layers of kind {', '.join(unsupported)}; the local policy samples from models "
+            f"whose layers are {FULL} or {SLIDING}; use another model, or serve this one with vLLM"
         )
     cache = DynamicCache(config=config)
     with torch.inference_mode():
         one = torch.ones(1, 1, dtype=torch.long, device=model.device)
         model(input_ids=one, attention_mask=one, past_key_values=cache, use_cache=True)
     counts: dict[tuple[int, int], int] = {}
-    names: list[tuple[int, int]] = []
-    places: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    shapes: list[tuple[int, int]] = []
+    locations: list[tuple[tuple[int, int], tuple[int, int]]] = []
 
-    def place(states: Tensor) -> tuple[int, int]:
+    def locate(states: Tensor) -> tuple[int, int]:
         shape = (states.shape[1], states.shape[3])
         if shape not in counts:
-            names.append(shape)
+            shapes.append(shape)
             counts[shape] = 0
         counts[shape] += 1
-        return names.index(shape), counts[shape] - 1
+        return shapes.index(shape), counts[shape] - 1
 
     for layer in cast(list[CacheLayerMixin], cache.layers):
         keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-        places.append((place(keys), place(values)))
+        locations.append((locate(keys), locate(values)))
     return Layout(
-        places=tuple(places),
-        pools=tuple((counts[shape], *shape) for shape in names),
+        locations=tuple(locations),
+        pools=tuple((counts[shape], *shape) for shape in shapes),
         dtype=model.dtype,
         windows=tuple(detail.get("sliding_window") for detail in details),
         kinds=tuple(kinds),
@@ -88,8 +87,8 @@ def read_layout(model: PreTrainedModel) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What one forward reads and writes. N rows, Q new tokens each."""
+class StepWindow:
+    """What one forward pass reads and writes. N rows, Q new tokens each."""
 
     slots: slice
     """The rows' slots."""
@@ -98,40 +97,40 @@ class Window:
     width: int
     """Q."""
     fresh: bool
-    """Nothing lies in these slots yet: the new tokens need only look at one another."""
+    """The slots are empty: the new tokens attend only to one another."""
     targets: tuple[Tensor, ...]
-    """For each pool: where the new tokens go, counted over [slots, heads, capacity]. Empty where fresh."""
+    """For each pool: flat indices over [slots, heads, capacity] for the new tokens. Empty if fresh."""
 
 
 @dataclass(slots=True)
 class State:
-    """The tensors, shared by the cache and its layers."""
+    """Tensors shared by the cache and its layers."""
 
     pools: list[Tensor] = field(default_factory=list[Tensor])
-    window: Window | None = None
+    window: StepWindow | None = None
 
 
-class SlotLayer(CacheLayerMixin):
+class KVCacheLayer(CacheLayerMixin):
     """One layer's view of the slots."""
 
-    def __init__(self, state: State, places: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    def __init__(self, state: State, locations: tuple[tuple[int, int], tuple[int, int]]) -> None:
         super().__init__()
         self._state = state
-        self._places = places
+        self._locations = locations
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots are made before the forward."""
+        """No-op: the slots are allocated before the forward pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values [N, heads, Q, dim]; returns all there are, [N, heads, span, dim]."""
-        keys, values = self._places
-        return self._put(keys, key_states), self._put(values, value_states)
+        """Write the new keys and values [N, heads, Q, dim]; returns all of the rows', [N, heads, span, dim]."""
+        keys, values = self._locations
+        return self._store(keys, key_states), self._store(values, value_states)
 
-    def _put(self, place: tuple[int, int], states: Tensor) -> Tensor:
+    def _store(self, location: tuple[int, int], states: Tensor) -> Tensor:
         window = self._state.window
         assert window is not None
-        pool, index = place
+        pool, index = location
         data = self._state.pools[pool][index]
         if window.fresh:
             data[window.slots, :, : window.width] = states
@@ -144,19 +143,19 @@ class SlotLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """0: asked only where a forward is fresh; otherwise mask and positions are given."""
+        """0: read only in a fresh forward pass; otherwise mask and positions are given."""
         return 0
 
     def get_max_length(self) -> int:
         return -1
 
 
-class SlotCache(Cache):
-    """The slots. `limit_bytes` bounds them, but never below one row."""
+class KVCache(Cache):
+    """The slots. `limit_bytes` bounds their memory, but one row always fits."""
 
     def __init__(self, layout: Layout, device: torch.device, *, max_slots: int, limit_bytes: int) -> None:
         self._state = State()
-        super().__init__(layers=[SlotLayer(self._state, places) for places in layout.places])
+        super().__init__(layers=[KVCacheLayer(self._state, locations) for locations in layout.locations])
         self.layout = layout
         self.device = device
         self.max_slots = max_slots
@@ -164,26 +163,26 @@ class SlotCache(Cache):
         self.slots = 0
         self.capacity = 0
 
-    # -- room ------------------------------------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def fits(self, slots: int, length: int) -> bool:
-        """Whether there may be `slots` rows of up to `length` tokens. One row always may."""
-        return slots <= self.max_slots and (slots == 1 or self._affords(slots, length))
+        """Whether `slots` rows of up to `length` tokens fit. One row always does."""
+        return slots <= self.max_slots and (slots == 1 or self._within_limit(slots, length))
 
     def reserve(self, slots: int, length: int, used: int, ahead: int = 0) -> None:
-        """Make room for `slots` rows of up to `length` tokens, and of up to `ahead` more where the limit allows it;
-        the first `used` slots keep what they hold."""
+        """Allocate `slots` rows of up to `length` tokens, and up to `ahead` more if the limit allows it. The first
+        `used` slots keep their content."""
         if slots <= self.slots and length <= self.capacity:
             return
-        capacity = in_blocks(length)
-        for more in (in_blocks(length + ahead), self.capacity):
-            if more > capacity and self._affords(slots, more):
+        capacity = round_to_block(length)
+        for more in (round_to_block(length + ahead), self.capacity):
+            if more > capacity and self._within_limit(slots, more):
                 capacity = more
-        ample = max(self.slots, min(self.max_slots, 1 << (slots - 1).bit_length()))
-        if self._affords(ample, capacity):
-            slots = ample
+        with_spare = max(self.slots, min(self.max_slots, 1 << (slots - 1).bit_length()))
+        if self._within_limit(with_spare, capacity):
+            slots = with_spare
         old, keep = self._state.pools, min(capacity, self.capacity)
-        # Zeros, not whatever memory holds: masked positions still take part as 0 x value, and 0 x NaN is NaN.
+        # Zeros, not uninitialised memory: masked positions still contribute 0 x value, and 0 x NaN is NaN.
         self._state.pools = [
             torch.zeros(count, slots, heads, capacity, dim, dtype=self.layout.dtype, device=self.device)
             for count, heads, dim in self.layout.pools
@@ -193,18 +192,18 @@ class SlotCache(Cache):
         self.slots, self.capacity = slots, capacity
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._state.pools = []
         self._state.window = None
         self.slots = self.capacity = 0
 
-    def _affords(self, slots: int, length: int) -> bool:
-        return slots * in_blocks(length) * self.layout.bytes_per_token <= self.limit_bytes
+    def _within_limit(self, slots: int, length: int) -> bool:
+        return slots * round_to_block(length) * self.layout.bytes_per_token <= self.limit_bytes
 
-    # -- one forward -----------------------------------------------------------------------------------------------
+    # -- one forward pass ----------------------------------------------------------------------------------------------
 
-    def open(self, start: int, pasts: Sequence[int], width: int) -> None:
-        """The next forward computes `width` tokens for each row in slots `start`.., after `pasts` known ones."""
+    def open_window(self, start: int, pasts: Sequence[int], width: int) -> None:
+        """The next forward pass computes `width` tokens for each row in slots `start`.., after `pasts` cached ones."""
         stop = start + len(pasts)
         fresh = not any(pasts)
         targets: tuple[Tensor, ...] = ()
@@ -216,7 +215,7 @@ class SlotCache(Cache):
                 ((slot * heads + self._range(heads).view(1, -1, 1)) * self.capacity + first + offset).view(-1)
                 for _, heads, _ in self.layout.pools
             )
-        self._state.window = Window(slice(start, stop), max(pasts) + width, width, fresh, targets)
+        self._state.window = StepWindow(slice(start, stop), max(pasts) + width, width, fresh, targets)
 
     def _range(self, stop: int) -> Tensor:
         return torch.arange(stop, device=self.device)
@@ -224,26 +223,26 @@ class SlotCache(Cache):
     def masks(self, positions_NQ: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive attention masks [N, 1, Q, span] for the open window: one, or one for each kind of layer."""
         assert self._state.window is not None
-        back_T = self._range(self._state.window.span)
-        seen_NQT = back_T <= positions_NQ.unsqueeze(-1)
-        made: dict[str, Tensor] = {}
+        keys_T = self._range(self._state.window.span)
+        causal_NQT = keys_T <= positions_NQ.unsqueeze(-1)
+        masks: dict[str, Tensor] = {}
         for kind, window in dict(zip(self.layout.kinds, self.layout.windows, strict=True)).items():
-            near = seen_NQT if window is None else seen_NQT & (back_T > positions_NQ.unsqueeze(-1) - window)
-            mask = torch.zeros(near.shape, dtype=self.layout.dtype, device=self.device)
-            made[kind] = mask.masked_fill_(~near, float("-inf")).unsqueeze(1)
-        return made if len(made) > 1 else next(iter(made.values()))
+            visible = causal_NQT if window is None else causal_NQT & (keys_T > positions_NQ.unsqueeze(-1) - window)
+            mask = torch.zeros(visible.shape, dtype=self.layout.dtype, device=self.device)
+            masks[kind] = mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    # -- rows ------------------------------------------------------------------------------------------------------
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
     def read(self, slot: int, start: int, stop: int) -> Segment:
         """A copy of one row's keys and values at positions start..stop-1."""
         return [pool[:, slot, :, start:stop].clone() for pool in self._state.pools]
 
     def gather(self, slots: Sequence[int], length: int) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Copies of the first `length` keys and values [slots, heads, length, dim] of some rows, for each layer."""
+        """For each layer, copies of the first `length` keys and values of some rows, [slots, heads, length, dim]."""
         index = torch.tensor(slots, device=self.device)
         pools = [pool[:, :, :, :length].index_select(1, index) for pool in self._state.pools]
-        return tuple((pools[a][i], pools[b][j]) for (a, i), (b, j) in self.layout.places)
+        return tuple((pools[a][i], pools[b][j]) for (a, i), (b, j) in self.layout.locations)
 
     def write(self, slot: int, start: int, segment: Segment, count: int) -> None:
         """Put the first `count` tokens of `segment` at position `start` of a row."""
@@ -256,11 +255,11 @@ class SlotCache(Cache):
             pool[:, target, :, :length] = pool[:, source, :, :length]
 
 
-def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids the model knows."""
+def vocab_size(model: PreTrainedModel) -> int:
+    """Number of token ids the model has."""
     return cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
 
 
-def in_blocks(length: int) -> int:
-    """`length` rounded up to whole blocks."""
+def round_to_block(length: int) -> int:
+    """`length` rounded up to a multiple of BLOCK."""
     return -(-length // BLOCK) * BLOCK

@@ -1,7 +1,7 @@
-"""Prefixes whose keys and values are known: a radix tree over token ids, bounded in bytes, least recently used out.
+"""Prefix cache: keys and values of token prefixes in a radix tree, bounded in bytes, evicting the least recently used.
 
-Each node holds a run of tokens and their keys and values; runs shared by several sequences are stored once. What is
-stored belongs to the weights it was computed with: whoever changes the weights calls `clear`.
+Each node holds a run of tokens with their keys and values; a run shared by several sequences is stored once. Entries
+belong to the weights that computed them: whoever changes the weights calls `clear`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from agentlightning.util.common_prefix import common_prefix_length
+
 Segment = list[Tensor]
 """Keys and values of a run of tokens: for each pool [layers x {key, value}, heads, tokens, dim]."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of tokens below the run of its parent."""
+    """A run of tokens that follows the run of its parent."""
 
     tokens: list[int]
     segment: Segment
@@ -33,15 +35,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest stored prefix of a sequence."""
+    """The longest cached prefix of a sequence."""
 
     length: int
     nodes: tuple[tuple[Node, int], ...]
-    """Nodes from the root, and how many of the tokens of each take part."""
+    """Nodes from the root, each with the number of its tokens that match."""
 
 
-class PrefixStore:
-    """At most `limit_bytes` of keys and values; 0 stores nothing."""
+class RadixPrefixCache:
+    """At most `limit_bytes` of keys and values; 0 disables the cache."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -54,11 +56,11 @@ class PrefixStore:
         return len(self._order)
 
     def match(self, tokens: list[int]) -> Match:
-        """The longest stored prefix of `tokens`."""
+        """The longest cached prefix of `tokens`."""
         nodes: list[tuple[Node, int]] = []
         node, length = self._root, 0
         while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
-            count = common_prefix(child.tokens, tokens[length : length + len(child.tokens)])
+            count = common_prefix_length(child.tokens, tokens, length)
             nodes.append((child, count))
             node, length = child, length + count
             if count < len(child.tokens):
@@ -67,7 +69,7 @@ class PrefixStore:
         return Match(length, tuple(nodes))
 
     def insert(self, tokens: list[int], read: Callable[[int, int], Segment]) -> None:
-        """Store `tokens`. `read(start, stop)` copies keys and values; asked only for those not stored yet."""
+        """Cache `tokens`. `read(start, stop)` copies keys and values; it is called only for those not cached yet."""
         if self.limit_bytes <= 0:
             return
         found = self.match(tokens)
@@ -107,7 +109,7 @@ class PrefixStore:
             self.num_bytes += node.num_bytes
 
     def _touch(self, node: Node) -> None:
-        """Make `node` and all above it the newest, the root-most last."""
+        """Make `node` and its ancestors the most recently used, the root-most last."""
         while node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
@@ -118,17 +120,3 @@ class PrefixStore:
             assert node.parent is not None
             del node.parent.children[node.tokens[0]]
             self.num_bytes -= node.num_bytes
-
-
-def common_prefix(left: list[int], right: list[int]) -> int:
-    """How many leading items are equal. Compares slices, halving: the inner loop runs in C."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -1,8 +1,8 @@
-"""From logits to tokens: penalties, bias, temperature, min_p, top_k, top_p, greedy; one draw for the whole batch.
+"""Sampling of tokens from logits for a whole batch: penalties, bias, temperature, min_p, top_k, top_p, greedy.
 
-A token is drawn by inverting the cumulative distribution at one uniform number per row (in float64), so a row's
-token depends only on its own logits and its own number: never on the rows beside it. The log-probability returned
-is that of the distribution drawn from. Letters in names: N rows, V vocabulary.
+A token is sampled by inverting the cumulative distribution at one uniform number per row (in float64), so it depends
+only on the row's own logits and number, never on the rows beside it. The log-probability returned is that of the
+distribution sampled from. Letters in names: N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError
 
 BELOW_ONE = 1.0 - 2.0**-52
-"""The largest uniform number used: times a total it stays below that total, so no token of probability 0 is drawn."""
-COLDEST = 1e-30
-"""No lower temperature or top_p is reckoned with: float32 would overflow or lose it, and the likeliest token is as
-certain at this one."""
+"""Largest uniform number used: times a total it stays below that total, so no token of probability 0 is sampled."""
+MIN_TEMPERATURE = 1e-30
+"""Lower bound of temperature and top_p, which float32 needs; the most likely token is as certain at this value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The sampling parameters of a batch, ready for `draw`. None: no row needs that step."""
+class BatchSamplingParams:
+    """Sampling parameters of a batch as tensors. None: no row needs that step."""
 
     temperature: Tensor | None
     """[N, 1]"""
@@ -39,31 +38,31 @@ class Plan:
     min_p: Tensor | None
     """[N, 1]"""
     penalties: tuple[tuple[int, float, float], ...]
-    """(row, presence, frequency) of the rows that have any."""
+    """(row, presence, frequency) of the rows that have either penalty."""
     repetition: tuple[tuple[int, float], ...]
-    """(row, penalty) of the rows that have one."""
+    """(row, penalty) of the rows that have a repetition penalty."""
     bias: tuple[Tensor, Tensor, Tensor] | None
-    """Rows, tokens and what is added to their logits: vectors of one length."""
-    top: int
-    """The most likely tokens to name."""
+    """Rows, tokens and the values added to their logits: vectors of equal length."""
+    top_logprobs: int
+    """Number of most likely tokens to report."""
     all_greedy: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """What was drawn, a token for each row."""
+class SampledTokens:
+    """One token for each row."""
 
     tokens: Tensor
     """[N], int64."""
     logprobs: Tensor
-    """[N], float32: of the distribution drawn from."""
+    """[N], float32: of the distribution sampled from."""
     top_tokens: Tensor | None = None
-    """[N, top], likeliest first; where fewer can be drawn, the rest have the log-probability -inf."""
+    """[N, top], most likely first; if fewer can be sampled, the rest have the log-probability -inf."""
     top_logprobs: Tensor | None = None
 
 
-def check(params: SamplingParams) -> None:
-    """Raises ConfigError, naming the value, where `params` describe no distribution."""
+def validate(params: SamplingParams) -> None:
+    """Raises ConfigError, naming the value, if `params` describe no distribution."""
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise ConfigError(f"temperature={params.temperature} is not a number of at least 0; use 0 for greedy")
     if not 0 < params.top_p <= 1:
@@ -77,25 +76,25 @@ def check(params: SamplingParams) -> None:
     if params.min_tokens < 0:
         raise ConfigError(f"min_tokens={params.min_tokens} is negative; use 0 for none")
     if params.max_tokens is not None and params.max_tokens < 1:
-        raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to draw; use at least 1, or None")
+        raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to sample; use at least 1, or None")
     if params.json_schema is not None and params.grammar is not None:
-        raise ConfigError("json_schema and grammar are both set; an answer is held to one of them")
+        raise ConfigError("json_schema and grammar are both set; use one of them")
     if any(not stop for stop in params.stop):
         raise ConfigError("stop contains an empty string, which would end every answer at once; remove it")
 
 
-def check_tokens(params: SamplingParams, vocabulary: int) -> None:
-    """Raises ConfigError for a token that the model does not know."""
-    named = {"logit_bias": [token for token, _ in params.logit_bias], "stop_token_ids": params.stop_token_ids}
-    for name, tokens in named.items():
-        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-            raise ConfigError(f"{name} names the token {unknown[0]}; the model knows 0 to {vocabulary - 1}")
+def validate_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ConfigError for a token id outside the vocabulary."""
+    fields = {"logit_bias": [token for token, _ in params.logit_bias], "stop_token_ids": params.stop_token_ids}
+    for name, tokens in fields.items():
+        if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise ConfigError(f"{name} names the token {unknown[0]}; the model knows 0 to {vocab_size - 1}")
 
 
-def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
+def batch_params(rows: Sequence[SamplingParams], device: torch.device) -> BatchSamplingParams:
     """The parameters of `rows` as tensors on `device`. Greedy rows ignore top_k and top_p."""
     greedy = [row.temperature == 0 for row in rows]
-    warm = [row for row in rows if row.temperature != 0]
+    stochastic = [row for row in rows if row.temperature != 0]
 
     def column(needed: bool, value: Callable[[SamplingParams], float], neutral: float) -> Tensor | None:
         if not needed:
@@ -103,98 +102,111 @@ def make_plan(rows: Sequence[SamplingParams], device: torch.device) -> Plan:
         values = [neutral if row.temperature == 0 else value(row) for row in rows]
         return torch.tensor(values, device=device).unsqueeze(1)
 
-    return Plan(
-        temperature=column(any(row.temperature != 1 for row in warm), lambda row: max(row.temperature, COLDEST), 1.0),
-        greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-        top_k=column(any(row.top_k for row in warm), lambda row: row.top_k or 2**31, 2**31),
-        top_p=column(
-            any(row.top_p < 1 for row in warm), lambda row: max(row.top_p, COLDEST) if row.top_p < 1 else 2.0, 2.0
+    return BatchSamplingParams(
+        temperature=column(
+            any(row.temperature != 1 for row in stochastic), lambda row: max(row.temperature, MIN_TEMPERATURE), 1.0
         ),
-        min_p=column(any(row.min_p for row in warm), lambda row: row.min_p, 0.0),
+        greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+        top_k=column(any(row.top_k for row in stochastic), lambda row: row.top_k or 2**31, 2**31),
+        top_p=column(
+            any(row.top_p < 1 for row in stochastic),
+            lambda row: max(row.top_p, MIN_TEMPERATURE) if row.top_p < 1 else 2.0,
+            2.0,
+        ),
+        min_p=column(any(row.min_p for row in stochastic), lambda row: row.min_p, 0.0),
         penalties=tuple(
-            (place, row.presence_penalty, row.frequency_penalty)
-            for place, row in enumerate(rows)
+            (index, row.presence_penalty, row.frequency_penalty)
+            for index, row in enumerate(rows)
             if row.presence_penalty or row.frequency_penalty
         ),
         repetition=tuple(
-            (place, row.repetition_penalty) for place, row in enumerate(rows) if row.repetition_penalty != 1
+            (index, row.repetition_penalty) for index, row in enumerate(rows) if row.repetition_penalty != 1
         ),
         bias=_bias(rows, device),
-        top=max((row.top_logprobs for row in rows), default=0),
+        top_logprobs=max((row.top_logprobs for row in rows), default=0),
         all_greedy=all(greedy),
     )
 
 
 def _bias(rows: Sequence[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-    entries = [(place, token, value) for place, row in enumerate(rows) for token, value in row.logit_bias]
+    entries = [(index, token, value) for index, row in enumerate(rows) for token, value in row.logit_bias]
     if not entries:
         return None
-    places, tokens, values = zip(*entries, strict=True)
-    return torch.tensor(places, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+    indices, tokens, values = zip(*entries, strict=True)
+    return (
+        torch.tensor(indices, device=device),
+        torch.tensor(tokens, device=device),
+        torch.tensor(values, device=device),
+    )
 
 
-def draw(
+def sample_tokens(
     logits_NV: Tensor,
-    plan: Plan,
+    params: BatchSamplingParams,
     uniform_N: Tensor,
-    drawn: Sequence[Sequence[int]] = (),
+    sampled: Sequence[Sequence[int]] = (),
     allowed_NV: Tensor | None = None,
     seen: Sequence[Sequence[int]] = (),
-) -> Draw:
-    """A token for each row. `uniform_N`: float64 in [0, 1). `drawn`: the tokens each row drew before, and `seen` those
-    with its prompt, where the plan has penalties. `allowed_NV`: bool, the only tokens that may be drawn; None: all."""
-    logits_NV = _adjusted(logits_NV.float(), plan, drawn, seen)
+) -> SampledTokens:
+    """A token for each row. `uniform_N`: float64 in [0, 1). `sampled`: the tokens each row has sampled so far, and
+    `seen` those with its prompt, needed where `params` have penalties. `allowed_NV`: bool, the only tokens that may be
+    sampled; None: all."""
+    logits_NV = _adjust_logits(logits_NV.float(), params, sampled, seen)
     if allowed_NV is not None:
         logits_NV = logits_NV.masked_fill(~allowed_NV, -math.inf)
-    if plan.temperature is not None:
-        logits_NV = logits_NV / plan.temperature
-    if plan.min_p is not None:
-        floor_N1 = logits_NV.max(dim=-1, keepdim=True).values + plan.min_p.log()
+    if params.temperature is not None:
+        logits_NV = logits_NV / params.temperature
+    if params.min_p is not None:
+        floor_N1 = logits_NV.max(dim=-1, keepdim=True).values + params.min_p.log()
         logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)
-    if plan.top_k is not None or plan.top_p is not None:
-        logits_NV = keep_top(logits_NV, plan.top_k, plan.top_p)
+    if params.top_k is not None or params.top_p is not None:
+        logits_NV = top_k_top_p_mask(logits_NV, params.top_k, params.top_p)
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    tokens_N = logits_NV.argmax(dim=-1) if plan.all_greedy else invert(logprobs_NV, uniform_N)
-    if plan.greedy is not None and not plan.all_greedy:
-        tokens_N = torch.where(plan.greedy, logits_NV.argmax(dim=-1), tokens_N)
+    tokens_N = logits_NV.argmax(dim=-1) if params.all_greedy else inverse_cdf_sample(logprobs_NV, uniform_N)
+    if params.greedy is not None and not params.all_greedy:
+        tokens_N = torch.where(params.greedy, logits_NV.argmax(dim=-1), tokens_N)
     logprobs_N = logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
-    if not plan.top:
-        return Draw(tokens_N, logprobs_N)
-    top = logprobs_NV.topk(min(plan.top, logprobs_NV.shape[-1]), dim=-1)
-    return Draw(tokens_N, logprobs_N, top.indices, top.values)
+    if not params.top_logprobs:
+        return SampledTokens(tokens_N, logprobs_N)
+    top = logprobs_NV.topk(min(params.top_logprobs, logprobs_NV.shape[-1]), dim=-1)
+    return SampledTokens(tokens_N, logprobs_N, top.indices, top.values)
 
 
-def forbid(allowed_NV: Tensor | None, logits_NV: Tensor, tokens: Mapping[int, Collection[int]]) -> Tensor | None:
-    """`allowed_NV` without some tokens of some rows; None: all are allowed."""
-    tokens = {place: each for place, each in tokens.items() if each}
-    if not tokens:
+def exclude_tokens(
+    allowed_NV: Tensor | None, logits_NV: Tensor, excluded: Mapping[int, Collection[int]]
+) -> Tensor | None:
+    """`allowed_NV` without the `excluded` tokens of each row; None: all are allowed."""
+    excluded = {row: tokens for row, tokens in excluded.items() if tokens}
+    if not excluded:
         return allowed_NV
     allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool) if allowed_NV is None else allowed_NV
-    for place, each in tokens.items():
-        allowed_NV[place, sorted(each)] = False
+    for row, tokens in excluded.items():
+        allowed_NV[row, sorted(tokens)] = False
     return allowed_NV
 
 
-def _adjusted(logits_NV: Tensor, plan: Plan, drawn: Sequence[Sequence[int]], seen: Sequence[Sequence[int]]) -> Tensor:
-    """Logits with penalties and bias."""
-    if not plan.penalties and not plan.repetition and plan.bias is None:
+def _adjust_logits(
+    logits_NV: Tensor, params: BatchSamplingParams, sampled: Sequence[Sequence[int]], seen: Sequence[Sequence[int]]
+) -> Tensor:
+    """Apply penalties and bias."""
+    if not params.penalties and not params.repetition and params.bias is None:
         return logits_NV
     logits_NV = logits_NV.clone()
-    for place, penalty in plan.repetition:
-        tokens = torch.tensor(seen[place], device=logits_NV.device).unique()
-        known = logits_NV[place, tokens]
-        logits_NV[place, tokens] = torch.where(known > 0, known / penalty, known * penalty)
-    for place, presence, frequency in plan.penalties:
-        if drawn[place]:
-            tokens, counts = torch.tensor(drawn[place], device=logits_NV.device).unique(return_counts=True)
-            logits_NV[place, tokens] -= presence + frequency * counts
-    if plan.bias is not None:
-        rows, tokens, values = plan.bias
+    for row, penalty in params.repetition:
+        tokens = torch.tensor(seen[row], device=logits_NV.device).unique()
+        values = logits_NV[row, tokens]
+        logits_NV[row, tokens] = torch.where(values > 0, values / penalty, values * penalty)
+    for row, presence, frequency in params.penalties:
+        if sampled[row]:
+            tokens, counts = torch.tensor(sampled[row], device=logits_NV.device).unique(return_counts=True)
+            logits_NV[row, tokens] -= presence + frequency * counts
+    if params.bias is not None:
+        rows, tokens, values = params.bias
         logits_NV.index_put_((rows, tokens), values, accumulate=True)
     return logits_NV
 
 
-def invert(logprobs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+def inverse_cdf_sample(logprobs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """The token at which each row's cumulative probability first exceeds its uniform number."""
     cumulative_NV = logprobs_NV.exp().cumsum(dim=-1, dtype=torch.float64)
     target_N1 = uniform_N.clamp(max=BELOW_ONE).unsqueeze(1) * cumulative_NV[:, -1:]
@@ -202,7 +214,7 @@ def invert(logprobs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return tokens_N1.squeeze(1).clamp_(max=logprobs_NV.shape[-1] - 1)
 
 
-def keep_top(logits_NV: Tensor, top_k_N1: Tensor | None, top_p_N1: Tensor | None) -> Tensor:
+def top_k_top_p_mask(logits_NV: Tensor, top_k_N1: Tensor | None, top_p_N1: Tensor | None) -> Tensor:
     """Logits with -inf outside the `top_k` largest, then outside the smallest set of them that reaches `top_p`."""
     sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
     if top_k_N1 is not None:

@@ -1,13 +1,13 @@
 """Continuous batching over one transformers causal language model: requests join and leave between any two steps.
 
-A step prefills waiting requests (all but the last token of each, up to a budget), then draws one token for every row
-that is ready. Prefill never draws, so there is one place where tokens come from. What several requests begin with is
-computed once: through the prefix store, which holds what finished and prefilled requests left behind.
+A step prefills waiting requests (all but the last token of each, up to a token budget), then samples one token for
+every ready row. Prefill never samples, so tokens come from a single place. A prefix that several requests share is
+computed once, through the prefix cache, which stores the keys and values of prefilled and finished requests.
 
-Not for several threads: whoever owns a `TokenGenerator` calls it from one. Before a change of the weights it calls
-`forget`, for every stored key and value belongs to the old ones. Answers under way may stay: their tokens so far are
-prefilled again by the new weights, as those of any request that lost its slot. Going on with old keys and values would
-save that one prefill, and record log-probabilities that no weights give.
+Not thread-safe: the owner of a `ContinuousBatcher` calls it from one thread. It calls `invalidate_cache` before the
+weights change, because every cached key and value belongs to the old weights. Running requests may stay: their tokens
+are prefilled again with the new weights, like those of any preempted request. Keeping the old keys and values would
+save that prefill, and record log-probabilities that no weights give.
 """
 
 from __future__ import annotations
@@ -17,96 +17,34 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.engine.base import FinishReason, SamplingParams
+from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache, sampler
-from agentlightning.engine.local.guided_decoding import Grammars, Matcher, allowed
-from agentlightning.engine.local.kv_cache import SlotCache, read_layout
-from agentlightning.engine.local.prefix_cache import Match, PrefixStore, common_prefix
+from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
+from agentlightning.engine.local.kv_cache import KVCache, probe_layout
+from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
+from agentlightning.engine.local.request import Request
 from agentlightning.engine.local.stop_strings import StopScanner
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.util.common_prefix import common_prefix_length
 
-AHEAD = 256
-"""Tokens of room made for an answer at the start, so that the slots seldom grow while it is drawn."""
-WORTH_WAITING = 16
-"""A request waits for another's prefill when that saves it at least so many tokens."""
-BURST = 4
-"""How many times the budget a step may prefill while nobody draws, and so nobody is held up."""
-PADDING = 1.3
-"""Rows are prefilled together while padding makes the forward at most so much larger."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One answer being drawn."""
-
-    tokens: list[int]
-    """The prompt, then every token drawn."""
-    prompt_length: int
-    limit: int
-    """The most tokens there may be."""
-    params: SamplingParams
-    random: random.Random
-    """Its own numbers: what it draws depends on nobody beside it."""
-    logprobs: list[float] = field(default_factory=list[float])
-    """One for each token drawn."""
-    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
-    """For each token drawn the likeliest ones, where they were asked for."""
-    finish_reason: FinishReason | None = None
-    policy_version: int = 0
-    """Of the weights that drew the last token."""
-    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(version, how many tokens were drawn by then) where the weights changed under way."""
-    cancelled: bool = False
-    computed: int = 0
-    """How many of the tokens have their keys and values in the request's slot."""
-    fingerprints: list[bytes] = field(default_factory=list[bytes])
-    """Of the prompt; see `policy.shared`."""
-    waited: bool = False
-    """It has already waited once for another's prefill."""
-    ends: frozenset[int] = frozenset()
-    """Tokens that end its answer."""
-    stops: StopScanner | None = None
-    matcher: Matcher | None = None
-    """What its answer is held to."""
-
-    @property
-    def drawn(self) -> list[int]:
-        return self.tokens[self.prompt_length :]
-
-    @property
-    def must_go_on(self) -> bool:
-        """Whether it may not end yet (`min_tokens`). One that is held ends where its grammar says."""
-        return self.matcher is None and len(self.logprobs) < self.params.min_tokens
-
-    @property
-    def versions(self) -> tuple[tuple[int, int], ...]:
-        """(version, how many tokens it drew), in order; empty where one version drew them all."""
-        runs: list[tuple[int, int]] = []
-        start = 0
-        for version, end in (*self.changes, (self.policy_version, len(self.logprobs))):
-            if runs and runs[-1][0] == version:
-                version, count = runs.pop()
-                start -= count
-            if end > start:
-                runs.append((version, end - start))
-            start = end
-        return tuple(runs) if len(runs) > 1 else ()
-
-    @property
-    def missing(self) -> int:
-        """Tokens to prefill; the last one is computed by the step that draws the next."""
-        return len(self.tokens) - 1 - self.computed
+GROWTH_TOKENS = 256
+"""Room reserved ahead for an answer, so that the slots are seldom reallocated while it grows."""
+MIN_DEFERRAL_GAIN = 16
+"""A request waits for another's prefill if that saves it at least this many tokens."""
+IDLE_PREFILL_FACTOR = 4
+"""Multiplies a step's prefill budget while no row is ready, since nobody is then delayed."""
+MAX_PADDING_RATIO = 1.3
+"""Rows are prefilled together while padding enlarges the forward pass by at most this factor."""
 
 
-class TokenGenerator:
-    """Draws answers from `model` for many requests at once."""
+class ContinuousBatcher:
+    """Samples answers from `model` for many requests at once."""
 
     def __init__(
         self,
@@ -120,38 +58,37 @@ class TokenGenerator:
         prefix_cache_bytes: int = 1 << 30,
         prefill_tokens: int = 2048,
         seed: int = 0,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`kv_cache_bytes` bounds the rows being computed (requests beyond wait), `prefix_cache_bytes` what is kept of
-        earlier ones, `prefill_tokens` how many prompt tokens a step computes before others get their next token.
-        Without `grammars` no answer can be held to a schema."""
+        """`kv_cache_bytes` bounds the active rows (further requests wait), `prefix_cache_bytes` the prefix cache, and
+        `prefill_tokens` how many prompt tokens a step computes before the other rows get their next token. Without
+        `grammars` no answer can be constrained."""
         self.model = model
         self.context_length = context_length
         self.policy_version = 0
-        """Of the weights; whoever changes them says so here."""
-        self.prefixes = PrefixStore(prefix_cache_bytes)
-        self._eos = eos_token_ids
+        """Version of the weights, set by whoever changes them."""
+        self.prefix_cache = RadixPrefixCache(prefix_cache_bytes)
+        self._eos_token_ids = eos_token_ids
         self._decode = decode
         self._grammars = grammars
         self._prefill_tokens = prefill_tokens
-        self._vocabulary = kv_cache.vocabulary(model)
-        self._random = random.Random(seed)
-        """Gives a seed to each request that has none."""
+        self._vocab_size = kv_cache.vocab_size(model)
+        self._rng = random.Random(seed)
+        """Seeds the requests that have no seed."""
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
-        """In slots from `_base` on, shortest first."""
-        self._base = 0
+        """In slots from `_prefill_slot` on, shortest first."""
+        self._prefill_slot = 0
         self._rows: list[Request] = []
-        """Ready to draw, in slots from 0 on."""
-        self._plan: sampler.Plan | None = None
-        """For `_rows`; None after they have changed."""
-        self._shared: cascade_attention.SharedPrefix | None = None
-        """Likewise: what they begin with in common."""
-        self._attends = cascade_attention.applies(model)
-        """Whether drawing has an attention of its own."""
+        """Ready to sample, in slots from 0 on."""
+        self._batch_params: sampler.BatchSamplingParams | None = None
+        """Parameters of `_rows`; None after `_rows` changed."""
+        self._shared_prefix: cascade_attention.SharedPrefix | None = None
+        """Common prefixes of `_rows`, found together with `_batch_params`."""
+        self._use_cascade = cascade_attention.supported(model)
         model.eval()
-        layout = read_layout(model)
-        self._cache = SlotCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
+        layout = probe_layout(model)
+        self._cache = KVCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -159,12 +96,14 @@ class TokenGenerator:
     def idle(self) -> bool:
         return not (self._rows or self._prefilling or self._waiting)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
-        sampler.check(params)
-        sampler.check_tokens(params, self._vocabulary)
-        if (held := params.constraint) is not None and not (self._grammars and self._grammars.knows(held[1], held[0])):
-            raise ConfigError(f"answers cannot be held to this {held[0]} here; leave it out, and check them")
+        sampler.validate(params)
+        sampler.validate_tokens(params, self._vocab_size)
+        if (constraint := params.constraint) is not None:
+            kind, text = constraint
+            if self._grammars is None or not self._grammars.can_compile(text, kind):
+                raise ConfigError(f"this {kind} cannot be enforced here; leave it out, and check the answers")
         if not prompt:
             raise PolicyError("the prompt has no tokens; give at least one")
         if len(prompt) >= self.context_length:
@@ -172,285 +111,294 @@ class TokenGenerator:
                 f"the prompt has {len(prompt)} tokens and the context holds {self.context_length}, which leaves no "
                 "room for an answer; shorten the prompt, or use a model with a longer context"
             )
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             raise PolicyError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to "
-                f"{self._vocabulary - 1}; encode it with this model's own tokenizer"
+                f"{self._vocab_size - 1}; encode it with this model's own tokenizer"
             )
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request. Raises as `check` does."""
-        self.check(prompt, params)
-        room, held = self.context_length - len(prompt), params.constraint
+        """Queue a request. Raises as `validate` does."""
+        self.validate(prompt, params)
+        room, constraint = self.context_length - len(prompt), params.constraint
         request = Request(
             tokens=list(prompt),
             prompt_length=len(prompt),
-            limit=len(prompt) + min(room, params.max_tokens or room),
+            max_length=len(prompt) + min(room, params.max_tokens or room),
             params=params,
-            fingerprints=cascade_attention.fingerprints(prompt[:-1]) if self._attends else [],
-            ends=params.end_tokens(self._eos),
-            stops=StopScanner(params.stop, self._decode) if params.stop else None,
-            matcher=self._grammars.matcher(held[1], held[0]) if self._grammars and held else None,
-            random=random.Random(self._random.getrandbits(64) if params.seed is None else params.seed),
+            prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1]) if self._use_cascade else [],
+            end_tokens=params.end_tokens(self._eos_token_ids),
+            stop_scanner=StopScanner(params.stop, self._decode) if params.stop else None,
+            matcher=self._grammars.matcher(constraint[1], constraint[0]) if self._grammars and constraint else None,
+            rng=random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)
         return request
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
-        """Stop drawing for `request`; its row is free at once."""
+        """Stop sampling for `request` and free its row at once."""
         request.cancelled = True
         if request in self._waiting:
             self._waiting.remove(request)
-        self._leave([row for row in self._rows if row is request])
+        self._free_rows([row for row in self._rows if row is request])
         while self._prefilling and self._prefilling[-1].cancelled:
             self._prefilling.pop()
 
-    def forget(self, *, in_flight: bool = False) -> None:
-        """Drop every stored key and value. Call it before each change of the weights; with `in_flight`, requests under
-        way lose their slots and go on after it, else there may be none (PolicyError)."""
+    def invalidate_cache(self, *, in_flight: bool = False) -> None:
+        """Drop every cached key and value; call it before each weight update. With `in_flight`, running requests are
+        preempted and resume after the update; otherwise there may be none (PolicyError)."""
         if not self.idle and not in_flight:
             raise PolicyError(
-                "requests are under way; wait for them before the weights change, or change them with in_flight=True"
+                "requests are in flight; wait for them before the weights change, or change them with in_flight=True"
             )
-        under_way = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
-        for request in (*under_way, *self._waiting):  # One that waits may have drawn before it lost its slot.
-            request.changes.append((self.policy_version, len(request.logprobs)))
+        running = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
+        for request in (*running, *self._waiting):  # A waiting request may have sampled before it was preempted.
+            request.version_changes.append((self.policy_version, len(request.logprobs)))
         self._rows, self._prefilling = [], []
-        self._wait_again(under_way)
-        self.prefixes.clear()
-        self._plan = self._shared = None
+        self._preempt(running)
+        self.prefix_cache.clear()
+        self._batch_params = self._shared_prefix = None
 
-    def release(self) -> None:
-        """Give the memory of the slots back, unless somebody is in them; the next request takes it again."""
+    def release_memory(self) -> None:
+        """Free the memory of the slots unless one is in use; the next request allocates it again."""
         if not (self._rows or self._prefilling):
             self._cache.release()
 
     def abort(self) -> list[Request]:
-        """Drop everything under way and stored; returns the requests dropped."""
+        """Drop all requests and everything cached; returns the requests."""
         dropped = [*self._rows, *self._prefilling, *self._waiting]
-        self._rows, self._prefilling, self._plan = [], [], None
+        self._rows, self._prefilling, self._batch_params = [], [], None
         self._waiting.clear()
-        self.forget()
-        self.release()
+        self.invalidate_cache()
+        self.release_memory()
         return dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The random state."""
-        return {"random": self._random.getstate()}
+        return {"random": self._rng.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._random.setstate(state["random"])
+        self._rng.setstate(state["random"])
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Draw one token for each ready row; returns these requests. A finished one has its `finish_reason` set.
+        """Sample one token for each ready row; returns these requests. A finished one has its `finish_reason` set.
         Raises PolicyError where the model's output is not a distribution."""
         if self.model.training:
             self.model.eval()
         self._prefill()
-        return self._draw() if self._rows else []
+        return self._sample() if self._rows else []
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Admit and prefill until the budget is used or nothing can be admitted."""
-        budget = self._prefill_tokens * (1 if self._rows else BURST)
+        """Admit and prefill until the budget is used up or nothing can be admitted."""
+        budget = self._prefill_tokens * (1 if self._rows else IDLE_PREFILL_FACTOR)
         while budget > 0:
-            part = min(budget, self._prefill_tokens)
+            chunk = min(budget, self._prefill_tokens)
             if not self._prefilling:
-                self._admit(part)
+                self._admit(chunk)
             if not self._prefilling:
                 return
-            budget -= self._prefill_some(part)
+            budget -= self._prefill_chunk(chunk)
 
     def _admit(self, budget: int) -> None:
-        """Take waiting requests while there is room and budget. Those with nothing to prefill are ready at once."""
-        taken: list[tuple[Request, Match]] = []
-        later: list[Request] = []
-        missing, longest = 0, max((len(row.tokens) for row in self._rows), default=0)
-        while self._waiting and missing < budget:
+        """Admit waiting requests within memory and budget. Those with nothing to prefill are ready at once."""
+        admitted: list[tuple[Request, Match]] = []
+        deferred: list[Request] = []
+        to_prefill, longest = 0, max((len(row.tokens) for row in self._rows), default=0)
+        while self._waiting and to_prefill < budget:
             request = self._waiting[0]
             longest = max(longest, len(request.tokens))
-            if not self._cache.fits(len(self._rows) + len(taken) + 1, longest):
+            if not self._cache.fits(len(self._rows) + len(admitted) + 1, longest):
                 break
             self._waiting.popleft()
-            match = self.prefixes.match(request.tokens[:-1])
-            if self._better_wait(request, match, taken):
-                later.append(request)
+            match = self.prefix_cache.match(request.tokens[:-1])
+            if self._should_defer(request, match, admitted):
+                deferred.append(request)
                 continue
-            taken.append((request, match))
-            missing += len(request.tokens) - 1 - match.length
-        self._waiting.extendleft(reversed(later))
-        if taken:
-            self._place(taken)
+            admitted.append((request, match))
+            to_prefill += len(request.tokens) - 1 - match.length
+        self._waiting.extendleft(reversed(deferred))
+        if admitted:
+            self._assign_slots(admitted)
 
-    def _better_wait(self, request: Request, match: Match, taken: list[tuple[Request, Match]]) -> bool:
-        """Whether another request, about to be prefilled, shares clearly more with this one than is stored."""
-        if request.waited or self.prefixes.limit_bytes <= 0:
+    def _should_defer(self, request: Request, match: Match, admitted: list[tuple[Request, Match]]) -> bool:
+        """Whether a request about to be prefilled shares clearly more with this one than the cache does."""
+        if request.deferred_once or self.prefix_cache.limit_bytes <= 0:
             return False
-        needed = match.length + WORTH_WAITING
+        needed = match.length + MIN_DEFERRAL_GAIN
         if len(request.tokens) <= needed:
             return False
-        request.waited = any(common_prefix(other.tokens[:-1], request.tokens) >= needed for other, _ in taken)
-        return request.waited
+        request.deferred_once = any(
+            common_prefix_length(other.tokens[:-1], request.tokens) >= needed for other, _ in admitted
+        )
+        return request.deferred_once
 
-    def _place(self, taken: list[tuple[Request, Match]]) -> None:
-        """Give each request a slot and the keys and values that are stored for it: first those that are ready."""
-        taken.sort(key=lambda pair: len(pair[0].tokens) - pair[1].length)
-        requests = [request for request, _ in taken]
-        self._make_room(self._rows + requests)
-        for slot, (request, match) in enumerate(taken, start=len(self._rows)):
+    def _assign_slots(self, admitted: list[tuple[Request, Match]]) -> None:
+        """Give each request a slot filled with its cached keys and values, the ready ones first."""
+        admitted.sort(key=lambda pair: len(pair[0].tokens) - pair[1].length)
+        requests = [request for request, _ in admitted]
+        self._reserve_slots(self._rows + requests)
+        for slot, (request, match) in enumerate(admitted, start=len(self._rows)):
             for node, count in match.nodes:
-                self._cache.write(slot, request.computed, node.segment, count)
-                request.computed += count
-        ready = [request for request in requests if not request.missing]
+                self._cache.write(slot, request.cached, node.segment, count)
+                request.cached += count
+        ready = [request for request in requests if not request.prefill_remaining]
         self._rows += ready
-        self._base = len(self._rows)
+        self._prefill_slot = len(self._rows)
         self._prefilling = requests[len(ready) :]
-        self._plan = None
+        self._batch_params = None
 
-    def _make_room(self, requests: list[Request]) -> None:
-        """Slots for `requests`, with room for their answers to grow where the limit allows it."""
+    def _reserve_slots(self, requests: list[Request]) -> None:
+        """Reserve slots for `requests`, with room for their answers to grow if memory allows."""
         longest = max(len(request.tokens) for request in requests)
-        ample = max(min(request.limit, len(request.tokens) + AHEAD) for request in requests)
-        if not self._rows and self._cache.capacity > 4 * ample:
+        with_growth = max(min(request.max_length, len(request.tokens) + GROWTH_TOKENS) for request in requests)
+        if not self._rows and self._cache.capacity > 4 * with_growth:
             self._cache.release()
-        self._cache.reserve(len(requests), longest, len(self._rows), ahead=ample - longest)
+        self._cache.reserve(len(requests), longest, len(self._rows), ahead=with_growth - longest)
 
-    def _prefill_some(self, budget: int) -> int:
-        """One forward over the first of the prefilling rows; returns how many tokens it computed."""
-        rows = self._next_run()
-        width = min(rows[-1].missing, max(1, budget // len(rows)))
-        pasts = [request.computed for request in rows]
-        self._cache.reserve(self._used, max(pasts) + width, self._used)
-        self._forward([self._chunk(request, width) for request in rows], self._base, pasts)
+    def _prefill_chunk(self, budget: int) -> int:
+        """One forward pass over the first prefilling rows; returns the number of tokens it computed."""
+        rows = self._next_prefill_batch()
+        width = min(rows[-1].prefill_remaining, max(1, budget // len(rows)))
+        pasts = [request.cached for request in rows]
+        self._cache.reserve(self._slots_in_use, max(pasts) + width, self._slots_in_use)
+        self._forward([self._padded_chunk(request, width) for request in rows], self._prefill_slot, pasts)
         for request in rows:
-            request.computed += min(width, request.missing)
-        done = [request for request in rows if not request.missing]
-        self._join(done)
+            request.cached += min(width, request.prefill_remaining)
+        self._promote([request for request in rows if not request.prefill_remaining])
         return width * len(rows)
 
     @property
-    def _used(self) -> int:
-        """How many slots hold something."""
-        return self._base + len(self._prefilling) if self._prefilling else len(self._rows)
+    def _slots_in_use(self) -> int:
+        return self._prefill_slot + len(self._prefilling) if self._prefilling else len(self._rows)
 
-    def _next_run(self) -> list[Request]:
+    def _next_prefill_batch(self) -> list[Request]:
         """The rows to compute together: the shortest ones, while padding them to one width wastes little."""
-        rows, total = [self._prefilling[0]], self._prefilling[0].missing
+        rows, total = [self._prefilling[0]], self._prefilling[0].prefill_remaining
         for request in self._prefilling[1:]:
-            total += request.missing
-            if request.missing * (len(rows) + 1) > PADDING * total:
+            total += request.prefill_remaining
+            if request.prefill_remaining * (len(rows) + 1) > MAX_PADDING_RATIO * total:
                 break
             rows.append(request)
         return rows
 
     @staticmethod
-    def _chunk(request: Request, width: int) -> list[int]:
+    def _padded_chunk(request: Request, width: int) -> list[int]:
         """The next `width` tokens to prefill, padded with a token whose keys and values are overwritten later."""
-        end = min(request.computed + width, len(request.tokens) - 1)
-        tokens = request.tokens[request.computed : end]
+        end = min(request.cached + width, len(request.tokens) - 1)
+        tokens = request.tokens[request.cached : end]
         return tokens + tokens[-1:] * (width - len(tokens))
 
-    def _join(self, done: list[Request]) -> None:
-        """Move prefilled rows, the first of the prefilling ones, to the ready ones; keep their prompts for others."""
-        for request in done:
-            slot = self._base
-            self._base += 1
+    def _promote(self, prefilled: list[Request]) -> None:
+        """Move prefilled rows, the first of the prefilling ones, to the ready rows, and cache their prompts."""
+        for request in prefilled:
+            slot = self._prefill_slot
+            self._prefill_slot += 1
             self._prefilling.pop(0)
             if request.cancelled:
                 continue
             if slot != len(self._rows):
-                self._cache.move(slot, len(self._rows), request.computed)
+                self._cache.move(slot, len(self._rows), request.cached)
             self._rows.append(request)
-            self._remember(request, len(self._rows) - 1)
-        self._plan = None
+            self._cache_prefix(request, len(self._rows) - 1)
+        self._batch_params = None
 
-    # -- draw ------------------------------------------------------------------------------------------------------
+    # -- sampling --------------------------------------------------------------------------------------------------
 
-    def _draw(self) -> list[Request]:
-        self._grow()
+    def _sample(self) -> list[Request]:
+        self._ensure_capacity()
         rows = list(self._rows)
-        if self._plan is None:
-            self._plan = sampler.make_plan([request.params for request in rows], self.model.device)
-            self._shared = self._find_shared()
-        with cascade_attention.attending(self.model, self._shared) if self._attends else nullcontext():
-            logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.computed for row in rows])
-        uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=self.model.device)
-        before = [row.drawn for row in rows] if self._plan.penalties else ()
-        may = allowed([row.matcher for row in rows], logits.shape[-1], logits.device)
-        may = sampler.forbid(may, logits, {place: row.ends for place, row in enumerate(rows) if row.must_go_on})
-        seen = [row.tokens for row in rows] if self._plan.repetition else ()
-        draw = sampler.draw(logits, self._plan, uniform, before, may, seen)
-        # One transfer for both: float64 holds token ids and float32 log-probabilities exactly.
-        drawn = torch.stack([draw.tokens.double(), draw.logprobs.double()]).tolist()
-        for request, token, logprob in zip(rows, *drawn, strict=True):
-            self._take(request, int(token), logprob)
-        _keep_top(rows, draw)
-        self._leave([request for request in rows if request.finish_reason is not None])
+        if self._batch_params is None:
+            self._batch_params = sampler.batch_params([request.params for request in rows], self.model.device)
+            self._shared_prefix = self._find_shared_prefix()
+        cascade = self._use_cascade
+        with cascade_attention.use_cascade_attention(self.model, self._shared_prefix) if cascade else nullcontext():
+            logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.cached for row in rows])
+        drawn = self._sample_tokens(rows, logits, self._batch_params)
+        # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
+        pairs = torch.stack([drawn.tokens.double(), drawn.logprobs.double()]).tolist()
+        for request, token, logprob in zip(rows, *pairs, strict=True):
+            self._append_token(request, int(token), logprob)
+        _record_top_logprobs(rows, drawn)
+        self._free_rows([request for request in rows if request.finish_reason is not None])
         return rows
 
-    def _find_shared(self) -> cascade_attention.SharedPrefix | None:
-        """What the rows have in common, with its keys and values; those of the step before where they still fit."""
+    @staticmethod
+    def _sample_tokens(
+        rows: list[Request], logits: Tensor, params: sampler.BatchSamplingParams
+    ) -> sampler.SampledTokens:
+        uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
+        sampled = [row.sampled for row in rows] if params.penalties else ()
+        seen = [row.tokens for row in rows] if params.repetition else ()
+        allowed = token_masks([row.matcher for row in rows], logits.shape[-1], logits.device)
+        allowed = sampler.exclude_tokens(
+            allowed, logits, {index: row.end_tokens for index, row in enumerate(rows) if row.below_min_tokens}
+        )
+        return sampler.sample_tokens(logits, params, uniform, sampled, allowed, seen)
+
+    def _find_shared_prefix(self) -> cascade_attention.SharedPrefix | None:
+        """The prefixes that rows share, with their keys and values; reuses those of the last step if they still fit."""
         layout = self._cache.layout
-        if not self._attends or layout.slides or any(request.missing for request in self._rows):
+        if not self._use_cascade or layout.has_sliding_window or any(row.prefill_remaining for row in self._rows):
             return None
         groups = cascade_attention.find_groups(
-            [request.fingerprints for request in self._rows],
-            [request.computed for request in self._rows],
+            [request.prefix_hashes for request in self._rows],
+            [request.cached for request in self._rows],
             layout.bytes_per_token // len(layout.kinds),
         )
         if groups is None:
             return None
-        old = self._shared
-        if old is not None and (old.groups.names, old.groups.length) == (groups.names, groups.length):
-            layers = old.layers
+        previous = self._shared_prefix
+        if previous is not None and (previous.groups.hashes, previous.groups.length) == (groups.hashes, groups.length):
+            layers = previous.layers
         else:
             layers = self._cache.gather([rows[0] for rows in groups.rows], groups.length)
-        return cascade_attention.SharedPrefix(groups, layers, *cascade_attention.layout(groups, self.model.device))
+        return cascade_attention.SharedPrefix(groups, layers, *cascade_attention.index_rows(groups, self.model.device))
 
-    def _take(self, request: Request, token: int, logprob: float) -> None:
+    def _append_token(self, request: Request, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
             raise PolicyError(
                 f"the model gave token {token} the log-probability {logprob}: its weights no longer hold finite "
                 "numbers; go back to an earlier checkpoint and lower the learning rate"
             )
-        request.computed = len(request.tokens)
+        request.cached = len(request.tokens)
         request.tokens.append(token)
         request.logprobs.append(logprob)
         if request.matcher is not None:
             request.matcher.push(token)
-        if token in request.ends or (request.stops is not None and request.stops.push(token)):
+        if token in request.end_tokens or (request.stop_scanner is not None and request.stop_scanner.push(token)):
             request.finish_reason = "stop"
-        elif len(request.tokens) >= request.limit:
+        elif len(request.tokens) >= request.max_length:
             request.finish_reason = "length"
         request.policy_version = self.policy_version
 
-    def _grow(self) -> None:
-        """Room for one more token in each row. Where the limit forbids it, the newest rows wait again."""
+    def _ensure_capacity(self) -> None:
+        """Make room for one more token in each row. Where memory forbids it, the newest rows are preempted."""
         length = max(len(request.tokens) for request in self._rows)
         if length <= self._cache.capacity:
             return
-        if not self._cache.fits(self._used, length):
-            self._wait_again(self._prefilling)
+        if not self._cache.fits(self._slots_in_use, length):
+            self._preempt(self._prefilling)
             self._prefilling = []
-        while len(self._rows) > 1 and not self._cache.fits(self._used, length):
+        while len(self._rows) > 1 and not self._cache.fits(self._slots_in_use, length):
             newest = self._rows[-1:]
-            self._leave(newest)
-            self._wait_again(newest)
-        self._cache.reserve(self._used, length, self._used, ahead=AHEAD)
+            self._free_rows(newest)
+            self._preempt(newest)
+        self._cache.reserve(self._slots_in_use, length, self._slots_in_use, ahead=GROWTH_TOKENS)
 
-    def _wait_again(self, requests: list[Request]) -> None:
-        """Requests that lost their slots go first in the queue."""
+    def _preempt(self, requests: list[Request]) -> None:
+        """Put requests that lost their slots at the front of the queue."""
         self._waiting.extendleft(reversed(requests))
         for request in requests:
-            request.computed, request.waited = 0, False
+            request.cached, request.deferred_once = 0, False
 
-    def _leave(self, leaving: list[Request]) -> None:
-        """Free the slots of `leaving`, closing the gaps with the last rows."""
+    def _free_rows(self, leaving: list[Request]) -> None:
+        """Free the slots of `leaving`, filling the gaps with the last rows."""
         if not leaving:
             return
         gone = set(map(id, leaving))
@@ -458,22 +406,22 @@ class TokenGenerator:
         for slot in range(len(rows) - 1, -1, -1):
             if id(rows[slot]) not in gone:
                 continue
-            self._remember(rows[slot], slot)
+            self._cache_prefix(rows[slot], slot)
             last = rows.pop()
             if slot < len(rows):
-                self._cache.move(len(rows), slot, last.computed)
+                self._cache.move(len(rows), slot, last.cached)
                 rows[slot] = last
-        self._plan = None
+        self._batch_params = None
 
-    def _remember(self, request: Request, slot: int) -> None:
-        self.prefixes.insert(request.tokens[: request.computed], lambda a, b: self._cache.read(slot, a, b))
+    def _cache_prefix(self, request: Request, slot: int) -> None:
+        self.prefix_cache.insert(request.tokens[: request.cached], lambda a, b: self._cache.read(slot, a, b))
 
     # -- the model -------------------------------------------------------------------------------------------------
 
     def _forward(self, tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
-        """Logits [N, V] after the last of `tokens` [N, Q], computed in slots start.., `pasts` tokens into each row."""
+        """Logits [N, V] after the last of `tokens` [N, Q], computed in slots `start`.., after `pasts` cached tokens."""
         device, width = self.model.device, len(tokens[0])
-        self._cache.open(start, pasts, width)
+        self._cache.open_window(start, pasts, width)
         ids_NQ = torch.tensor(tokens, device=device)
         positions_NQ = torch.tensor(pasts, device=device).unsqueeze(1) + torch.arange(width, device=device)
         output = self.model(
@@ -487,11 +435,11 @@ class TokenGenerator:
         return cast(Tensor, output.logits)[:, -1]
 
 
-def _keep_top(rows: Sequence[Request], draw: sampler.Draw) -> None:
-    """Note the likeliest tokens for the rows that asked; those that could not be drawn are no alternatives."""
-    if draw.top_tokens is None or draw.top_logprobs is None:
+def _record_top_logprobs(rows: Sequence[Request], sampled: sampler.SampledTokens) -> None:
+    """Append the most likely tokens to the rows that requested them, without tokens that could not be sampled."""
+    if sampled.top_tokens is None or sampled.top_logprobs is None:
         return
-    for request, tokens, values in zip(rows, draw.top_tokens.tolist(), draw.top_logprobs.tolist(), strict=True):
+    for request, tokens, values in zip(rows, sampled.top_tokens.tolist(), sampled.top_logprobs.tolist(), strict=True):
         if count := request.params.top_logprobs:
-            likeliest = zip(tokens[:count], values[:count], strict=True)
-            request.top_logprobs.append(tuple((token, value) for token, value in likeliest if value > -math.inf))
+            most_likely = zip(tokens[:count], values[:count], strict=True)
+            request.top_logprobs.append(tuple((token, value) for token, value in most_likely if value > -math.inf))

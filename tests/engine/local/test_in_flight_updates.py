@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from agentlightning.credit import training_samples
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local import cascade_attention
-from agentlightning.engine.local.scheduler import Request, TokenGenerator
+from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -32,12 +32,12 @@ def decode(tokens: Sequence[int]) -> str:
     return tiny_tokenizer().decode(list(tokens), skip_special_tokens=False)
 
 
-def generator(model: PreTrainedModel, **options: int) -> TokenGenerator:
+def generator(model: PreTrainedModel, **options: int) -> ContinuousBatcher:
     length = model.config.max_position_embeddings
-    return TokenGenerator(model, eos_token_ids=frozenset(), decode=decode, context_length=length, **options)
+    return ContinuousBatcher(model, eos_token_ids=frozenset(), decode=decode, context_length=length, **options)
 
 
-def drain(engine: TokenGenerator) -> None:
+def drain(engine: ContinuousBatcher) -> None:
     for _ in range(5000):
         if engine.idle:
             return
@@ -61,12 +61,12 @@ def by_transformers(model: PreTrainedModel, prompt: Sequence[int], new: int) -> 
 class Weights:
     """A model whose weights change under its generator, and what it was before each change."""
 
-    def __init__(self, model: PreTrainedModel, engine: TokenGenerator) -> None:
+    def __init__(self, model: PreTrainedModel, engine: ContinuousBatcher) -> None:
         self.model, self.engine = model, engine
         self.by_version = {0: copy.deepcopy(model)}
 
     def change(self, scale: float = 0.05) -> None:
-        self.engine.forget(in_flight=True)
+        self.engine.invalidate_cache(in_flight=True)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * scale)
@@ -81,7 +81,7 @@ def assert_faithful(
     by_version: dict[int, PreTrainedModel], drawn: Request | Sample, prompt: Sequence[int], temperature: float = 1.0
 ) -> None:
     """Each token's log-probability is that of one plain forward of the weights recorded for it over all before it."""
-    tokens = drawn.drawn if isinstance(drawn, Request) else list(drawn.token_ids)
+    tokens = drawn.sampled if isinstance(drawn, Request) else list(drawn.token_ids)
     runs = drawn.versions or ((drawn.policy_version, len(tokens)),)
     assert sum(count for _, count in runs) == len(tokens) == len(drawn.logprobs)
     assert runs[-1][0] == drawn.policy_version
@@ -102,7 +102,7 @@ def test_every_token_is_what_the_weights_recorded_for_it_give(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of different lengths and prompts in common join and leave; the slots are scarce; four changes."""
-    monkeypatch.setattr(cascade_attention, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 0)
     torch.manual_seed(0)
     model, rng = tiny_model(architecture), random.Random(4)
     roomy = generator(model)._cache.layout.bytes_per_token
@@ -137,8 +137,8 @@ def test_a_greedy_answer_goes_on_as_the_new_weights_would() -> None:
     weights.change(0.2)
     drain(engine)
     assert request.versions == ((0, 5), (1, 7))
-    assert request.drawn[:5] == by_transformers(weights.by_version[0], ids, 5)
-    assert request.drawn[5:] == by_transformers(model, so_far, 7)
+    assert request.sampled[:5] == by_transformers(weights.by_version[0], ids, 5)
+    assert request.sampled[5:] == by_transformers(model, so_far, 7)
 
 
 def test_an_answer_that_begins_after_the_change_is_of_the_new_weights_alone() -> None:
@@ -162,7 +162,7 @@ def test_a_prompt_half_prefilled_is_prefilled_anew() -> None:
     engine.step()
     long = engine.submit(ids, GREEDY)
     engine.step()
-    assert 0 < long.computed < 159
+    assert 0 < long.cached < 159
     weights.change()
     drain(engine)
     assert long.versions == ()
@@ -196,12 +196,12 @@ def test_a_change_that_failed_leaves_one_version() -> None:
     ids = prompts_of(1, shortest=30)[0]
     request = engine.submit(ids, GREEDY)
     engine.step()
-    engine.forget(in_flight=True)
+    engine.invalidate_cache(in_flight=True)
     engine.step()
-    engine.forget(in_flight=True)
+    engine.invalidate_cache(in_flight=True)
     drain(engine)
     assert (request.policy_version, request.versions) == (0, ())
-    assert request.drawn == by_transformers(model, ids, 12)
+    assert request.sampled == by_transformers(model, ids, 12)
 
 
 def test_a_stop_string_and_the_end_of_the_context_are_found_across_a_change() -> None:
@@ -210,17 +210,17 @@ def test_a_stop_string_and_the_end_of_the_context_are_found_across_a_change() ->
     free = generator(model)
     reference = free.submit(ids, SamplingParams(max_tokens=40, seed=3))
     drain(free)
-    stop = decode(reference.drawn)[20:23]
+    stop = decode(reference.sampled)[20:23]
     engine = generator(model)
     stopped = engine.submit(ids, SamplingParams(max_tokens=40, seed=3, stop=(stop,)))
     endless = engine.submit(ids, SamplingParams(seed=3))
-    while stop[:1] not in decode(stopped.drawn) and not stopped.finish_reason:
+    while stop[:1] not in decode(stopped.sampled) and not stopped.finish_reason:
         engine.step()
-        engine.forget(in_flight=True)  # The same weights: only the slots are lost.
+        engine.invalidate_cache(in_flight=True)  # The same weights: only the slots are lost.
     drain(engine)
     assert stopped.finish_reason == "stop"
-    assert stop in decode(stopped.drawn)
-    assert stop not in decode(stopped.drawn[:-1])
+    assert stop in decode(stopped.sampled)
+    assert stop not in decode(stopped.sampled[:-1])
     assert (endless.finish_reason, len(endless.tokens)) == ("length", 64)
 
 
@@ -229,7 +229,7 @@ def test_a_request_cancelled_while_it_has_no_slot_is_gone() -> None:
     engine = generator(model, prefill_tokens=16)
     weights, ids = Weights(model, engine), prompts_of(3, shortest=40)
     drawing = engine.submit(ids[0], SamplingParams(max_tokens=40))
-    while not drawing.drawn:
+    while not drawing.sampled:
         engine.step()
     prefilling, gone = (engine.submit(each, GREEDY) for each in ids[1:])
     engine.step()
@@ -245,9 +245,9 @@ def test_slots_are_given_back_while_the_weights_change() -> None:
     engine = generator(tiny_model())
     request = engine.submit(prompts_of(1)[0], GREEDY)
     engine.step()
-    engine.forget(in_flight=True)
-    engine.release()
-    assert (engine._cache.slots, len(engine.prefixes)) == (0, 0)
+    engine.invalidate_cache(in_flight=True)
+    engine.release_memory()
+    assert (engine._cache.slots, len(engine.prefix_cache)) == (0, 0)
     drain(engine)
     assert request.finish_reason == "length"
 
