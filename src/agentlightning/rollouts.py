@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentlightning.util.frozen_struct import Carrier, carrier
+from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 
 RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing"]
 AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]
@@ -78,8 +78,8 @@ class RolloutConfig(BaseModel):
     """Attempt states after which the rollout is queued again, while attempts are left."""
 
 
-@carrier
-class Attempt(Carrier, frozen=True, gc=False):
+@as_dataclass
+class Attempt(FrozenStruct, frozen=True, gc=False):
     """One try of a rollout.
 
     >>> agl.Attempt("ro-1", "at-1", 1, start_time=0.0).status
@@ -99,8 +99,8 @@ class Attempt(Carrier, frozen=True, gc=False):
     """`error` holds type, message and traceback of a failure."""
 
 
-@carrier
-class Rollout(Carrier, frozen=True, gc=False):
+@as_dataclass
+class Rollout(FrozenStruct, frozen=True, gc=False):
     """One execution of an agent on one task.
 
     >>> agl.Rollout("ro-1", {"question": "6 x 7"}, start_time=0.0).finished
@@ -128,7 +128,7 @@ class Rollout(Carrier, frozen=True, gc=False):
         return self.status in FINISHED
 
 
-@carrier
+@as_dataclass
 class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
     """A rollout together with the attempt that was just started for it.
 
@@ -140,8 +140,8 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
     attempt: Attempt
 
 
-@carrier
-class EnqueueRolloutRequest(Carrier, frozen=True, gc=False):
+@as_dataclass
+class EnqueueRolloutRequest(FrozenStruct, frozen=True, gc=False):
     """What `enqueue_many_rollouts` takes for each rollout.
 
     >>> requests = [agl.EnqueueRolloutRequest({"number": number}, mode="train") for number in range(3)]

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentlightning.util.frozen_struct import Carrier, carrier
+from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 
 # -- names of spans --------------------------------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 """Stored in binary (int32 and float32, little endian), read back as lists."""
 
 
-@carrier
-class SpanEvent(Carrier, frozen=True, gc=False):
+@as_dataclass
+class SpanEvent(FrozenStruct, frozen=True, gc=False):
     """Something that happened within a span.
 
     >>> agl.SpanEvent("cache miss", timestamp=1.0).name
@@ -142,8 +142,8 @@ class SpanEvent(Carrier, frozen=True, gc=False):
     attributes: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-@carrier
-class Span(Carrier, frozen=True, gc=False):
+@as_dataclass
+class Span(FrozenStruct, frozen=True, gc=False):
     """One recorded operation of one attempt.
 
     >>> span = agl.Span("ro-1", "at-1", "search", start_time=1.0, attributes={"query": "tea"})

@@ -1,4 +1,4 @@
-"""A compressed body is inflated up to its limit, and what takes long does not hold the event loop."""
+"""A compressed body is decompressed up to its limit, a large one without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.util.decompression import INLINE_BYTES, CodingError, inflated, inflated_now
+from agentlightning.util.decompression import INLINE_BYTES, CodingError, decompress, decompress_now
 
 PLAIN = b"some text, " * 1000
 
@@ -22,23 +22,23 @@ def zstd(data: bytes) -> bytes:
 @pytest.mark.parametrize(("coding", "pack"), [("gzip", gzip.compress), ("Deflate ", zlib.compress), ("zstd", zstd)])
 async def test_every_coding_is_read_to_its_end_and_not_beyond_the_limit(coding: str, pack: Callable[..., Any]) -> None:
     large = PLAIN * 1000
-    assert await inflated(pack(PLAIN), coding, len(PLAIN)) == PLAIN
-    assert await inflated(pack(large), coding, len(large)) == large == inflated_now(pack(large), coding, len(large))
+    assert await decompress(pack(PLAIN), coding, len(PLAIN)) == PLAIN
+    assert await decompress(pack(large), coding, len(large)) == large == decompress_now(pack(large), coding, len(large))
     for body in (PLAIN, large):
         with pytest.raises(CodingError, match=f"more than {len(body) - 1} bytes") as refused:
-            await inflated(pack(body), coding, len(body) - 1)
+            await decompress(pack(body), coding, len(body) - 1)
         assert refused.value.status == 413
     with pytest.raises(CodingError) as cut:
-        await inflated(pack(PLAIN)[:-10], coding, len(PLAIN))
+        await decompress(pack(PLAIN)[:-10], coding, len(PLAIN))
     assert cut.value.status == 400
     with pytest.raises(CodingError) as other:
-        await inflated(b"nothing of the kind" * 10, coding, len(PLAIN))
+        await decompress(b"nothing of the kind" * 10, coding, len(PLAIN))
     assert other.value.status == 400
 
 
-async def test_the_loop_goes_on_while_large_bodies_are_inflated() -> None:
+async def test_the_loop_goes_on_while_large_bodies_are_decompressed() -> None:
     bomb = gzip.compress(bytes(INLINE_BYTES * 100))
-    work = asyncio.gather(*(inflated(bomb, "gzip", INLINE_BYTES * 100) for _ in range(4)))
+    work = asyncio.gather(*(decompress(bomb, "gzip", INLINE_BYTES * 100) for _ in range(4)))
     turns = 0
     while not work.done():
         turns += 1
@@ -48,7 +48,7 @@ async def test_the_loop_goes_on_while_large_bodies_are_inflated() -> None:
 
 
 async def test_a_coding_nobody_knows_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(CodingError, match=r"'br' is not understood; send gzip, deflate") as refused:
-        await inflated(b"x", "br", 10)
+    with pytest.raises(CodingError, match=r"'br' is not supported; send gzip, deflate") as refused:
+        await decompress(b"x", "br", 10)
     assert refused.value.status == 415
-    assert await inflated(b"x", "identity", 10) == b"x"
+    assert await decompress(b"x", "identity", 10) == b"x"

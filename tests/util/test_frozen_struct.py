@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
-from agentlightning.util.frozen_struct import Carrier
+from agentlightning.util.frozen_struct import FrozenStruct
 
 ATTEMPT = Attempt("ro-1", "at-1", 1, 2.0)
 CLAIMED = AttemptedRollout("ro-1", {"question": [1]}, 1.0, config=RolloutConfig(max_attempts=3), attempt=ATTEMPT)
@@ -24,13 +24,13 @@ every = pytest.mark.parametrize("value", ALL, ids=lambda value: type(value).__na
 
 
 @every
-def test_it_cannot_be_changed(value: Carrier) -> None:
+def test_it_cannot_be_changed(value: FrozenStruct) -> None:
     with pytest.raises(AttributeError):
         setattr(value, dataclasses.fields(value)[0].name, "other")
 
 
 @every
-def test_it_survives_copying_and_the_way_to_another_process(value: Carrier) -> None:
+def test_it_survives_copying_and_the_way_to_another_process(value: FrozenStruct) -> None:
     copies = copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value)), dataclasses.replace(value)
     for again in copies:
         assert type(again) is type(value)
@@ -38,7 +38,7 @@ def test_it_survives_copying_and_the_way_to_another_process(value: Carrier) -> N
 
 
 @every
-def test_the_tools_for_dataclasses_know_it(value: Carrier) -> None:
+def test_the_tools_for_dataclasses_know_it(value: FrozenStruct) -> None:
     assert dataclasses.is_dataclass(value)
     made = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     assert type(value)(**made) == value

@@ -77,7 +77,7 @@ def test_a_phase_without_progress_is_not_silent(monkeypatch: pytest.MonkeyPatch)
         progress.tick()
         progress.tick()
     assert out.getvalue().splitlines() == ["training: 40 to do", "training: 0/40  16 s elapsed"]
-    monkeypatch.setattr("agentlightning.util.progress.QUIET_SECONDS", 0.03)
+    monkeypatch.setattr("agentlightning.util.progress.SILENT_SECONDS", 0.03)
     out = io.StringIO()
     with Progress(Console(file=out, force_terminal=False, width=40)) as progress:
         progress.phase("loading")

@@ -155,7 +155,7 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[algoritm]\nsteps = 3\n[run]\nsead = 1\n")
     lines = message(toml=path).splitlines()
-    assert lines[0] == "2 settings cannot work:"
+    assert lines[0] == "2 invalid settings:"
     assert sorted(line.strip() for line in lines[1:]) == [
         f"unknown setting algoritm.steps (from {path}); the nearest known one is algorithm.steps",
         f"unknown setting run.sead (from {path}); the nearest known one is run.seed",
@@ -209,7 +209,7 @@ def test_a_setting_that_must_be_given_says_so() -> None:
     [
         ("algorithm.steps", r"'algorithm.steps' sets nothing; write section.key=value"),
         ("=3", r"'=3' sets nothing"),
-        ("a b=3", r"'a b' is no name of a setting"),
+        ("a b=3", r"'a b' is not the name of a setting"),
     ],
 )
 def test_an_override_that_is_none_is_refused(override: str, expected: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.gateway.errors import ApiError
-from agentlightning.util.decompression import CodingError, inflated
+from agentlightning.util.decompression import CodingError, decompress
 
 _JSON: Final = (b"content-type", b"application/json")
 _STREAM: Final = [
@@ -59,7 +59,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     if "content-encoding" not in headers:
         return body
     try:
-        return await inflated(body, headers["content-encoding"], limit)
+        return await decompress(body, headers["content-encoding"], limit)
     except CodingError as error:
         code = "body_too_large" if error.status == 413 else "content_encoding"
         raise ApiError(error.status, str(error), code=code) from None

@@ -46,7 +46,7 @@ from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.otlp.decode import Decoded, Request, decode_json, decode_protobuf
 from agentlightning.tracing.otlp.exporter import EXPORTER_HEADER, PROCESS_ID
 from agentlightning.util.api_key import api_key
-from agentlightning.util.decompression import CodingError, inflated, inflated_now
+from agentlightning.util.decompression import CodingError, decompress, decompress_now
 
 PATH: Final = "/v1/traces"
 PROTOBUF: Final = "application/x-protobuf"
@@ -172,8 +172,8 @@ class OtlpReceiver:
         body, coding = await self._body(http), http.headers.get("content-encoding", "")
         if len(body) > INLINE_BYTES:
             async with self._large:
-                return await asyncio.to_thread(lambda: decode(inflated_now(body, coding, self._max_body_bytes), kind))
-        content = await inflated(body, coding, self._max_body_bytes)
+                return await asyncio.to_thread(lambda: decode(decompress_now(body, coding, self._max_body_bytes), kind))
+        content = await decompress(body, coding, self._max_body_bytes)
         if len(content) <= INLINE_BYTES:
             return decode(content, kind)
         async with self._large:

@@ -1,8 +1,8 @@
-"""Compressed request bodies, inflated up to a limit; what takes long, beside the event loop.
+"""Decompresses request bodies up to a limit, large ones in a thread.
 
-A few kilobytes can become many megabytes: what fits INLINE_BYTES is inflated at once, the rest in one of few threads,
-so that neither the loop nor the memory is at the mercy of who sends. Called by the store's server, its OTLP receiver
-and the gateway.
+A few kilobytes can become many megabytes. Bodies of up to INLINE_BYTES are decompressed at once, larger ones in one of
+few threads, so that a client can neither block the event loop nor exhaust the memory. Used by the store's server, the
+OTLP receiver and the gateway.
 """
 
 from __future__ import annotations
@@ -17,107 +17,109 @@ from typing import Any, Final, Protocol
 from agentlightning.errors import ConfigError
 
 INLINE_BYTES: Final = 256 * 1024
-"""Of an inflated body, on the event loop: well under a millisecond."""
+"""Size of a body that is decompressed on the event loop, which takes well under a millisecond."""
 THREADS: Final = 2
-"""Bodies that are inflated at the same time beside it."""
+"""Bodies that are decompressed concurrently in threads."""
 _IDENTITY: Final = ("", "identity")
 
 
 class CodingError(ConfigError):
-    """A body that cannot be inflated, and the HTTP status that says so: 400, 413 or 415."""
+    """A body that cannot be decompressed, with the HTTP status of the response: 400, 413 or 415."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
-class _Inflater(Protocol):
+class _Decompressor(Protocol):
     """Reads one compressed body."""
 
     def read(self, most: int) -> bytes:
-        """So many bytes more, or all there are. Raises CodingError for what is broken or cut."""
+        """Up to `most` bytes; fewer only at the end. Raises CodingError if the data is invalid or truncated."""
         ...
 
     @property
     def ended(self) -> bool: ...
 
 
-async def inflated(body: bytes, coding: str, limit: int) -> bytes:
-    """The body without its `content-encoding`. Raises CodingError for one that is not known (415), broken (400) or,
-    inflated, larger than `limit` bytes (413)."""
+async def decompress(body: bytes, coding: str, limit: int) -> bytes:
+    """The body without its `content-encoding`. Raises CodingError if that is unknown (415), the data invalid (400), or
+    the result larger than `limit` bytes (413)."""
     coding = coding.strip().lower()
     if coding in _IDENTITY:
         return body
-    inflater = _open(coding, body)
-    first = inflater.read(min(INLINE_BYTES, limit + 1))
-    if inflater.ended or len(first) > limit:
-        return _within(first, limit)
-    work = partial(_rest, inflater, first, limit)
-    return await asyncio.get_running_loop().run_in_executor(_threads(), work)
+    decompressor = _open(coding, body)
+    first = decompressor.read(min(INLINE_BYTES, limit + 1))
+    if decompressor.ended or len(first) > limit:
+        return _check_size(first, limit)
+    work = partial(_read_rest, decompressor, first, limit)
+    return await asyncio.get_running_loop().run_in_executor(_executor(), work)
 
 
-def inflated_now(body: bytes, coding: str, limit: int) -> bytes:
-    """The same, here and now."""
+def decompress_now(body: bytes, coding: str, limit: int) -> bytes:
+    """As `decompress`, in the calling thread."""
     coding = coding.strip().lower()
-    return body if coding in _IDENTITY else _rest(_open(coding, body), b"", limit)
+    return body if coding in _IDENTITY else _read_rest(_open(coding, body), b"", limit)
 
 
-def _rest(inflater: _Inflater, first: bytes, limit: int) -> bytes:
-    return _within(first + inflater.read(limit + 1 - len(first)), limit)
+def _read_rest(decompressor: _Decompressor, first: bytes, limit: int) -> bytes:
+    return _check_size(first + decompressor.read(limit + 1 - len(first)), limit)
 
 
-def _within(data: bytes, limit: int) -> bytes:
+def _check_size(data: bytes, limit: int) -> bytes:
     if len(data) > limit:
-        raise CodingError(f"the inflated body has more than {limit} bytes; send less at once", 413)
+        raise CodingError(f"the decompressed body has more than {limit} bytes; send less at once", 413)
     return data
 
 
 @lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="agl-inflate")
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="agl-decompress")
 
 
-def _open(coding: str, body: bytes) -> _Inflater:
+def _open(coding: str, body: bytes) -> _Decompressor:
     if coding in ("gzip", "x-gzip"):
         return _Zlib(body, 31, "gzip")
-    if coding == "deflate":  # some send the bare stream, without zlib's frame
+    if coding == "deflate":  # some clients send the raw stream, without the zlib header
         framed = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
         return _Zlib(body, 15 if framed else -15, "deflate")
     if coding == "zstd" and (found := _zstd(body)) is not None:
         return found
     known = "gzip, deflate" + (", zstd" if _has_zstd() else "")
-    raise CodingError(f"content-encoding={coding!r} is not understood; send {known}, or none", 415)
+    raise CodingError(f"content-encoding={coding!r} is not supported; send {known}, or none", 415)
 
 
 class _Zlib:
     def __init__(self, body: bytes, wbits: int, name: str) -> None:
-        self._inflater = zlib.decompressobj(wbits=wbits)
-        self._left = body
+        self._decompressor = zlib.decompressobj(wbits=wbits)
+        self._remaining = body
         self._name = name
 
     @property
     def ended(self) -> bool:
-        return self._inflater.eof
+        return self._decompressor.eof
 
     def read(self, most: int) -> bytes:
         try:
-            data = self._inflater.decompress(self._left, most)
+            data = self._decompressor.decompress(self._remaining, most)
         except zlib.error as error:
             raise CodingError(f"the body is not {self._name}: {error}", 400) from None
-        self._left = self._inflater.unconsumed_tail
-        cut = len(data) < most and not self._inflater.eof
-        if cut or self._inflater.unused_data:
-            raise CodingError(f"the body is not one whole {self._name} stream; it was cut, or something follows", 400)
+        self._remaining = self._decompressor.unconsumed_tail
+        truncated = len(data) < most and not self._decompressor.eof
+        if truncated or self._decompressor.unused_data:
+            raise CodingError(
+                f"the body is not one complete {self._name} stream: it is truncated, or followed by other data", 400
+            )
         return data
 
 
-class _File:
-    """What a library reads as a file."""
+class _FileDecompressor:
+    """Reads through a library's decompressing file object."""
 
     def __init__(self, file: Any, *errors: type[Exception]) -> None:
         self._file = file
         self._errors = (OSError, EOFError, ValueError, *errors)
-        """What reading a broken one raises."""
+        """What the file raises for invalid data."""
         self.ended = False
 
     def read(self, most: int) -> bytes:
@@ -129,14 +131,14 @@ class _File:
         return data
 
 
-def _zstd(body: bytes) -> _File | None:
-    """With Python's own module (3.14), or pyarrow's."""
+def _zstd(body: bytes) -> _FileDecompressor | None:
+    """With the standard library (Python 3.14), or pyarrow."""
     if (own := _module("compression.zstd")) is not None:
         import io
 
-        return _File(own.ZstdFile(io.BytesIO(body)), own.ZstdError)
+        return _FileDecompressor(own.ZstdFile(io.BytesIO(body)), own.ZstdError)
     if (arrow := _module("pyarrow")) is not None:
-        return _File(arrow.CompressedInputStream(arrow.BufferReader(body), "zstd"))
+        return _FileDecompressor(arrow.CompressedInputStream(arrow.BufferReader(body), "zstd"))
     return None
 
 

@@ -1,4 +1,4 @@
-"""The door from synchronous code to the asynchronous parts: runs one piece of work in an event loop of its own."""
+"""Runs a coroutine from synchronous code, also where an event loop is already running."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in an event loop of its own; SIGTERM ends it as Ctrl-C does, with KeyboardInterrupt.
+    """Run `work` in a new event loop. SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
 
-    Where the calling thread runs an event loop already (a notebook), it does so in another thread, and waits for it.
+    If the calling thread already runs an event loop (in a notebook), the new loop runs in another thread.
     """
     try:
         if _loop_is_running():

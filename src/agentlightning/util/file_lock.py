@@ -1,4 +1,4 @@
-"""A lock on an open file that ends with its process: flock, or its like on Windows."""
+"""Locks an open file until the process ends: flock, or its equivalent on Windows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 if sys.platform == "win32":
     import msvcrt
 
-    _PLACE = 1 << 30
-    """Beyond what is in the file: a byte that is locked there can be read by nobody else."""
+    _OFFSET = 1 << 30
+    """Beyond the content of the file: no other process can read a byte that is locked."""
 
     def lock_file(descriptor: int, *, shared: bool = False) -> bool:
-        """Lock it where nobody else has; False where somebody has. `shared`: others may lock it so too (not here)."""
-        os.lseek(descriptor, _PLACE, os.SEEK_SET)
+        """Lock the file; False if another process has locked it. `shared` has no effect on Windows."""
+        os.lseek(descriptor, _OFFSET, os.SEEK_SET)
         try:
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
         except PermissionError:
@@ -26,7 +26,7 @@ else:
     import fcntl
 
     def lock_file(descriptor: int, *, shared: bool = False) -> bool:
-        """Lock it where nobody else has; False where somebody has. `shared`: others may lock it so too."""
+        """Lock the file; False if another process has locked it. Several processes may hold a `shared` lock."""
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

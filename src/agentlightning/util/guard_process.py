@@ -1,8 +1,9 @@
-"""Runs a command and ends it when its own input ends: `python guard.py SECONDS WORD...`.
+"""Runs a command and terminates it when its standard input is closed: `python guard_process.py SECONDS WORD...`.
 
-Whoever starts it keeps the other end of its standard input. When that is closed, by intent or because its holder was
-killed, the command and all it started get SIGTERM, and after SECONDS SIGKILL. Run by its path, without the package:
-standard library only.
+The process that starts it holds the other end of the pipe. When that is closed, on purpose or because its holder was
+killed, the process group of the command gets SIGTERM, and SIGKILL after SECONDS. It runs by its path, without the
+package: standard library only. (runner/hosts/orphan_guard.py watches many groups at once, as a process that is not
+their parent; this one is the parent of one command and exits with its status.)
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from contextlib import suppress
 
 
 def main(seconds: float, words: list[str]) -> int:
-    woken, wake = os.pipe()
+    wakeup, wakeup_writer = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, lambda _number, _frame: os.write(wake, b".") and None)
+        signal.signal(number, lambda _number, _frame: os.write(wakeup_writer, b".") and None)
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None:
-        readable, _, _ = select.select([0, woken], [], [])
-        if readable and (woken in readable or not os.read(0, 1)):
+        readable, _, _ = select.select([0, wakeup], [], [])
+        if readable and (wakeup in readable or not os.read(0, 1)):
             break
-    return _end(process, seconds)
+    return _terminate(process, seconds)
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """The group goes with its leader: a server's workers outlive one that crashed."""
+def _terminate(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """End the whole group, also if its leader has exited: the workers of a server that crashed still run."""
     _signal(process.pid, signal.SIGTERM)
     try:
         code = process.wait(seconds)

@@ -1,7 +1,6 @@
-"""What a long job says while it runs: its phase, how far it is, its figures, and the time left.
+"""Shows the progress of a long job: its phase, how much is done, its metrics and the time left.
 
-On a terminal a live display; elsewhere plain lines, one every few seconds. It writes to the console it is given and
-nowhere else: where stdout is for machines, that console is stderr. Cheap to call often, and from any thread.
+On a terminal it is a live display, elsewhere a plain line every few seconds. Updates are cheap and thread-safe.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 LINE_SECONDS = 5.0
-"""Without a terminal: a line after this many seconds ..."""
+"""Without a terminal, a line is printed this long after the last one,"""
 LINE_SHARE = 0.1
-"""... or when this share of the phase has passed since the last one, but not before"""
-LINE_PAUSE = 1.0
-"""this many seconds have."""
-QUIET_SECONDS = 15.0
-"""Without a terminal: nothing is said for at most so long, though there be no progress."""
+"""or after this share of the phase"""
+MIN_LINE_SECONDS = 1.0
+"""and at least this long after the last one."""
+SILENT_SECONDS = 15.0
+"""Without a terminal, a line is printed after this time even without progress."""
 REDRAW_SECONDS = 0.1
 WIDE = 110
-"""Columns of a terminal that has room for a bar."""
+"""Columns of a terminal from which on a bar is shown."""
 
-Figure = float | str
+Metric = float | str
 
 
 @dataclass(slots=True)
@@ -48,21 +47,25 @@ class _Phase:
     total: int | None
     started: float
     first: int
-    """What was done when it began: not 0 in a resumed run."""
+    """What was done when the phase began; not 0 in a resumed run."""
     done: int
     shown_at: float
     shown_done: int
-    figures: dict[str, Figure] = field(default_factory=dict[str, Figure])
+    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
 
     def left(self, now: float) -> float | None:
-        """Seconds to go at the speed so far; None while it is not known."""
+        """The estimated seconds to go; None while they are not known."""
         if self.total is None or self.done <= self.first:
             return None
         return (now - self.started) / (self.done - self.first) * max(0, self.total - self.done)
 
     def line(self, now: float) -> str:
         count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-        parts = [f"{self.name}: {count}", *map(str, _shown(self.figures)), f"{duration(now - self.started)} elapsed"]
+        parts = [
+            f"{self.name}: {count}",
+            *map(str, _format_all(self.metrics)),
+            f"{duration(now - self.started)} elapsed",
+        ]
         left = self.left(now)
         if left is not None and self.done != self.total:
             parts.append(f"{duration(left)} left")
@@ -77,7 +80,7 @@ class Progress:
             progress.update(1, reward=0.3, tokens_per_second=3570)
             progress.note("validation 0.41")
 
-    Writes to stderr unless given a console; with `enabled=False`, not at all. May be entered again, also within itself.
+    Writes to `console`, stderr by default; with `enabled=False`, nowhere. It is reentrant.
 
         >>> trainer = agl.Trainer(progress=agl.Progress(enabled=False))
     """
@@ -103,7 +106,9 @@ class Progress:
                 self._bars.start()
             elif self._depth == 1 and self._enabled:
                 self._ended = threading.Event()
-                threading.Thread(target=self._keep_saying, args=(self._ended,), name="progress", daemon=True).start()
+                threading.Thread(
+                    target=self._print_periodically, args=(self._ended,), name="progress", daemon=True
+                ).start()
         return self
 
     def __exit__(
@@ -119,43 +124,43 @@ class Progress:
                     self._bars = None
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
-        """Begin the next phase, which takes `total` of something; `done` of it are done already."""
+        """Begin the next phase, with `total` items of which `done` are already done."""
         with self._lock:
             self._finish_phase()
             now = self._clock()
             self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
             if self._bars is not None:
-                self._bar = self._bars.add_task(escape(name), total=total, completed=done, figures="")
+                self._bar = self._bars.add_task(escape(name), total=total, completed=done, metrics="")
             elif self._enabled:
                 self._print(f"{name} ..." if total is None else f"{name}: {total} to do")
 
-    def update(self, done: int, **figures: Figure) -> None:
-        """How much of the phase is done, and its figures of now: `reward=0.3`, `tokens_per_second=3570` ..."""
+    def update(self, done: int, **metrics: Metric) -> None:
+        """Report how many items are done, and the current metrics: `reward=0.3`, `tokens_per_second=3570`."""
         phase = self._phase
         if phase is None or not self._enabled:
             return
         with self._lock:
             phase.done = done
-            phase.figures |= figures
+            phase.metrics |= metrics
             now = self._clock()
             if self._due(phase, now):
                 self._show(phase, now)
 
     def note(self, text: str) -> None:
-        """Say something that stays: a line of its own."""
+        """Print a line that stays."""
         if self._enabled:
             with self._lock:
                 self._print(text)
 
-    def _keep_saying(self, ended: threading.Event) -> None:
-        while not ended.wait(QUIET_SECONDS / 3):
+    def _print_periodically(self, ended: threading.Event) -> None:
+        while not ended.wait(SILENT_SECONDS / 3):
             self.tick()
 
     def tick(self) -> None:
-        """Without a terminal: say where the phase is, if nothing has been said for long."""
+        """Without a terminal, print the state of the phase if nothing was printed for SILENT_SECONDS."""
         with self._lock:
             phase, now = self._phase, self._clock()
-            if phase is not None and now - phase.shown_at >= QUIET_SECONDS:
+            if phase is not None and now - phase.shown_at >= SILENT_SECONDS:
                 self._show(phase, now)
 
     def _due(self, phase: _Phase, now: float) -> bool:
@@ -163,12 +168,12 @@ class Progress:
         if self._bars is not None:
             return since >= REDRAW_SECONDS
         share = 0.0 if not phase.total else (phase.done - max(phase.first, phase.shown_done)) / phase.total
-        return since >= LINE_SECONDS or (since >= LINE_PAUSE and share >= LINE_SHARE)
+        return since >= LINE_SECONDS or (since >= MIN_LINE_SECONDS and share >= LINE_SHARE)
 
     def _show(self, phase: _Phase, now: float) -> None:
         phase.shown_at, phase.shown_done = now, phase.done
         if self._bars is not None and self._bar is not None:
-            self._bars.update(self._bar, completed=phase.done, figures=escape("  ".join(_shown(phase.figures))))
+            self._bars.update(self._bar, completed=phase.done, metrics=escape("  ".join(_format_all(phase.metrics))))
         else:
             self._print(phase.line(now))
 
@@ -186,11 +191,11 @@ class Progress:
 
 
 def _bars(console: Console) -> Bars:
-    """What there is room for: numbers come before the bar."""
+    """The live display, with a bar if the terminal is wide enough."""
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}", style="cyan"),
+        TextColumn("{task.fields[metrics]}", style="cyan"),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     ]
@@ -200,11 +205,11 @@ def _bars(console: Console) -> Bars:
     return Bars(*columns, console=console, refresh_per_second=1 / REDRAW_SECONDS / 2)
 
 
-def _shown(figures: dict[str, Figure]) -> list[str]:
-    return [_figure(name, value) for name, value in figures.items()]
+def _format_all(metrics: dict[str, Metric]) -> list[str]:
+    return [_format(name, value) for name, value in metrics.items()]
 
 
-def _figure(name: str, value: Figure) -> str:
+def _format(name: str, value: Metric) -> str:
     words = name.replace("_", " ")
     if isinstance(value, str):
         return f"{words} {value}"

@@ -1,4 +1,4 @@
-"""Rendezvous hashing: calls that share an affinity go to the same server, and few move when a server comes or goes."""
+"""Rendezvous hashing: assigns keys to servers so that few keys move when a server is added or removed."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import hashlib
 
 
 def weight(affinity: str, url: str) -> bytes:
-    """Of the servers that may be asked, the one with the largest is (Thaler and Ravishankar, 1998)."""
+    """The weight of a server for a key; the server with the largest weight is chosen (Thaler and Ravishankar, 1998)."""
     return hashlib.blake2b(f"{affinity}\n{url}".encode(), digest_size=8).digest()

@@ -1,7 +1,7 @@
-"""Settings from a file (TOML or JSON) and from `section.key=value` on the command line, and to TOML. Knows no schema.
+"""Loads settings from TOML or JSON files and `section.key=value` overrides into pydantic models, and writes TOML.
 
-A schema is a pydantic model of models. Every mistake is one line: the setting's full name, where it came from, and what
-would work. TOML has no null: the text "none" stands for it wherever a setting may be left out.
+Every mistake is reported in one line: the full name of the setting, where it came from, and what would work. TOML has
+no null: the text "none" stands for it in optional settings.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Table = dict[str, Any]
 
 NONE = "none"
 SECRETS = frozenset({"api_key", "headers", "password", "proxy", "token"})
-"""Names of settings whose values are in no message."""
+"""Names of settings whose values appear in no message."""
 _ITEM = "*"
-"""Stands for the number of an item in the names of what a list holds."""
+"""Stands for the index of a list item in the name of a setting."""
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -40,8 +40,8 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     """The settings of a file, changed by overrides such as `algorithm.optimizer.lr=1e-4`. A file whose name ends in
     `.json` is read as JSON.
 
-    The value of an override is read as TOML, else as a JSON object or array, else as plain text. Raises ConfigError,
-    with a line for each setting that is unknown (and the nearest known one) or has a value that cannot work.
+    The value of an override is parsed as TOML, else as a JSON object or array, else it is plain text. Raises
+    ConfigError with a line for each setting that is unknown (with the nearest known one) or has an invalid value.
     """
     sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
     sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
@@ -55,13 +55,13 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
         lines = _explain(error.errors(), table, sources, list(known))
-    head = f"{len(lines)} settings cannot work:\n  " if len(lines) > 1 else ""
+    head = f"{len(lines)} invalid settings:\n  " if len(lines) > 1 else ""
     raise ConfigError(head + "\n  ".join(lines))
 
 
 class SettingsSignature:
-    """The signature of a class whose `__init__` takes the fields of a model of settings as `**settings`: with these
-    fields by name, so that they are completed and shown. A subclass with an `__init__` of its own has its own."""
+    """The signature of a class whose `__init__` takes the fields of a settings model as `**settings`: it names these
+    fields, so that editors show and complete them. A subclass with its own `__init__` has the signature of that."""
 
     def __init__(self, settings: type[BaseModel]) -> None:
         self._settings = settings
@@ -73,8 +73,8 @@ class SettingsSignature:
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if self._owner is None or owner.__init__ is not self._owner.__init__:
             raise AttributeError("__signature__")
-        given = list(inspect.signature(owner.__init__).parameters.values())[1:]
-        fixed = [each for each in given if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = list(inspect.signature(owner.__init__).parameters.values())[1:]
+        fixed = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
         fields = list(inspect.signature(self._settings).parameters.values())
         return inspect.Signature([*fixed, *(each for each in fields if each.name != "type")])
 
@@ -82,9 +82,9 @@ class SettingsSignature:
 def settings_from(
     model: type[M], values: Mapping[str, Any], *, base: M | None = None, source: str = "from the arguments"
 ) -> M:
-    """Settings given as arguments, over those of `base` or the defaults; a section given in part is completed.
+    """Settings from arguments, over those of `base` or the defaults; partial sections are completed.
 
-    Raises ConfigError as `load_settings` does; `source` says in it where the values came from.
+    Raises ConfigError as `load_settings` does; `source` is what its message says about the origin of the values.
     """
     known = {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
     defaults = known if base is None else dict(base)
@@ -118,7 +118,7 @@ def _read_file(path: Path) -> Table:
     except ValueError as error:
         raise ConfigError(f"{path} is not {kind}: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a JSON {type(table).__name__}; give an object of settings")
+        raise ConfigError(f"{path} holds a JSON {type(table).__name__}; it must hold an object")
     return cast(Table, table)
 
 
@@ -134,7 +134,7 @@ def _read_override(text: str) -> Table:
 
 
 def _json_or_text(value: str) -> Any:
-    """An object or a list as Python and JSON write it is no TOML, and is what people paste."""
+    """People paste JSON objects and lists, which are not TOML."""
     if not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -147,7 +147,7 @@ def _text_override(key: str, value: Any) -> Table:
     try:
         table = tomllib.loads(f"{key}=0")
     except tomllib.TOMLDecodeError:
-        raise ConfigError(f"{key!r} is no name of a setting; write section.key=value") from None
+        raise ConfigError(f"{key!r} is not the name of a setting; write section.key=value") from None
     inner = table
     while isinstance(next(iter(inner.values())), dict):
         inner = next(iter(inner.values()))
@@ -181,7 +181,7 @@ def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -
 
 
 def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
-    """Complete sections that are given in part: pydantic would start from the class, not from the section's default."""
+    """Complete partial sections from the defaults: pydantic would use those of the class, not of the section."""
     for name, default in defaults.items():
         given = table.get(name)
         if isinstance(given, dict) and isinstance(default, BaseModel):
@@ -195,7 +195,7 @@ def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
 
 
 def _known(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting by its dotted name, sections, all members of unions and items of lists (as `*`) included."""
+    """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         for member in _members(field.annotation):
@@ -230,7 +230,7 @@ def _optional(annotation: Any) -> bool:
 def _explain(
     errors: Sequence[ErrorDetails], table: Table, sources: Sequence[_Source], known: Sequence[str]
 ) -> list[str]:
-    """One line for each setting. The members of a union complain one by one; they are heard together."""
+    """One line for each setting. The errors of the members of a union are joined."""
     lines: dict[str, str] = {}
     for error in errors:
         path = _path(error, table)
@@ -243,12 +243,12 @@ def _explain(
             lines[name] += f", or {complaint.removeprefix('should be ')}"
         else:
             lines[name] = _subject(path, error, sources) + complaint
-    # A list complains of being too short once an item of it was refused: that is no second mistake.
+    # A list whose item is invalid is also reported as too short.
     return [line for name, line in lines.items() if not any(other.startswith(f"{name}.") for other in lines)]
 
 
 def _path(error: ErrorDetails, table: Table) -> list[str]:
-    """Where the error is, without the names of union members that pydantic puts into its location."""
+    """The path of the setting, without the names of union members, which pydantic adds to the location."""
     path: list[str] = []
     value: Any = table
     for number, part in enumerate(error["loc"], 1):
@@ -274,7 +274,7 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
     name, numbers = ".".join(path), [part for part in path if part.isdecimal()]
     shape = ".".join(_ITEM if part.isdecimal() else part for part in path)
     if shape in known:
-        return f"{name} ({_origin(path, sources)}) belongs to another type than the one chosen; leave it out"
+        return f"{name} ({_origin(path, sources)}) belongs to another type than the selected one; leave it out"
     line = f"unknown setting {name} ({_origin(path, sources)})"
     if not known:
         return line
@@ -307,12 +307,12 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "num_workers": ("runner.hosts",),
     "max_concurrency": ("runner.concurrency",),
 }
-"""What other trainers call a setting -> how its name ends here. Tried before the likeness of letters, which finds
+"""Names of settings in other trainers -> how the name ends here. Tried before similarity of spelling, which finds
 `aggregate` for `learning_rate`."""
 
 
 def _synonym(name: str, known: Sequence[str]) -> str | None:
-    """The known name that another trainer's word means; one of the algorithm's comes first."""
+    """The setting that has this name in another trainer; settings of the algorithm come first."""
     section, _, last = name.rpartition(".")
     for ending in SYNONYMS.get(last.lower(), ()):
         found = [other for other in known if other == ending or other.endswith(f".{ending}")]
@@ -324,14 +324,14 @@ def _synonym(name: str, known: Sequence[str]) -> str | None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The known dotted name most like `name`; one that ends alike comes first."""
+    """The known dotted name most similar to `name`; a similar last part counts most."""
     last = name.rpartition(".")[2]
 
-    def likeness(other: str) -> tuple[float, float]:
+    def similarity(other: str) -> tuple[float, float]:
         ending = SequenceMatcher(None, last, other.rpartition(".")[2]).ratio()
         return max(ending, 0.6), SequenceMatcher(None, name, other).ratio()
 
-    return max(known, key=likeness)
+    return max(known, key=similarity)
 
 
 def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source]) -> str:
@@ -344,11 +344,11 @@ def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source
 
 
 def _may_be_shown(path: Sequence[str], value: Any) -> bool:
-    """Not what is a table, as its settings are named, and nothing that is or holds a secret."""
+    """Whether a message may show the value: no tables, as their settings are named, and no secrets."""
     if isinstance(value, dict | BaseModel):
         return False
-    held = cast(list[Any], value) if isinstance(value, list) else []
-    return not any(part in SECRETS for part in path) and all(_may_be_shown((), inner) for inner in held)
+    items = cast(list[Any], value) if isinstance(value, list) else []
+    return not any(part in SECRETS for part in path) and all(_may_be_shown((), inner) for inner in items)
 
 
 def _shown(value: Any) -> str:
@@ -371,14 +371,14 @@ def _complaint(error: ErrorDetails) -> str:
 
 
 def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
-    """The last source that says anything of the setting."""
+    """The last source that sets the setting."""
     for source in reversed(sources):
-        if _says(source.table, path):
+        if _sets(source.table, path):
             return source.name
     return "the default"
 
 
-def _says(value: Any, path: Sequence[str]) -> bool:
+def _sets(value: Any, path: Sequence[str]) -> bool:
     for part in path:
         if not isinstance(value, dict):
             return True
@@ -392,7 +392,7 @@ def _says(value: Any, path: Sequence[str]) -> bool:
 
 
 def dump_toml(settings: BaseModel) -> str:
-    """All settings, defaults included, as TOML that `load_settings` reads back to the same, each under its meaning."""
+    """All settings, including defaults, as TOML that `load_settings` reads back, each with its description."""
     return "\n".join(_lines(settings, settings.model_dump(), "")).strip("\n") + "\n"
 
 
@@ -411,7 +411,7 @@ def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Itera
 
 
 def _plain(value: Any, dumped: Any) -> Any:
-    """What stands for a value; of models in a list or table, only what is set: TOML has no word for the rest."""
+    """The value as TOML can hold it; models in a list or table without fields that are None or have their default."""
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
         models = cast(tuple[BaseModel, ...], value)
         return [_set_fields(model) for model in models]
@@ -440,5 +440,5 @@ def _value(value: Any, name: str) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_value(item, name) for item in cast(list[Any], value))}]"
     if value is None:
-        raise ConfigError(f"{name} holds a None inside, which TOML has no word for; leave that key out")
+        raise ConfigError(f"{name} holds a None inside, which TOML cannot represent; leave that key out")
     return tomlkit.item(to_jsonable_python(value)).as_string()

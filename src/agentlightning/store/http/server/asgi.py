@@ -16,7 +16,7 @@ from agentlightning.errors import AgentLightningError, StoreAuthError
 from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import RequestError, error_response, status_of
 from agentlightning.util.api_key import api_key
-from agentlightning.util.decompression import CodingError, inflated
+from agentlightning.util.decompression import CodingError, decompress
 
 DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
@@ -64,7 +64,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
     if content_type != "application/json":
         raise RequestError(f"content-type={content_type!r} is not supported; send application/json", 415)
     try:
-        return await inflated(data, headers.get("content-encoding", ""), limit)
+        return await decompress(data, headers.get("content-encoding", ""), limit)
     except CodingError as error:
         raise RequestError(str(error), error.status) from None
 
