@@ -36,8 +36,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils import logging
 
 from agentlightning.credit import training_samples
+from agentlightning.policy.micro_batch import MicroBatch
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.packing import MicroBatch
 from agentlightning.policy.updater import Updater
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
@@ -86,7 +86,7 @@ def warm_start(model: PreTrainedModel) -> None:
             answer = (*(draw.randrange(1, VOCAB) for _ in range(draw.randint(8, 36))), EOS)
             nodes = (Node(-1, prompt), Node(0, answer, True, (0.0,) * len(answer), "r", "c"))
             share = (1 / 16 / len(answer),) * len(answer)
-            rows.append(TrainingSample(TokenTree(nodes), ((), (1.0,) * len(answer)), ((), share)))
+            rows.append(TrainingSample(TokenTree(nodes), advantages=((), (1.0,) * len(answer)), weights=((), share)))
         updater.step(rows, loss="nll")
 
 
@@ -135,7 +135,7 @@ def as_samples(model: PreTrainedModel, step: dict[str, Any]) -> list[TrainingSam
             nodes.append(Node(0, answer, True, score(model, prompt, answer), f"r{i}", f"c{i}"))
         advantages = [(), *((value,) * len(answer) for answer, value in answers)]
         weights = [(), *((1 / len(step["rows"]) / len(answer),) * len(answer) for answer, _ in answers)]
-        samples.append(TrainingSample(TokenTree(tuple(nodes)), tuple(advantages), tuple(weights)))
+        samples.append(TrainingSample(TokenTree(tuple(nodes)), advantages=advantages, weights=weights))
     return samples
 
 
@@ -149,7 +149,7 @@ def score(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) 
 def our_step(updater: Updater, samples: list[TrainingSample], sharing: str) -> dict[str, float]:
     phases: dict[str, float] = {}
     start = time.process_time()
-    batches = updater.plan(samples, token_budget=MICRO_BATCH * (40 + NEW_TOKENS), sharing=sharing)
+    batches = updater.forward.plan(samples, token_budget=MICRO_BATCH * (40 + NEW_TOKENS), sharing=sharing)
     phases["plan"] = time.process_time() - start
     phases["forward and backward"] = timed(lambda: updater.accumulate(batches))
     phases["clip and step"] = timed(updater.optimizer.step)
@@ -248,8 +248,9 @@ CASES: dict[str, tuple[dict[str, Any], float | None]] = {
 
 def padded_rows(updater: Updater, samples: list[TrainingSample]) -> list[MicroBatch]:
     """One row for each call, 64 rows a pass, padded to the longest, in the order of the calls."""
-    rows = [row for batch in updater.plan(samples, token_budget=10**9, sharing="rows") for row in batch.rows]
-    return [MicroBatch(tuple(rows[i : i + MICRO_BATCH])) for i in range(0, len(rows), MICRO_BATCH)]
+    batches = updater.forward.plan(samples, token_budget=10**9, sharing="rows")
+    rows = [row for batch in batches for row in batch.rows]
+    return [MicroBatch(tuple(rows[i : i + MICRO_BATCH]), batches[0].table) for i in range(0, len(rows), MICRO_BATCH)]
 
 
 def gradient(updater: Updater, batches: Iterable[MicroBatch]) -> torch.Tensor:
@@ -268,10 +269,10 @@ def shared(size: str, rounds: int, measured: dict[str, dict[str, float]]) -> lis
         samples = geometry(**settings)
         arms = {
             "one padded row per call": padded_rows(updater, samples),
-            "rows by length": updater.plan(samples, token_budget=8192, sharing="rows"),
-            "merged": updater.plan(samples, token_budget=8192, sharing="merged"),
-            "shared": updater.plan(samples, token_budget=8192, sharing="shared"),
-            "auto": updater.plan(samples, token_budget=8192),
+            "rows by length": updater.forward.plan(samples, token_budget=8192, sharing="rows"),
+            "merged": updater.forward.plan(samples, token_budget=8192, sharing="merged"),
+            "shared": updater.forward.plan(samples, token_budget=8192, sharing="shared"),
+            "auto": updater.forward.plan(samples, token_budget=8192),
         }
         expected = gradient(plain, arms["one padded row per call"])
         apart = {a: ((gradient(updater, b) - expected).norm() / expected.norm()).item() for a, b in arms.items()}

@@ -58,7 +58,8 @@ def lesson(rng: random.Random) -> list[TrainingSample]:
     for _ in range(32):
         prompt, drawn = (tuple(rng.choices(range(3, 300), k=LESSON)) for _ in range(2))
         tree = TokenTree((Node(-1, prompt), Node(0, drawn, True, (-5.5,) * LESSON, "ro", "call")))
-        samples.append(TrainingSample(tree, ((), (1.0,) * LESSON), ((), (1 / 32 / LESSON,) * LESSON)))
+        weights = (1 / 32 / LESSON,) * LESSON
+        samples.append(TrainingSample(tree, advantages=((), (1.0,) * LESSON), weights=((), weights)))
     return samples
 
 

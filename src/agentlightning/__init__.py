@@ -87,7 +87,8 @@ if TYPE_CHECKING:
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
-    from agentlightning.policy.losses.base import NLLLoss, PPOLoss
+    from agentlightning.policy.losses.nll import NLLLoss
+    from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig

@@ -18,8 +18,18 @@ their common prompt, never a sampled node: each was chosen by one rollout and is
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from agentlightning.errors import PolicyError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +137,68 @@ class TokenTree:
         return [index for index in range(len(self.nodes)) if index not in parents]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class TrainingSample:
-    """A token tree with what the loss needs for each sampled token.
+    """A token tree with what a loss needs for each sampled token, as named columns of NumPy float32.
+
+    Columns are given by name, or all together in `columns`; what stands at nodes that are not sampled is ignored.
 
     >>> tree = agl.TokenTree((agl.Node(-1, (5, 6)), agl.Node(0, (7,), sampled=True, logprobs=(-0.1,))))
-    >>> agl.TrainingSample(tree, advantages=((0.0, 0.0), (0.5,)), weights=((0.0, 0.0), (1.0,))).tree is tree
-    True
+    >>> sample = agl.TrainingSample(tree, advantages=((), (0.5,)), weights=((), (1.0,)))
+    >>> sample.columns["advantages"][1].tolist(), sample.share
+    ([0.5], 1.0)
     """
 
     tree: TokenTree
-    advantages: tuple[tuple[float, ...], ...]
-    """For each node: one number for each token where it is sampled, else empty."""
-    weights: tuple[tuple[float, ...], ...]
-    """For each node, likewise: the token's share of the loss. Over a batch they sum to 1; 0.0 trains nothing."""
+    columns: Mapping[str, tuple[FloatArray, ...]]
+    """By name, for each node: one number for each token where it is sampled, else none. `advantages`; `weights`, each
+    token's factor in the loss, 0.0 trains nothing; where something computes them, `ref_logprobs`, `proximal_logprobs`,
+    `values`, `returns`."""
+    adapter: str | None
+    """Which of the policy's adapters learns from it; None: the policy itself."""
+    share: float
+    """The part of its batch that this sample is: over a batch they sum to 1. A minibatch divides its loss by the
+    shares in it. Where it is not given, the sum of the weights."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        adapter: str | None = None,
+        share: float | None = None,
+        **named: Sequence[Any],
+    ) -> None:
+        """Raises PolicyError for a column that does not have one number for each sampled token."""
+        arrays = {name: _column(tree, name, values) for name, values in {**(columns or {}), **named}.items()}
+        if share is None:
+            share = float(sum(float(each.sum(dtype="float64")) for each in arrays.get("weights", ())))
+        object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "columns", MappingProxyType(arrays))
+        object.__setattr__(self, "adapter", adapter)
+        object.__setattr__(self, "share", share)
+
+    @property
+    def advantages(self) -> tuple[FloatArray, ...]:
+        return self.columns["advantages"]
+
+    @property
+    def weights(self) -> tuple[FloatArray, ...]:
+        return self.columns["weights"]
+
+
+def _column(tree: TokenTree, name: str, values: Sequence[Any]) -> tuple[FloatArray, ...]:
+    import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
+
+    if len(values) != len(tree.nodes):
+        raise PolicyError(f"column {name!r} has {len(values)} entries; give one for each of {len(tree.nodes)} nodes")
+    empty = np.zeros(0, np.float32)
+    column = tuple(
+        np.asarray(given, np.float32) if node.sampled else empty for node, given in zip(tree.nodes, values, strict=True)
+    )
+    for index, (node, array) in enumerate(zip(tree.nodes, column, strict=True)):
+        if node.sampled and array.shape != (len(node.token_ids),):
+            raise PolicyError(
+                f"column {name!r} has shape {array.shape} at node {index}; give one number for each of its "
+                f"{len(node.token_ids)} tokens"
+            )
+    return column

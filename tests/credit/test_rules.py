@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditRule, ReinforceCredit, UniformCredit, credit_rule
+from agentlightning.credit import CreditRule, GroupRelativeCredit, ReinforceCredit, credit_rule
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -26,14 +26,14 @@ def group(*rewards: float | dict[str, float] | None, calls: int = 1, step: float
 
 
 def test_every_call_of_a_rollout_gets_its_distance_from_the_mean_in_standard_deviations() -> None:
-    assert UniformCredit().advantages(group(0.0, 1.0, calls=2)) == [(-1.0, -1.0), (1.0, 1.0)]
-    assert UniformCredit(normalize_std=False).advantages(group(0.0, 1.0)) == [(-0.5,), (0.5,)]
+    assert GroupRelativeCredit().advantages(group(0.0, 1.0, calls=2)) == [(-1.0, -1.0), (1.0, 1.0)]
+    assert GroupRelativeCredit(normalize_std=False).advantages(group(0.0, 1.0)) == [(-0.5,), (0.5,)]
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-100, 100).map(float), min_size=2, max_size=9))
 def test_uniform_advantages_are_standardised(rewards: list[float]) -> None:
-    found = UniformCredit().advantages(group(*rewards))
+    found = GroupRelativeCredit().advantages(group(*rewards))
     if len(set(rewards)) == 1:
         assert found is None
     else:
@@ -44,14 +44,14 @@ def test_uniform_advantages_are_standardised(rewards: list[float]) -> None:
 
 
 def test_rounding_is_no_spread() -> None:
-    assert UniformCredit().advantages(group(0.1 + 0.2, 0.3)) is None
+    assert GroupRelativeCredit().advantages(group(0.1 + 0.2, 0.3)) is None
 
 
 def test_a_group_of_one_has_no_baseline_and_the_message_says_the_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
-        UniformCredit().check_group_size(1)
+        GroupRelativeCredit().check_group_size(1)
     assert str(caught.value) == 'group_size=1 leaves no baseline; use at least 2 or credit="reinforce"'
-    UniformCredit().check_group_size(2)
+    GroupRelativeCredit().check_group_size(2)
     credit_rule("reinforce").check_group_size(1)
 
 
@@ -60,7 +60,7 @@ def test_reinforce_learns_from_one_rollout() -> None:
     assert ReinforceCredit().advantages(group(0.0, 0.0)) is None
 
 
-@pytest.mark.parametrize("rule", [UniformCredit(), ReinforceCredit()])
+@pytest.mark.parametrize("rule", [GroupRelativeCredit(), ReinforceCredit()])
 def test_intermediate_rewards_are_refused_unless_they_are_to_be_ignored(rule: CreditRule) -> None:
     with pytest.raises(RewardError, match=r'call s0 of rollout ro-0.*intermediate="ignore"'):
         rule.advantages(group(0.0, 1.0, step=0.5))
@@ -69,14 +69,16 @@ def test_intermediate_rewards_are_refused_unless_they_are_to_be_ignored(rule: Cr
 
 def test_named_dimensions_are_refused_by_rules() -> None:
     with pytest.raises(RewardError, match="ro-1 has reward"):
-        UniformCredit().advantages(group(0.0, {"a": 1.0}))
+        GroupRelativeCredit().advantages(group(0.0, {"a": 1.0}))
 
 
 def test_rules_are_found_by_name_or_configuration() -> None:
-    assert credit_rule("uniform") == UniformCredit()
-    assert credit_rule({"type": "uniform", "normalize_std": False}) == UniformCredit(normalize_std=False)
+    assert credit_rule("uniform") == GroupRelativeCredit()
+    assert credit_rule({"type": "uniform", "normalize_std": False}) == GroupRelativeCredit(normalize_std=False)
     assert credit_rule(ReinforceCredit()) == ReinforceCredit()
-    with pytest.raises(ConfigError, match="unknown credit rule 'unifrom'; known: reinforce, uniform"):
+    with pytest.raises(
+        ConfigError, match="unknown credit rule 'unifrom'; known: discounted, group_relative, grpo, rein"
+    ):
         credit_rule("unifrom")
     with pytest.raises(ConfigError, match="normalise"):
         credit_rule({"type": "uniform", "normalise": False})

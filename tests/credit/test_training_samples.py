@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,9 +31,10 @@ def by_rollout(samples: list[TrainingSample]) -> dict[str, list[tuple[float, flo
     for sample in samples:
         for node, advantages, weights in zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True):
             if node.sampled:
-                found.setdefault(str(node.rollout_id), []).extend(zip(advantages, weights, strict=True))
+                pairs = zip(advantages.tolist(), weights.tolist(), strict=True)
+                found.setdefault(str(node.rollout_id), []).extend(pairs)
             else:
-                assert advantages == weights == ()
+                assert len(advantages) == len(weights) == 0
     return found
 
 
@@ -48,7 +50,7 @@ def test_every_rollout_has_the_same_share_however_much_it_said() -> None:
 
 def test_every_token_has_the_same_share_where_asked() -> None:
     samples, _ = training_samples([[rollout("a", 1.0, 2, 6), rollout("b", 0.0, 1)]], aggregate="token")
-    assert {w for tokens in by_rollout(samples).values() for _, w in tokens} == {1 / 9}
+    assert {w for tokens in by_rollout(samples).values() for _, w in tokens} == {float(np.float32(1 / 9))}
 
 
 def test_a_missing_reward_is_left_out_and_never_zero() -> None:
@@ -137,8 +139,8 @@ def test_the_weights_of_a_batch_sum_to_one_and_advantages_to_zero(values: Any, a
     samples, report = training_samples(groups, aggregate=aggregate)
     tokens = by_rollout(samples)
     if samples:
-        assert math.isclose(sum(w for own in tokens.values() for _, w in own), 1.0, rel_tol=1e-9)
-        assert math.isclose(sum(own[0][0] for own in tokens.values()), 0.0, abs_tol=1e-9)
+        assert math.isclose(sum(w for own in tokens.values() for _, w in own), 1.0, rel_tol=1e-6)
+        assert math.isclose(sum(own[0][0] for own in tokens.values()), 0.0, abs_tol=1e-6)
     outcomes = report.groups_trained + report.groups_without_spread + report.groups_too_small
     assert outcomes == report.groups == len(groups)
     assert len(samples) == report.groups_trained

@@ -128,7 +128,7 @@ def lesson(number: int) -> TrainingSample:
     rng = random.Random(number)
     drawn = tuple(rng.randrange(3, 300) for _ in range(12))
     tree = TokenTree((Node(-1, (5, 6, 7)), Node(0, drawn, True, (-5.0,) * 12, "ro", "call")))
-    return TrainingSample(tree, ((), (1.0,) * 12), ((), (1 / 12,) * 12))
+    return TrainingSample(tree, advantages=((), (1.0,) * 12), weights=((), (1 / 12,) * 12))
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def training_sample(prompt: Sequence[int], sample: Sample, *, temperature: float
     count = len(sample.token_ids)
     sampled = Node(0, sample.token_ids, True, sample.logprobs, "ro", "call", temperature=temperature)
     tree = TokenTree((Node(-1, tuple(prompt)), sampled))
-    return TrainingSample(tree, ((), (1.0,) * count), ((), (1.0 / count,) * count))
+    return TrainingSample(tree, advantages=((), (1.0,) * count), weights=((), (1.0 / count,) * count))
 
 
 def scored(model: torch.nn.Module, prompt: Sequence[int], sample: Sample) -> torch.Tensor:

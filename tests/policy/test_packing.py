@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from agentlightning.assemble import token_tree
 from agentlightning.errors import PolicyError
-from agentlightning.policy.packing import CostModel, MicroBatch, Sharing, plan, predictions
+from agentlightning.policy.micro_batch import MicroBatch
+from agentlightning.policy.packing import CostModel, Sharing, plan
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 MODES = get_args(Sharing)
@@ -30,12 +31,12 @@ def sample(*calls: tuple[str, tuple[int, ...], int], zero: frozenset[str] = froz
     numbers = iter(range(1, 10_000))
     weights = tuple(tuple(float(next(numbers)) for _ in range(size)) for _, size in sizes)
     advantages = tuple((0.0 if n.rollout_id in zero else 1.0,) * size for n, size in sizes)
-    return TrainingSample(tree, advantages, weights)
+    return TrainingSample(tree, advantages=advantages, weights=weights)
 
 
 def trained(batches: list[MicroBatch]) -> list[float]:
     """The weights of all targets, each of which names one token."""
-    return sorted(weight for batch in batches for row in batch.rows for weight in row.weights)
+    return sorted(weight for batch in batches for weight in batch.table.columns["weights"][batch.places].tolist())
 
 
 GROUP = sample(*((name, (1, 2, 3, 4), 2) for name in "abcd"))
@@ -46,28 +47,28 @@ def test_calls_that_continue_one_another_are_one_row() -> None:
     (batch,) = plan([CHAIN], token_budget=100, sharing="merged")
     (row,) = batch.rows
     assert row.token_ids == (1, 2, 90, 91, 5, 90, 6, 90, 91, 92)
-    assert row.targets == (2, 3, 5, 7, 8, 9)
+    assert row.targets.tolist() == [2, 3, 5, 7, 8, 9]
     assert batch.tokens == row.length == 9
 
 
 def test_one_row_for_each_call_is_there_to_compare_with() -> None:
     (batch,) = plan([CHAIN], token_budget=100, sharing="rows")
-    assert sorted(row.targets for row in batch.rows) == [(2, 3), (5,), (7, 8, 9)]
+    assert sorted(row.targets.tolist() for row in batch.rows) == [[2, 3], [5], [7, 8, 9]]
     assert batch.tokens == 27
 
 
 def test_a_groups_prompt_is_computed_once_but_for_its_last_token() -> None:
     (batch,) = plan([GROUP], token_budget=100, sharing="shared")
-    assert (batch.cut, batch.families, len(batch.rows), batch.width) == (3, (4,), 4, 2)
+    assert (batch.shared_length, batch.families, len(batch.rows), batch.width) == (3, (4,), 4, 2)
     assert batch.tokens == 3 + 4 * 2
 
 
 def test_targets_within_the_shared_part_are_predicted_there() -> None:
     forked = sample(("a", (1, 2), 2), ("a", (1, 2, 90, 91, 5, 6), 1), ("a", (1, 2, 90, 91, 7), 1))
     (batch,) = plan([forked], token_budget=100, sharing="shared")
-    where = predictions(batch)
-    assert batch.cut == 3
-    assert where.prefix == [1, 2], "targets 2 and 3, one token before each"
+    where = batch.predictions()
+    assert batch.shared_length == 3
+    assert where.prefix.tolist() == [1, 2], "targets 2 and 3, one token before each"
     assert len(where.rows) == 2
     assert sorted(where.order) == [0, 1, 2, 3]
 
@@ -75,22 +76,22 @@ def test_targets_within_the_shared_part_are_predicted_there() -> None:
 def test_prompts_of_different_length_share_a_pass_by_the_shorter_prefix() -> None:
     longer = sample(*((name, (1, 2, 3, 4, 5), 2) for name in "abcd"))
     (batch,) = plan([GROUP, longer], token_budget=100, sharing="shared", cost=CostModel(launch=1000))
-    assert (batch.cut, batch.families) == (3, (4, 4))
+    assert (batch.shared_length, batch.families) == (3, (4, 4))
     assert batch.tokens == 2 * 3 + 8 * 3
 
 
 def test_the_plan_shares_where_it_pays_and_only_there() -> None:
     long_prompt = sample(*((name, tuple(range(200)), 40) for name in "abcdefgh"))
     (shared,) = plan([long_prompt], token_budget=10_000)
-    assert shared.cut == 199
+    assert shared.shared_length == 199
     (plain,) = plan([GROUP], token_budget=10_000)
-    assert plain.cut == 0
+    assert plain.shared_length == 0
 
 
 def test_sharing_that_pays_only_together_is_found() -> None:
     group = [sample(*((name, tuple(range(30)), 5) for name in "abcd")) for _ in range(8)]
     cost = CostModel(launch=100)
-    assert plan(group[:1], token_budget=10_000, cost=cost)[0].cut == 0
+    assert plan(group[:1], token_budget=10_000, cost=cost)[0].shared_length == 0
     assert plan(group, token_budget=10_000, cost=cost)[0].families == (4,) * 8
 
 
@@ -98,7 +99,7 @@ def test_tokens_that_teach_nothing_are_not_computed() -> None:
     group = sample(("a", (1, 2), 5), ("b", (1, 2), 3), zero=frozenset({"a"}))
     (batch,) = plan([group], token_budget=100, sharing="merged")
     assert [row.token_ids for row in batch.rows] == [(1, 2, 90, 91, 92)]
-    assert len(plan([group], token_budget=100, sharing="merged", uses_advantages=False)[0].rows) == 2
+    assert len(plan([group], token_budget=100, sharing="merged", trains_zero_advantage=True)[0].rows) == 2
     assert plan([sample(("a", (1, 2), 5), zero=frozenset({"a"}))], token_budget=100) == []
 
 
@@ -123,7 +124,7 @@ def test_rows_of_very_different_length_are_not_padded_to_one_another() -> None:
 def test_a_token_without_anything_before_it_cannot_be_trained() -> None:
     tree = TokenTree((Node(-1, (1, 2), sampled=True, logprobs=(0.0, 0.0), rollout_id="r", call="c-9"),))
     with pytest.raises(PolicyError, match="c-9 has no prompt"):
-        plan([TrainingSample(tree, ((1.0, 1.0),), ((0.5, 0.5),))], token_budget=10)
+        plan([TrainingSample(tree, advantages=[(1.0, 1.0)], weights=[(0.5, 0.5)])], token_budget=10)
 
 
 @st.composite
@@ -158,7 +159,7 @@ def test_every_trained_token_is_a_target_exactly_once(
         assert sum(each.families) in (0, len(each.rows))
         heads = iter(each.rows)
         for count in each.families:
-            assert len({next(heads).token_ids[: each.cut] for _ in range(count)}) == 1
-        where = predictions(each)
+            assert len({next(heads).token_ids[: each.shared_length] for _ in range(count)}) == 1
+        where = each.predictions()
         assert sorted(where.order) == list(range(sum(len(row.targets) for row in each.rows)))
         assert all(0 <= place < len(each.rows) * each.width for place in where.rows)

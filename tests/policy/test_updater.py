@@ -27,8 +27,8 @@ from transformers import (
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, UnfaithfulSampleError
-from agentlightning.policy.head_positions import last_block
-from agentlightning.policy.losses.base import NLLLoss, PPOLoss, TokenLoss
+from agentlightning.policy.head_positions import tokenwise_last_mlp
+from agentlightning.policy.losses import NLLLoss, TokenLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
@@ -100,10 +100,10 @@ def flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def gradient(
-    updater: Updater, batch: Sequence[TrainingSample], loss: TokenLoss | None = None, budget: int = 64, **plan: Any
+    updater: Updater, batch: Sequence[TrainingSample], loss: TokenLoss | str = "ppo", budget: int = 64, **plan: Any
 ) -> torch.Tensor:
     updater.optimizer.zero_grad()
-    updater.accumulate(updater.plan(batch, token_budget=budget, **plan), loss)
+    updater.accumulate(updater.forward.plan(batch, token_budget=budget, **plan), loss)
     return flat([p.grad for p in updater.optimizer.parameters])
 
 
@@ -146,8 +146,8 @@ def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Update
     ]
     alone = training_samples([[name] for name in forked], "reinforce")[0]
     for batch in (samples([forked]), alone):
-        (shared,) = updater.plan(batch, sharing="shared")
-        assert shared.cut
+        (shared,) = updater.forward.plan(batch, sharing="shared")
+        assert shared.shared_length
         expected = gradient(updater, batch, sharing="rows")
         assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
 
@@ -213,7 +213,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(updater: Updater) -> None:
             ]
             for group in groups(temperature=0.7)
         ]
-    metrics = updater.accumulate(updater.plan(samples(batch)))
+    metrics = updater.accumulate(updater.forward.plan(samples(batch)))
     found = gradient(updater, samples(batch))
 
     updater.optimizer.zero_grad()
@@ -234,8 +234,8 @@ def test_supervised_learning_maximises_the_answers_whatever_they_were_sampled_wi
     greedy = [
         replace(s, tree=replace(s.tree, nodes=tuple(replace(n, temperature=0.0) for n in s.tree.nodes))) for s in batch
     ]
-    expected = gradient(updater, samples(groups()), NLLLoss(), uses_advantages=False)
-    assert torch.equal(gradient(updater, greedy, NLLLoss(), uses_advantages=False), expected)
+    expected = gradient(updater, samples(groups()), NLLLoss(), trains_zero_advantage=True)
+    assert torch.equal(gradient(updater, greedy, NLLLoss(), trains_zero_advantage=True), expected)
     copied = Updater(copy.deepcopy(updater.model), OptimizerConfig(lr=1e-2))
     surprise = [copied.step(greedy, loss="nll")["nll"] for _ in range(10)]
     assert surprise[-1] < surprise[0] / 2
@@ -272,8 +272,8 @@ def test_minibatches_are_optimiser_steps_of_their_own_scaled_to_a_whole_batch() 
     whole, parts = Updater(made(llama), OptimizerConfig(lr=1e-3)), Updater(made(llama), OptimizerConfig(lr=1e-3))
     metrics = whole.step(batch, minibatches=2)
     for each in batch:
-        total = sum(map(sum, each.weights))
-        parts.step([replace(each, weights=tuple(tuple(w / total for w in ws) for ws in each.weights))])
+        total = sum(float(w.sum()) for w in each.weights)
+        parts.step([replace(each, weights=[w / total for w in each.weights])])
     assert metrics["optimizer_steps"] == 2.0
     assert torch.allclose(weights(whole.model), weights(parts.model), atol=1e-7)
 
@@ -327,7 +327,7 @@ def test_what_follows_the_last_attention_is_computed_at_trained_positions_only(u
     seen: list[int] = []
     module = updater.model.get_submodule(part)
     handle = module.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
-    metrics = updater.accumulate(updater.plan(samples(groups()), sharing="shared"), PPOLoss())
+    metrics = updater.accumulate(updater.forward.plan(samples(groups()), sharing="shared"))
     handle.remove()
     assert sum(seen) == metrics["tokens_trained"] < metrics["tokens_computed"]
 
@@ -349,9 +349,9 @@ class Demanding(torch.nn.Module):
 @pytest.mark.parametrize("block", [Mixing(), Demanding(), None])
 def test_a_last_block_that_does_not_treat_tokens_alone_is_left_as_it_is(block: torch.nn.Module | None) -> None:
     model = made(llama)
-    assert last_block(model) is model.model.layers[-1].mlp
+    assert tokenwise_last_mlp(model) is model.model.layers[-1].mlp
     model.model.layers[-1].mlp = block
-    assert last_block(model) is None
+    assert tokenwise_last_mlp(model) is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
@@ -375,7 +375,7 @@ def test_activation_checkpointing_gives_the_same_gradient_and_forbids_sharing() 
     updater.model.activation_checkpointing_enable()
     assert apart(gradient(updater, batch), expected) < 1e-5
     with pytest.raises(ConfigError, match='use sharing="merged" or "auto"'):
-        updater.plan(batch, sharing="shared")
+        updater.forward.plan(batch, sharing="shared")
 
 
 def test_impossible_settings_are_refused(updater: Updater) -> None:

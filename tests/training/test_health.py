@@ -12,7 +12,7 @@ def sample(*parts: tuple[int | None, float, int]) -> TrainingSample:
         for index, (version, _, count) in enumerate(parts)
     )
     weights = tuple((weight,) * count for _, weight, count in parts)
-    return TrainingSample(TokenTree(nodes), weights, weights)
+    return TrainingSample(TokenTree(nodes), advantages=weights, weights=weights)
 
 
 def test_staleness_counts_updates_token_by_token():

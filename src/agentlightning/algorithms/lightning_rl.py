@@ -1,7 +1,7 @@
 """LightningRL: reinforcement learning of an agent from whole rollouts (arXiv 2508.03680, section 3).
 
 Two levels. At the level of the episode a *credit rule* gives every model call of a rollout its advantage; with
-`credit="uniform"` and groups of rollouts of one task it is GRPO's (arXiv 2402.03300, equation 4):
+`credit="group_relative"` and groups of rollouts of one task it is GRPO's (arXiv 2402.03300, equation 4):
 
     A_i = (R_i - mean(R)) / std(R)         over the group, the same for every call of rollout i
 
@@ -24,9 +24,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from agentlightning.algorithms.base import Algorithm, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
-from agentlightning.credit import credit_rule, group_trajectories, is_target, rejections, training_samples
+from agentlightning.credit import (
+    Aggregate,
+    ConstantNormalizer,
+    canonical_credit,
+    credit_rule,
+    group_trajectories,
+    is_target,
+    rejections,
+    training_samples,
+)
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
-from agentlightning.policy.losses.base import Loss, PPOLoss, TokenLoss
+from agentlightning.policy.losses import Loss, LossSetting, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import Trajectory
@@ -52,12 +61,13 @@ class LightningRLConfig(BaseModel):
     """Rollouts of each task; their mean reward is the baseline."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the training rollouts."""
-    credit: str | dict[str, Any] = "uniform"
+    credit: str | dict[str, Any] = "group_relative"
     """The episode-level credit rule: its name, or a table with its `type` and settings."""
-    aggregate: Literal["rollout", "token"] = "rollout"
-    """What weighs the same in the loss: every rollout, or every sampled token."""
+    aggregate: Aggregate = "rollout"
+    """What weighs the same in the loss: every rollout, or every sampled token; or a table with type "constant" and the
+    length that each rollout's loss is divided by."""
     loss: Loss = Field(default_factory=PPOLoss)
-    """The token-level loss."""
+    """The token-level loss: a name, a table with its `type` and settings, or a list of these, which add up."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
     reward_weights: dict[str, float] | None = None
@@ -75,6 +85,11 @@ class LightningRLConfig(BaseModel):
     def _the_warmup_ends(self) -> Self:
         self.optimizer.check_warmup(self.steps * self.minibatches)
         return self
+
+    @field_validator("credit", mode="before")
+    @classmethod
+    def _one_name_for_each_rule(cls, credit: Any) -> Any:
+        return canonical_credit(credit)
 
     @field_validator("target_agent")
     @classmethod
@@ -99,8 +114,8 @@ class LightningRLSettings(TypedDict, total=False):
     group_size: int
     temperature: float
     credit: str | Mapping[str, Any]
-    aggregate: Literal["rollout", "token"]
-    loss: TokenLoss | Mapping[str, Any]
+    aggregate: Literal["rollout", "token"] | ConstantNormalizer | Mapping[str, Any]
+    loss: LossSetting
     minibatches: int
     reward_weights: Mapping[str, float] | None
     timeout_reward: float | None

@@ -26,7 +26,7 @@ from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import Policy
-from agentlightning.policy.losses.base import Loss, NLLLoss, TokenLoss
+from agentlightning.policy.losses import Loss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.task import load_dataset
@@ -78,7 +78,7 @@ class SFTSettings(TypedDict, total=False):
     shuffle: bool
     seed: int
     token_budget: int
-    loss: TokenLoss | Mapping[str, Any]
+    loss: LossSetting
     optimizer: OptimizerConfig | Mapping[str, Any]
 
 
@@ -337,5 +337,5 @@ def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
     """One batch as one tree in which every token to imitate weighs the same. All weights sum to 1."""
     tree = token_tree(trajectories)
     share = 1.0 / max(1, tree.num_sampled)
-    zeros = tuple((0.0,) * len(node.token_ids) if node.sampled else () for node in tree.nodes)
-    return TrainingSample(tree, zeros, tuple((share,) * len(row) for row in zeros))
+    weights = [(share,) * len(node.token_ids) for node in tree.nodes]
+    return TrainingSample(tree, advantages=[(0.0,) * len(row) for row in weights], weights=weights)

@@ -1,40 +1,67 @@
-"""What a credit rule is: from the rewards of a group of rollouts to one advantage for each of their calls.
+"""What a credit rule is, and the registry that finds one by its `type`.
 
-Rules are pure and know no tokens; `agentlightning.credit.training_samples` spreads their advantages over token trees.
-A rule is a frozen configuration with a `type`; adding one means a file with a class and a line in
-`agentlightning.credit`.
+A rule turns the rewards of a batch's groups into an advantage for each call, or each token of it. Rules are pure;
+`agentlightning.credit.training_samples` puts what they return on token trees. A rule is a frozen configuration; adding
+one means a file with a class and a line in `agentlightning.credit`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory
 
+Group: TypeAlias = Sequence[Trajectory]
+"""Rollouts of one task, each with a reward that is one number."""
+
+PerCall: TypeAlias = Sequence[Sequence[Any]]
+"""For each trajectory of a group, for each of its transitions: a number, or an array of one for each sampled token."""
+
 Advantages = list[tuple[float, ...]]
-"""For each trajectory of a group: one number for each of its transitions."""
+"""`PerCall` with plain numbers."""
+
+SMALLEST_SPREAD = 1e-9
+"""Numbers closer than this, relative to their size, are equal: the difference is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a rule says of one group."""
+
+    advantages: PerCall
+    """How much better than expected."""
+    weights: PerCall | None = None
+    """What each token's share of the loss is multiplied by; None: 1 everywhere."""
 
 
 class CreditRule(BaseModel, ABC):
-    """A way to say how much better than expected each call was."""
+    """A way to say how much better than expected each call was. Subclasses define `advantages`, for one group, or
+    override `assign`, where groups of a batch depend on one another."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names that settings may have for it."""
     min_group: ClassVar[int] = 2
     """Smaller groups have no baseline under this rule."""
 
-    @abstractmethod
-    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
-        """The advantages of a group whose rewards are all plain numbers; None where it teaches nothing.
+    def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+        """The credit of each group of a batch; None where a group teaches nothing.
 
-        Raises RewardError for a kind of reward the rule cannot use.
-        """
+        Raises RewardError for a kind of reward the rule cannot use."""
+        found = [self.advantages(group) for group in groups]
+        return [None if advantages is None else Credit(advantages) for advantages in found]
+
+    def advantages(self, group: Group) -> Advantages | None:
+        """One number for each call of a group; None where it teaches nothing. Raises as `assign` does."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither `advantages` nor `assign`")
 
     def check(self, trajectory: Trajectory) -> None:
         """Raises RewardError where the rule cannot use the rewards of this rollout. By default it can."""
@@ -48,45 +75,63 @@ class CreditRule(BaseModel, ABC):
 
 
 _RULES: dict[str, type[CreditRule]] = {}
+_NAMES: dict[str, str] = {}
+"""By alias, the `type`."""
 
 
 def register(rule: type[CreditRule]) -> type[CreditRule]:
-    """Make a rule known by the default of its `type`; a class decorator."""
-    _RULES[str(rule.model_fields["type"].default)] = rule
+    """Make a rule known by the default of its `type`, and by its aliases; a class decorator."""
+    name = str(rule.model_fields["type"].default)
+    _RULES[name] = rule
+    _NAMES.update(dict.fromkeys(rule.aliases, name))
     return rule
+
+
+def canonical_credit(setting: Any) -> Any:
+    """A rule's name, or table of settings, with an alias replaced by the `type` it stands for."""
+    if isinstance(setting, str):
+        return _NAMES.get(setting, setting)
+    if isinstance(setting, Mapping) and isinstance(setting.get("type"), str):
+        return {**setting, "type": _NAMES.get(setting["type"], setting["type"])}
+    return setting
 
 
 def credit_rule(rule: str | Mapping[str, Any] | CreditRule) -> CreditRule:
     """The rule of a name, or of a configuration with `type`. Raises ConfigError for an unknown name or setting."""
     if isinstance(rule, CreditRule):
         return rule
-    settings: Mapping[str, Any] = {"type": rule} if isinstance(rule, str) else rule
+    settings: Mapping[str, Any] = canonical_credit({"type": rule} if isinstance(rule, str) else rule)
     name = settings.get("type")
     if name not in _RULES:
-        raise ConfigError(f"unknown credit rule {name!r}; known: {', '.join(sorted(_RULES))}")
+        raise ConfigError(f"unknown credit rule {name!r}; known: {', '.join(sorted({*_RULES, *_NAMES}))}")
     try:
         return _RULES[name].model_validate(settings)
     except ValidationError as error:
         raise ConfigError(f"credit rule {name!r} cannot be used as {dict(settings)}: {error}") from error
 
 
-def final_rewards(group: Sequence[Trajectory]) -> list[float]:
+def final_rewards(group: Group) -> list[float]:
     """The final rewards of a group. Raises RewardError where one is missing or has named dimensions."""
-    return [_plain(trajectory) for trajectory in group]
+    return [plain_reward(trajectory) for trajectory in group]
 
 
-def refuse_intermediate(group: Sequence[Trajectory], rule: str) -> None:
-    """Raises RewardError where a call has an intermediate reward, which `rule` would not see."""
-    for trajectory in group:
-        for call in trajectory.transitions:
-            if call.reward is not None:
-                raise RewardError(
-                    f"call {call.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
-                    f'rule "{rule}" cannot use; emit one reward per rollout or set intermediate="ignore"'
-                )
-
-
-def _plain(trajectory: Trajectory) -> float:
+def plain_reward(trajectory: Trajectory) -> float:
+    """The final reward. Raises RewardError where it is missing or has named dimensions."""
     if isinstance(trajectory.reward, int | float):
         return float(trajectory.reward)
     raise RewardError(f"rollout {trajectory.rollout_id} has reward {trajectory.reward!r}; credit needs one number")
+
+
+def refuse_intermediate(trajectory: Trajectory, rule: str) -> None:
+    """Raises RewardError where a call has an intermediate reward, which `rule` would not see."""
+    for call in trajectory.transitions:
+        if call.reward is not None:
+            raise RewardError(
+                f"call {call.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
+                f'rule "{rule}" cannot use; emit one reward per rollout or set intermediate="ignore"'
+            )
+
+
+def spread(numbers: Sequence[float]) -> float:
+    """How far numbers are apart, relative to their size."""
+    return (max(numbers) - min(numbers)) / max(1.0, *map(abs, numbers))

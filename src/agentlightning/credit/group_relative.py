@@ -1,4 +1,4 @@
-"""Uniform credit: every call of a rollout shares the rollout's advantage over its group (GRPO).
+"""Group-relative credit: every call of a rollout has the rollout's advantage over its group (GRPO).
 
     A_i = (R_i - mean(R)) / std(R)
 
@@ -9,21 +9,27 @@ population standard deviation. Without the division it is the advantage of Dr. G
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
-from agentlightning.credit.base import Advantages, CreditRule, final_rewards, refuse_intermediate, register
+from agentlightning.credit.base import (
+    SMALLEST_SPREAD,
+    Advantages,
+    CreditRule,
+    Group,
+    final_rewards,
+    refuse_intermediate,
+    register,
+    spread,
+)
 from agentlightning.trajectory import Trajectory
-
-SMALLEST_SPREAD = 1e-9
-"""Rewards closer than this, relative to their size, are equal: what is left of them is rounding."""
 
 
 @register
-class UniformCredit(CreditRule):
+class GroupRelativeCredit(CreditRule):
     """The rollout's reward against the mean of its group."""
 
-    type: Literal["uniform"] = "uniform"  # pyright: ignore[reportIncompatibleVariableOverride]
+    type: Literal["group_relative"] = "group_relative"  # pyright: ignore[reportIncompatibleVariableOverride]
+    aliases: ClassVar[tuple[str, ...]] = ("uniform", "grpo")
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
     intermediate: Literal["refuse", "ignore"] = "refuse"
@@ -31,18 +37,14 @@ class UniformCredit(CreditRule):
 
     def check(self, trajectory: Trajectory) -> None:
         if self.intermediate == "refuse":
-            refuse_intermediate([trajectory], self.type)
+            refuse_intermediate(trajectory, self.type)
 
-    def advantages(self, group: Sequence[Trajectory]) -> Advantages | None:
+    def advantages(self, group: Group) -> Advantages | None:
         for trajectory in group:
             self.check(trajectory)
         rewards = final_rewards(group)
-        if len(rewards) < self.min_group or _spread(rewards) <= SMALLEST_SPREAD:
+        if len(rewards) < self.min_group or spread(rewards) <= SMALLEST_SPREAD:
             return None
         mean = statistics.fmean(rewards)
         scale = statistics.pstdev(rewards) if self.normalize_std else 1.0
         return [((r - mean) / scale,) * len(t.transitions) for r, t in zip(rewards, group, strict=True)]
-
-
-def _spread(rewards: Sequence[float]) -> float:
-    return (max(rewards) - min(rewards)) / max(1.0, *map(abs, rewards))

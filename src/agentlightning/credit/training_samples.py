@@ -9,17 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from agentlightning.assemble import scalar_reward, token_tree
-from agentlightning.credit.base import CreditRule, credit_rule
+from agentlightning.credit.base import Credit, CreditRule, credit_rule
+from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
-
-Aggregate = Literal["rollout", "token"]
-"""rollout: every rollout has the same share of the loss however many calls or tokens it made (a token's share is
-1 / (rollouts x tokens of its rollout)); token: every sampled token has the same share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +43,26 @@ class CreditReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Credited:
+class CreditedCall:
+    """What a rule says of one call: a number, or an array of one for each token."""
+
+    advantage: Any
+    weight: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedGroup:
     """A group that teaches something."""
 
     tree: TokenTree
-    advantages: dict[tuple[str, str], float]
-    """By (rollout_id, span_id) of the calls that are trained."""
+    calls: dict[tuple[str, str], CreditedCall]
+    """By (rollout_id, span_id), those that are trained."""
     tokens: dict[str, int]
     """Trained tokens by rollout_id."""
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(len(self.tokens), sum(self.tokens.values()))
 
 
 def group_trajectories(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
@@ -66,7 +75,7 @@ def group_trajectories(trajectories: Iterable[Trajectory]) -> list[list[Trajecto
 
 def rejections(
     trajectories: Iterable[Trajectory],
-    rule: str | Mapping[str, Any] | CreditRule = "uniform",
+    rule: str | Mapping[str, Any] | CreditRule = "group_relative",
     *,
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
@@ -91,7 +100,7 @@ def rejections(
 
 
 def is_target(agent: str | None, target: str | None) -> bool:
-    """Whether an agent of this name learns: `target` is a regular expression for the whole name; None: every agent."""
+    """Whether an agent of this name learns. `target` is a regular expression for the whole name; None: every agent."""
     return target is None or re.fullmatch(target, agent or "") is not None
 
 
@@ -106,64 +115,62 @@ def _without_reward(trajectory: Trajectory) -> str:
 
 def training_samples(
     groups: Sequence[Sequence[Trajectory]],
-    rule: str | Mapping[str, Any] | CreditRule = "uniform",
+    rule: str | Mapping[str, Any] | CreditRule = "group_relative",
     *,
-    aggregate: Aggregate = "rollout",
+    aggregate: Aggregate | Mapping[str, Any] = "rollout",
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
 ) -> tuple[list[TrainingSample], CreditReport]:
-    """One training sample for each group that teaches something, and the account of all of them.
+    """One training sample for each group that teaches something, and a count of all of them.
 
-    The weights of all samples sum to 1. Rollouts with a missing reward are left out of their group; groups too small
-    for the rule or without spread are skipped. With `target_agent`, a regular expression for the whole name of an
-    agent, tokens of other agents have weight 0.
+    `aggregate` decides the share of the loss that each token has. Rollouts with a missing reward are left out of their
+    group; groups too small for the rule or without spread are skipped. With `target_agent`, a regular expression for
+    the whole name of an agent, tokens of other agents have weight 0.
 
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p,
     top_k, temperature 0 or anything else that reshapes the distribution and that no loss corrects for.
     """
-    rule = credit_rule(rule)
+    rule, aggregate = credit_rule(rule), normalizer(aggregate)
     counts = dict.fromkeys(CreditReport.__dataclass_fields__, 0)
-    credited: list[_Credited] = []
-    for group in groups:
-        counts["groups"] += 1
-        counts["rollouts"] += len(group)
-        outcome = _credit(group, rule, target_agent, reward_weights, counts)
-        if isinstance(outcome, str):
-            counts[outcome] += 1
-        else:
+    rewarded = [_with_reward(group, reward_weights) for group in groups]
+    large = [group for group in rewarded if len(group) >= rule.min_group]
+    credited: list[CreditedGroup] = []
+    for group, credit in zip(large, rule.assign(large), strict=True):
+        if credit is None:
+            counts["groups_without_spread"] += 1
+        elif (outcome := _credit_group(group, credit, target_agent)).tokens:
             credited.append(outcome)
-    counts["groups_trained"] = len(credited)
-    counts["rollouts_trained"] = sum(len(group.tokens) for group in credited)
-    counts["tokens_trained"] = sum(sum(group.tokens.values()) for group in credited)
-    samples = [_sample(group, aggregate, counts["rollouts_trained"], counts["tokens_trained"]) for group in credited]
-    return samples, CreditReport(**counts)
+        else:
+            counts["groups_without_tokens"] += 1
+    batch = Totals(sum(each.totals.rollouts for each in credited), sum(each.totals.tokens for each in credited))
+    counts |= {
+        "groups": len(groups),
+        "rollouts": sum(map(len, groups)),
+        "groups_trained": len(credited),
+        "groups_too_small": len(groups) - len(large),
+        "rewards_missing": sum(map(len, groups)) - sum(map(len, rewarded)),
+        "rollouts_trained": batch.rollouts,
+        "tokens_trained": batch.tokens,
+    }
+    return [_sample(group, aggregate, batch) for group in credited], CreditReport(**counts)
 
 
-def _credit(
-    group: Sequence[Trajectory],
-    rule: CreditRule,
-    target_agent: str | None,
-    reward_weights: Mapping[str, float] | None,
-    counts: dict[str, int],
-) -> _Credited | str:
-    """The group with its advantages, or the name of the count that says why not."""
-    scored = [_scalar(trajectory, reward_weights) for trajectory in group]
-    known = [trajectory for trajectory in scored if trajectory.reward is not None]
-    counts["rewards_missing"] += len(group) - len(known)
-    if len(known) < rule.min_group:
-        return "groups_too_small"
-    advantages = rule.advantages(known)
-    if advantages is None:
-        return "groups_without_spread"
-    calls: dict[tuple[str, str], float] = {}
+def _with_reward(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Trajectory]:
+    """The rollouts of a group that have a reward, as one number."""
+    return [each for trajectory in group if (each := _scalar(trajectory, weights)).reward is not None]
+
+
+def _credit_group(group: Sequence[Trajectory], credit: Credit, target_agent: str | None) -> CreditedGroup:
+    calls: dict[tuple[str, str], CreditedCall] = {}
     tokens: dict[str, int] = {}
-    for trajectory, values in zip(known, advantages, strict=True):
-        for call, value in zip(trajectory.transitions, values, strict=True):
+    weights = credit.weights or [[1.0] * len(trajectory.transitions) for trajectory in group]
+    for trajectory, own, own_weights in zip(group, credit.advantages, weights, strict=True):
+        for call, advantage, weight in zip(trajectory.transitions, own, own_weights, strict=True):
             if is_target(call.agent, target_agent):
                 _refuse_unfaithful(call)
-                calls[call.rollout_id, call.span_id] = value
+                calls[call.rollout_id, call.span_id] = CreditedCall(advantage, weight)
                 tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)
-    return _Credited(token_tree(known), calls, tokens) if tokens else "groups_without_tokens"
+    return CreditedGroup(token_tree(group) if tokens else TokenTree(()), calls, tokens)
 
 
 def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory:
@@ -186,21 +193,31 @@ def _refuse_unfaithful(call: Transition) -> None:
         )
 
 
-def _sample(group: _Credited, aggregate: Aggregate, rollouts: int, tokens: int) -> TrainingSample:
-    advantages: list[tuple[float, ...]] = []
-    weights: list[tuple[float, ...]] = []
+def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals) -> TrainingSample:
+    import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
+
+    advantages: list[Any] = []
+    weights: list[Any] = []
+    done: dict[tuple[str, str], int] = {}
     for node in group.tree.nodes:
-        advantage = group.advantages.get(_call(node))
-        if advantage is None:
-            share = advantage = 0.0
-        elif aggregate == "token":
-            share = 1.0 / tokens
-        else:
-            share = 1.0 / (rollouts * group.tokens[str(node.rollout_id)])
         length = len(node.token_ids) if node.sampled else 0
-        advantages.append((advantage,) * length)
-        weights.append((share,) * length)
-    return TrainingSample(group.tree, tuple(advantages), tuple(weights))
+        advantage, weight = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        if (credited := group.calls.get(_call(node))) is not None:
+            start = done.get(_call(node), 0)
+            done[_call(node)] = start + length
+            share = token_share(aggregate, batch, group.tokens[str(node.rollout_id)])
+            advantage[:] = _of_tokens(credited.advantage, start, length)
+            weight[:] = _of_tokens(credited.weight, start, length)
+            weight *= share
+        advantages.append(advantage)
+        weights.append(weight)
+    columns = {"advantages": advantages, "weights": weights}
+    return TrainingSample(group.tree, columns, share=sample_share(aggregate, batch, group.totals))
+
+
+def _of_tokens(value: Any, start: int, length: int) -> Any:
+    """The part of a call's numbers that belongs to one of its nodes; nodes come in the order of the call's tokens."""
+    return value if isinstance(value, int | float) or not value.shape else value[start : start + length]
 
 
 def _call(node: Node) -> tuple[str, str]:

@@ -21,10 +21,10 @@ from agentlightning.errors import PolicyError
 
 
 @contextmanager
-def only_positions(
+def head_at_positions(
     model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor] | None = None
 ) -> Generator[None]:
-    """Let the output head, and `block` (see `last_block`), compute at `positions_N` of the flattened [B, T] input only.
+    """Compute the output head, and `block` (`tokenwise_last_mlp`), at `positions_N` of the flattened [B, T] input only.
 
     The model's logits are then [1, N, V]; what it does to them after the head stays its own. With `hidden`, that list
     gets the head's input hidden_NH, and the head itself computes none.
@@ -61,7 +61,7 @@ def only_positions(
         yield
 
 
-def last_block(model: PreTrainedModel) -> nn.Module | None:
+def tokenwise_last_mlp(model: PreTrainedModel) -> nn.Module | None:
     """The feed-forward block of the last layer, where it treats every token on its own; else None.
 
     It is found by the name transformers gives it in most models, and tried out.

@@ -1,7 +1,7 @@
-"""The plan of an update: which rows are computed, which share a prefix, and how they are cut into micro-batches.
+"""The plan of an update: which rows are computed, which share a prefix, and how they fill micro-batches.
 
-Pure Python over token trees; `policy.update` carries the plan out. Every trained token of a tree is a target of exactly
-one row, so that any plan has the same gradient; plans differ in cost only. Three ways to compute a tree:
+Every trained token of a tree is a target of exactly one row, and all tokens of a call of the same row, so that any plan
+has the same gradient; plans differ in cost only. Three ways to compute a tree:
 
 - *rows*: one row for each call. What a trainer without trees does; here for tests and benchmarks.
 - *merged*: one row for each leaf path. Calls that are prefixes of one another become one row.
@@ -10,8 +10,8 @@ one row, so that any plan has the same gradient; plans differ in cost only. Thre
 
 Tokens behind the last trained one of a path are not computed. A worked example: a group of two answers to one prompt
 `a b c`, sampled `X Y` and `Z`, is two merged rows, `a b c X` -> X Y and `a b c` -> Z (the last token is a target and
-never an input), 7 tokens; or shared, cut=2: a prefix `a b` and rows `c X`, `c`, 5 tokens (6 with padding).
-The last prefix token stays in the rows, because the first answer token is predicted there.
+never an input), 7 tokens; or shared, with a shared length of 2: a prefix `a b` and rows `c X`, `c`, 5 tokens (6 with
+padding). The last prefix token stays in the rows, because the first answer token is predicted there.
 """
 
 from __future__ import annotations
@@ -20,80 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from agentlightning.errors import PolicyError
+from agentlightning.policy.micro_batch import NOT_SAMPLED, IntArray, MicroBatch, Row, TokenTable, token_table
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 Sharing = Literal["auto", "rows", "merged", "shared"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A path through a tree, down to its last target."""
-
-    token_ids: tuple[int, ...]
-    targets: tuple[int, ...]
-    """Ascending indices into `token_ids` of the tokens trained here; each is predicted by the token before it."""
-    logprobs: tuple[float, ...]
-    """For each target, when it was sampled; likewise the next three."""
-    advantages: tuple[float, ...]
-    weights: tuple[float, ...]
-    temperatures: tuple[float, ...]
-
-    @property
-    def length(self) -> int:
-        """Tokens to compute: the last one is only a target."""
-        return len(self.token_ids) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Rows computed in one forward and backward pass."""
-
-    rows: tuple[Row, ...]
-    cut: int = 0
-    """How many tokens of each row are computed once per family and shared; 0: none."""
-    families: tuple[int, ...] = ()
-    """Where cut > 0: how many consecutive rows share each prefix."""
-
-    @property
-    def width(self) -> int:
-        """Length of the padded rows, without the shared part."""
-        return max(row.length for row in self.rows) - self.cut
-
-    @property
-    def tokens(self) -> int:
-        """Tokens computed, padding included."""
-        return len(self.families) * self.cut + len(self.rows) * self.width
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """Where in the computed tokens of a micro-batch the targets are predicted."""
-
-    prefix: list[int]
-    """Flat positions in [families, cut]."""
-    rows: list[int]
-    """Flat positions in [rows, width]."""
-    order: list[int]
-    """For each target, rows by rows, its place in `prefix + rows`."""
-
-
-def predictions(batch: MicroBatch) -> Predictions:
-    """Say where each target is predicted: one token before it, in the shared prefix or in its row."""
-    prefix: list[int] = []
-    rows: list[int] = []
-    owners = [family for family, count in enumerate(batch.families) for _ in range(count)]
-    early: list[tuple[bool, int]] = []
-    width = batch.width
-    for b, row in enumerate(batch.rows):
-        for target in row.targets:
-            if target <= batch.cut:
-                early.append((True, len(prefix)))
-                prefix.append(owners[b] * batch.cut + target - 1)
-            else:
-                early.append((False, len(rows)))
-                rows.append(b * width + target - 1 - batch.cut)
-    return Predictions(prefix, rows, [place if is_early else len(prefix) + place for is_early, place in early])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,28 +43,28 @@ class CostModel:
     pair: float = 1e-3
     """Attention of one token to one other."""
     copy: float = 0.02
-    """Handing one prefix token's keys and values to one row."""
+    """Copying one prefix token's keys and values to one row."""
     launch: float = 50.0
     """Fixed time of a pass, whatever its size."""
 
     def rows(self, count: int, width: int) -> float:
         return count * width * (1 + self.pair * width / 2) + self.launch
 
-    def shared(self, families: int, cut: int, count: int, width: int) -> float:
-        branches = count * width * (1 + self.pair * (cut + width)) + count * cut * self.copy + self.launch
-        return self.rows(families, cut) + branches
+    def shared(self, families: int, shared_length: int, count: int, width: int) -> float:
+        branches = count * width * (1 + self.pair * (shared_length + width))
+        return self.rows(families, shared_length) + branches + count * shared_length * self.copy + self.launch
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Rows with a common prefix of `cut` tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixFamily:
+    """Rows with a common prefix of `shared_length` tokens."""
 
     rows: tuple[Row, ...]
-    cut: int
+    shared_length: int
 
     @property
     def width(self) -> int:
-        return max(row.length for row in self.rows) - self.cut
+        return max(row.length for row in self.rows) - self.shared_length
 
 
 def plan(
@@ -140,111 +73,92 @@ def plan(
     token_budget: int,
     cost: CostModel | None = None,
     sharing: Sharing = "auto",
-    uses_advantages: bool = True,
+    trains_zero_advantage: bool = False,
 ) -> list[MicroBatch]:
-    """Cut samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
+    """Divide samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
     "auto" takes the cheapest by `cost` of three plans: nothing shared, shared where it pays for a tree alone, shared
-    where it pays once trees split the launch. Tokens of weight 0, and where `uses_advantages` of advantage 0, are not
-    trained. Raises PolicyError for a trained token that nothing comes before.
+    where it pays once trees split the launch. A call is trained if one of its tokens has a weight and, unless
+    `trains_zero_advantage`, an advantage; it is then trained whole. Raises PolicyError for a trained token that nothing
+    comes before.
     """
-    cost = cost or CostModel()
-    trees = [_Paths(sample, uses_advantages, by_call=sharing == "rows") for sample in samples]
+    cost, samples = cost or CostModel(), list(samples)
+    packer = _Packer(token_table(samples), token_budget, cost)
+    trees = [
+        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows")
+        for number, sample in enumerate(samples)
+    ]
     if sharing in ("rows", "merged"):
-        return _pack_rows([row for tree in trees for row in tree.rows], token_budget, cost)
+        return packer.pack_rows([row for tree in trees for row in tree.rows])
     if sharing == "shared":
-        return _pack([tree.best_family(cost, force=True) for tree in trees], token_budget, cost)
-    choices: list[list[tuple[_Family | None, list[Row]]]] = [[(None, tree.rows) for tree in trees]]
+        return packer.pack([tree.best_family(cost, force=True) for tree in trees])
+    choices: list[list[tuple[PrefixFamily | None, list[Row]]]] = [[(None, tree.rows) for tree in trees]]
     choices += [[tree.best_family(each, force=False) for tree in trees] for each in (cost, replace(cost, launch=0.0))]
-    plans = [_pack(choice, token_budget, cost) for choice in choices]
-    return min(plans, key=lambda batches: sum(_price(batch, cost) for batch in batches))
-
-
-def _pack(trees: Sequence[tuple[_Family | None, list[Row]]], token_budget: int, cost: CostModel) -> list[MicroBatch]:
-    families: list[_Family] = []
-    plain: list[Row] = []
-    for family, rest in trees:
-        parts, whole = _fit(family, token_budget) if family else ([], [])
-        families += parts
-        plain += [*rest, *whole]
-    return [*_pack_families(families, token_budget, cost), *_pack_rows(plain, token_budget, cost)]
+    plans = [packer.pack(choice) for choice in choices]
+    return min(plans, key=lambda batches: sum(packer.price(batch) for batch in batches))
 
 
 class _Paths:
     """The rows of one tree."""
 
-    def __init__(self, sample: TrainingSample, uses_advantages: bool, by_call: bool) -> None:
-        self._sample = sample
+    def __init__(
+        self, sample: TrainingSample, table: TokenTable, number: int, trains_zero_advantage: bool, by_call: bool
+    ) -> None:
+        self._tree = sample.tree
+        self._starts = table.starts[number]
         self._depths = _depths(sample.tree)
-        self._trained = _trained(sample, uses_advantages)
+        self._calls = _trained_calls(sample, table.calls[number], trains_zero_advantage)
         self.paths = self._call_paths() if by_call else self._leaf_paths()
         self.rows = [self._row(path, owned) for path, owned in self.paths]
 
     def _leaf_paths(self) -> list[tuple[list[int], set[int]]]:
-        """Paths to the deepest trained nodes, each with the trained nodes that are its own to train."""
-        tree = self._sample.tree
+        """Paths to the deepest trained nodes, each with the nodes of the calls that are its own to train: a call
+        belongs to the first path through its last node."""
         inner: set[int] = set()
-        for index in self._trained:
-            inner.update(tree.path(index)[:-1])
-        free, paths = set(self._trained), list[tuple[list[int], set[int]]]()
-        for leaf in (index for index in self._trained if index not in inner):
-            path = tree.path(leaf)
-            paths.append((path, free.intersection(path)))
-            free.difference_update(path)
+        for nodes in self._calls:
+            inner.update(self._tree.path(nodes[-1])[:-1])
+        free = {nodes[-1]: nodes for nodes in self._calls}
+        paths: list[tuple[list[int], set[int]]] = []
+        for leaf in [last for last in free if last not in inner]:
+            path = self._tree.path(leaf)
+            paths.append((path, {node for index in path for node in free.pop(index, ())}))
         return paths
 
     def _call_paths(self) -> list[tuple[list[int], set[int]]]:
-        """One path for each call: a call's nodes may be several where a later prompt split them."""
-        tree, calls = self._sample.tree, dict[tuple[str | None, str | None], list[int]]()
-        for index in self._trained:
-            calls.setdefault((tree.nodes[index].rollout_id, tree.nodes[index].call), []).append(index)
-        return [(tree.path(nodes[-1]), set(nodes)) for nodes in calls.values()]
+        return [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
 
     def _row(self, path: list[int], owned: set[int]) -> Row:
         tokens: list[int] = []
-        targets: list[int] = []
-        logprobs: list[float] = []
-        advantages: list[float] = []
-        weights: list[float] = []
-        temperatures: list[float] = []
+        targets: list[IntArray] = []
+        places: list[IntArray] = []
         for index in path:
-            node, start = self._sample.tree.nodes[index], len(tokens)
+            start, node = len(tokens), self._tree.nodes[index]
             tokens += node.token_ids
-            for offset in self._trained[index] if index in owned else ():
-                targets.append(start + offset)
-                logprobs.append(node.logprobs[offset])
-                advantages.append(self._sample.advantages[index][offset])
-                weights.append(self._sample.weights[index][offset])
-                temperatures.append(node.temperature)
-        if targets[0] == 0:
-            raise PolicyError(
-                f"the first token of call {self._sample.tree.nodes[path[0]].call} has no prompt before it"
-            )
-        return Row(
-            token_ids=tuple(tokens[: targets[-1] + 1]),
-            targets=tuple(targets),
-            logprobs=tuple(logprobs),
-            advantages=tuple(advantages),
-            weights=tuple(weights),
-            temperatures=tuple(temperatures),
-        )
+            if index in owned:
+                offsets = np.arange(len(node.token_ids), dtype=np.int64)
+                targets.append(start + offsets)
+                places.append(self._starts[index] + offsets)
+        joined = np.concatenate(targets)
+        if joined[0] == 0:
+            raise PolicyError(f"the first token of call {self._tree.nodes[path[0]].call} has no prompt before it")
+        return Row(tuple(tokens[: joined[-1] + 1]), joined, np.concatenate(places))
 
-    def best_family(self, cost: CostModel, force: bool) -> tuple[_Family | None, list[Row]]:
+    def best_family(self, cost: CostModel, force: bool) -> tuple[PrefixFamily | None, list[Row]]:
         """The cheapest way to share one node's prefix, and the rows not through it; (None, all) where none pays."""
-        best: tuple[float, _Family | None, list[Row]] = (_rows_cost(self.rows, cost), None, self.rows)
+        best: tuple[float, PrefixFamily | None, list[Row]] = (_rows_cost(self.rows, cost), None, self.rows)
         if force:
             best = (float("inf"), None, self.rows)
-        for cut, members in self._candidates():
+        for shared_length, members in self._candidates():
             inside = tuple(row for i, row in enumerate(self.rows) if i in members)
             outside = [row for i, row in enumerate(self.rows) if i not in members]
-            family = _Family(inside, cut)
-            price = cost.shared(1, cut, len(inside), family.width) + _rows_cost(outside, cost)
+            family = PrefixFamily(inside, shared_length)
+            price = cost.shared(1, shared_length, len(inside), family.width) + _rows_cost(outside, cost)
             if price < best[0]:
                 best = (price, family, outside)
         return best[1], best[2]
 
     def _candidates(self) -> list[tuple[int, frozenset[int]]]:
-        """(cut, indices of rows) for each set of at least two rows, at the deepest node they all run through."""
+        """(shared length, indices of rows) for each set of at least two rows, at the deepest node common to them."""
         through: dict[int, list[int]] = {}
         for i, (path, _) in enumerate(self.paths):
             for index in path:
@@ -254,7 +168,7 @@ class _Paths:
             if len(members) > 1:
                 key = frozenset(members)
                 deepest[key] = max(deepest.get(key, 0), self._depths[index] - 1)
-        return [(cut, members) for members, cut in deepest.items() if cut > 0]
+        return [(length, members) for members, length in deepest.items() if length > 0]
 
 
 def _depths(tree: TokenTree) -> list[int]:
@@ -265,14 +179,21 @@ def _depths(tree: TokenTree) -> list[int]:
     return depths
 
 
-def _trained(sample: TrainingSample, uses_advantages: bool) -> dict[int, list[int]]:
-    """Offsets of the trained tokens of each node that has any."""
-    trained: dict[int, list[int]] = {}
-    for index, (advantages, weights) in enumerate(zip(sample.advantages, sample.weights, strict=True)):
-        offsets = [i for i, w in enumerate(weights) if w and (advantages[i] or not uses_advantages)]
-        if offsets:
-            trained[index] = offsets
-    return trained
+def _trained_calls(sample: TrainingSample, calls: IntArray, trains_zero_advantage: bool) -> list[list[int]]:
+    """The nodes of each call that has a trained token, from the root down."""
+    weights, advantages = sample.columns["weights"], sample.columns.get("advantages")
+    nodes: dict[int, list[int]] = {}
+    trained: set[int] = set()
+    for index, call in enumerate(calls.tolist()):
+        if call == NOT_SAMPLED or not len(weights[index]):
+            continue
+        nodes.setdefault(call, []).append(index)
+        kept = weights[index] != 0
+        if not trains_zero_advantage and advantages is not None:
+            kept = kept & (advantages[index] != 0)
+        if kept.any():
+            trained.add(call)
+    return [own for call, own in nodes.items() if call in trained]
 
 
 def _rows_cost(rows: Sequence[Row], cost: CostModel) -> float:
@@ -281,47 +202,63 @@ def _rows_cost(rows: Sequence[Row], cost: CostModel) -> float:
     return sum(cost.rows(1, row.length) - cost.launch for row in rows) + cost.launch
 
 
-def _fit(family: _Family, token_budget: int) -> tuple[list[_Family], list[Row]]:
-    """Families within the budget, each computing the prefix again; rows that fit no such family are plain."""
-    if family.cut + 2 * family.width > token_budget:
-        return [], list(family.rows)
-    size = (token_budget - family.cut) // family.width
-    rows = sorted(family.rows, key=lambda row: row.length, reverse=True)
-    parts = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
-    return [_Family(part, family.cut) for part in parts if len(part) > 1], [p[0] for p in parts if len(p) == 1]
+class _Packer:
+    """Puts rows of one table into micro-batches."""
 
+    def __init__(self, table: TokenTable, token_budget: int, cost: CostModel) -> None:
+        self.table = table
+        self._token_budget = token_budget
+        self._cost = cost
 
-def _pack_families(families: list[_Family], token_budget: int, cost: CostModel) -> list[MicroBatch]:
-    """Join families while one pass over both is cheaper than two; the shared part is as long as the shortest prefix."""
-    batches: list[MicroBatch] = []
-    for family in sorted(families, key=lambda each: (each.cut, each.width), reverse=True):
-        alone = MicroBatch(family.rows, family.cut, (len(family.rows),))
-        if batches:
-            last = batches[-1]
-            joined = MicroBatch(last.rows + alone.rows, alone.cut, last.families + alone.families)
-            if joined.tokens <= token_budget and _price(joined, cost) <= _price(last, cost) + _price(alone, cost):
-                batches[-1] = joined
-                continue
-        batches.append(alone)
-    return batches
+    def pack(self, trees: Sequence[tuple[PrefixFamily | None, list[Row]]]) -> list[MicroBatch]:
+        families: list[PrefixFamily] = []
+        plain: list[Row] = []
+        for family, rest in trees:
+            parts, whole = self._divide(family) if family else ([], [])
+            families += parts
+            plain += [*rest, *whole]
+        return [*self._pack_families(families), *self.pack_rows(plain)]
 
+    def pack_rows(self, rows: list[Row]) -> list[MicroBatch]:
+        """Rows by length, a new batch where the budget ends or padding has cost as much as another pass would."""
+        batches: list[MicroBatch] = []
+        current: list[Row] = []
+        wasted = 0
+        for row in sorted(rows, key=lambda row: row.length, reverse=True):
+            width = current[0].length if current else row.length
+            wasted += width - row.length
+            if current and ((len(current) + 1) * width > self._token_budget or wasted > self._cost.launch):
+                batches.append(MicroBatch(tuple(current), self.table))
+                current, wasted = [], 0
+            current.append(row)
+        return [*batches, MicroBatch(tuple(current), self.table)] if current else batches
 
-def _pack_rows(rows: list[Row], token_budget: int, cost: CostModel) -> list[MicroBatch]:
-    """Rows by length, cut where the budget ends or where padding has cost as much as another pass would."""
-    batches: list[MicroBatch] = []
-    current: list[Row] = []
-    wasted = 0
-    for row in sorted(rows, key=lambda row: row.length, reverse=True):
-        width = current[0].length if current else row.length
-        wasted += width - row.length
-        if current and ((len(current) + 1) * width > token_budget or wasted > cost.launch):
-            batches.append(MicroBatch(tuple(current)))
-            current, wasted = [], 0
-        current.append(row)
-    return [*batches, MicroBatch(tuple(current))] if current else batches
+    def price(self, batch: MicroBatch) -> float:
+        if batch.shared_length:
+            return self._cost.shared(len(batch.families), batch.shared_length, len(batch.rows), batch.width)
+        return self._cost.rows(len(batch.rows), batch.width)
 
+    def _divide(self, family: PrefixFamily) -> tuple[list[PrefixFamily], list[Row]]:
+        """Families within the budget, each computing the prefix again; rows that fit no such family are plain."""
+        if family.shared_length + 2 * family.width > self._token_budget:
+            return [], list(family.rows)
+        size = (self._token_budget - family.shared_length) // family.width
+        rows = sorted(family.rows, key=lambda row: row.length, reverse=True)
+        parts = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
+        families = [PrefixFamily(part, family.shared_length) for part in parts if len(part) > 1]
+        return families, [part[0] for part in parts if len(part) == 1]
 
-def _price(batch: MicroBatch, cost: CostModel) -> float:
-    if batch.cut:
-        return cost.shared(len(batch.families), batch.cut, len(batch.rows), batch.width)
-    return cost.rows(len(batch.rows), batch.width)
+    def _pack_families(self, families: list[PrefixFamily]) -> list[MicroBatch]:
+        """Join families while one pass over both is cheaper than two, at the length of the shortest prefix."""
+        batches: list[MicroBatch] = []
+        for family in sorted(families, key=lambda each: (each.shared_length, each.width), reverse=True):
+            alone = MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),))
+            if batches:
+                last = batches[-1]
+                joined = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
+                cheaper = self.price(joined) <= self.price(last) + self.price(alone)
+                if joined.tokens <= self._token_budget and cheaper:
+                    batches[-1] = joined
+                    continue
+            batches.append(alone)
+        return batches

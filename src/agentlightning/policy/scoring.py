@@ -69,12 +69,12 @@ class OutputHead:
 def score(
     head: OutputHead, hidden_NH: Tensor, chosen_N: Tensor, temperatures_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """log p of the chosen tokens at their temperatures [N], and the summed entropy, both float32."""
+    """log p of the chosen tokens at their temperatures, and the entropies there (no gradient): float32 [N]."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
     if len(hidden_NH) <= size:
         return _score_chunk(head, hidden_NH, chosen_N, temperatures_N)
     logprobs: list[Tensor] = []
-    entropy = torch.zeros((), device=hidden_NH.device)
+    entropies: list[Tensor] = []
     for start in range(0, len(hidden_NH), size):
         part = slice(start, start + size)
         temperatures = None if temperatures_N is None else temperatures_N[part]
@@ -83,8 +83,8 @@ def score(
             use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         logprobs.append(found[0])
-        entropy = entropy + found[1]
-    return torch.cat(logprobs), entropy
+        entropies.append(found[1])
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def score_logits(logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,8 @@ def score_logits(logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | N
         logits_CV = logits_CV / temperatures_C[:, None].clamp(min=MIN_TEMPERATURE)
     logprobs_CV = logits_CV.log_softmax(-1)
     with torch.no_grad():
-        entropy = -logprobs_CV.exp().mul_(logprobs_CV).sum()
-    return logprobs_CV.gather(1, chosen_C[:, None])[:, 0], entropy
+        entropy_C = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
+    return logprobs_CV.gather(1, chosen_C[:, None])[:, 0], entropy_C
 
 
 def _score_chunk(

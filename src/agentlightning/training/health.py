@@ -47,7 +47,7 @@ def staleness(samples: Sequence[TrainingSample], version: int) -> Mapping[str, f
 def _trained(sample: TrainingSample) -> Iterator[tuple[int, int]]:
     """(version, how many of its tokens are trained) for each node."""
     for node, weights in zip(sample.tree.nodes, sample.weights, strict=True):
-        count = sum(weight != 0 for weight in weights)
+        count = int((weights != 0).sum())
         if node.policy_version is not None and count:
             yield node.policy_version, count
 

@@ -269,7 +269,7 @@ def test_which_weights_drew_a_token_does_not_change_its_gradient(sharing: Litera
         group = [trajectory("a", (60, 61, 62, 63, 64), runs), trajectory("b", (60, 70), ())]
         samples, _ = training_samples([group])
         updater = Updater(tiny_model())
-        updater.accumulate(updater.plan(samples, sharing=sharing))
+        updater.accumulate(updater.forward.plan(samples, sharing=sharing))
         return torch.cat([parameter.grad.flatten() for parameter in updater.model.parameters()])
 
     whole, split = gradient(()), gradient(((1, 2), (2, 1), (3, 2)))
@@ -296,7 +296,7 @@ def training_sample(prompt: Sequence[int], sample: Sample, *, temperature: float
     count = len(sample.token_ids)
     sampled = Node(0, sample.token_ids, True, sample.logprobs, "ro", "call", temperature=temperature)
     tree = TokenTree((Node(-1, tuple(prompt)), sampled))
-    return TrainingSample(tree, ((), (1.0,) * count), ((), (1.0 / count,) * count))
+    return TrainingSample(tree, advantages=((), (1.0,) * count), weights=((), (1.0 / count,) * count))
 
 
 class Listener:

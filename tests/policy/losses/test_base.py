@@ -1,73 +1,45 @@
-"""Token losses against a plain numpy implementation."""
+"""Losses are found by name, alone or several at once."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.losses.base import NLLLoss, PPOLoss, TokenBatch, token_loss
-
-numbers = st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-2, 2), st.floats(0, 1))
-
-
-def batch(rows: list[tuple[float, float, float, float]]) -> TokenBatch:
-    columns = torch.tensor(rows, dtype=torch.float32).T
-    return TokenBatch(columns[0].clone().requires_grad_(), columns[1], columns[2], columns[3])
-
-
-def ppo_in_numpy(rows: list[tuple[float, float, float, float]], low: float, high: float, dual: float | None) -> float:
-    total = 0.0
-    for logprob, sampled, advantage, weight in np.asarray(rows, dtype=np.float64):
-        ratio = np.exp(logprob - sampled)
-        objective = min(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
-        if dual is not None and advantage < 0:
-            objective = max(objective, dual * advantage)
-        total -= weight * objective
-    return total
-
-
-@settings(deadline=None)
-@given(st.lists(numbers, min_size=1, max_size=20), st.sampled_from([None, 2.0]))
-def test_ppo_is_its_formula(rows: list[tuple[float, float, float, float]], dual: float | None) -> None:
-    value = PPOLoss(dual_clip=dual)(batch(rows))
-    assert value.loss.item() == pytest.approx(ppo_in_numpy(rows, 0.2, 0.28, dual), rel=1e-4, abs=1e-4)
-
-
-def test_ppo_counts_clipped_tokens_and_their_ratio() -> None:
-    rows = [(0.0, -1.0, 1.0, 1.0), (0.0, -1.0, -1.0, 1.0), (-1.0, 0.0, -1.0, 1.0), (-1.0, 0.0, 1.0, 1.0), (0, 0, 1, 1)]
-    tokens = batch(rows)
-    value = PPOLoss()(tokens)
-    value.loss.backward()
-    assert value.sums["clip_fraction"].item() == 2
-    assert value.sums["ratio"].item() == pytest.approx(2 * np.e + 2 / np.e + 1)
-    assert value.sums["approx_kl"].item() == pytest.approx(2 * (np.e - 2) + 2 * (1 / np.e))
-    assert tokens.logprobs.grad is not None
-    assert (tokens.logprobs.grad == 0).tolist() == [True, False, True, False, False], "clipped tokens have no gradient"
-
-
-def test_the_loss_stays_finite_however_far_a_token_is_off() -> None:
-    tokens = batch([(0.0, -500.0, -1.0, 1.0), (-500.0, 0.0, 1.0, 1.0)])
-    value = PPOLoss()(tokens)
-    value.loss.backward()
-    assert torch.isfinite(value.loss)
-    assert tokens.logprobs.grad is not None
-    assert torch.isfinite(tokens.logprobs.grad).all()
-
-
-def test_nll_is_weighted_surprise() -> None:
-    value = NLLLoss()(batch([(-1.0, -9.0, 5.0, 0.25), (-3.0, -9.0, 0.0, 0.75)]))
-    assert value.loss.item() == pytest.approx(0.25 + 2.25)
-    assert value.sums["nll"].item() == 4.0
+from agentlightning.policy.losses import LOSSES, GSPOLoss, Loss, NLLLoss, PPOLoss, token_losses
 
 
 def test_losses_are_found_by_name_or_configuration() -> None:
-    assert token_loss("ppo") == PPOLoss(clip_low=0.2, clip_high=0.28)
-    assert token_loss({"type": "ppo", "dual_clip": 3}) == PPOLoss(dual_clip=3)
-    assert token_loss(NLLLoss()) == NLLLoss()
+    assert token_losses("ppo") == (PPOLoss(clip_low=0.2, clip_high=0.28),)
+    assert token_losses({"type": "ppo", "dual_clip": 3}) == (PPOLoss(dual_clip=3),)
+    assert token_losses(NLLLoss()) == (NLLLoss(),)
     for wrong in ("pppo", {"type": "ppo", "clip": 0.1}, {"type": "ppo", "clip_low": 2.0}):
-        with pytest.raises(ConfigError, match="known types: ppo, nll"):
-            token_loss(wrong)
+        with pytest.raises(ConfigError, match="known types: cispo, gspo, nll, ppo"):
+            token_losses(wrong)
+
+
+def test_several_losses_are_a_list() -> None:
+    found = token_losses(["gspo", {"type": "nll", "coefficient": 0.1}, PPOLoss()])
+    assert found == (GSPOLoss(), NLLLoss(coefficient=0.1), PPOLoss())
+    with pytest.raises(ConfigError, match="trains nothing"):
+        token_losses([])
+
+
+def test_a_setting_is_a_loss_a_name_or_a_list_of_them() -> None:
+    setting: TypeAdapter[Any] = TypeAdapter(Loss)
+    assert setting.validate_python("gspo") == GSPOLoss()
+    assert setting.validate_python({"type": "ppo", "clip_low": 0.1}) == PPOLoss(clip_low=0.1)
+    several = setting.validate_python([{"type": "ppo"}, "nll"])
+    assert several == (PPOLoss(), NLLLoss())
+    assert setting.validate_python(setting.dump_python(several, mode="json")) == several
+    for wrong in ({"type": "ppo", "clip": 1}, [], "pppo", [{"type": "ppo", "clip": 1}]):
+        with pytest.raises(ValidationError):
+            setting.validate_python(wrong)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_that_reads_advantages_leaves_out_what_has_none(name: str) -> None:
+    (loss,) = token_losses(name)
+    assert loss.trains_zero_advantage == ("advantages" not in loss.needs)

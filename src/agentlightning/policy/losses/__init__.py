@@ -1,0 +1,61 @@
+"""Token-level losses, one file each, found by the `type` in their settings. Importing them imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError
+
+from agentlightning.errors import ConfigError
+from agentlightning.policy.losses.base import LOSSES as LOSSES
+from agentlightning.policy.losses.base import LossValue as LossValue
+from agentlightning.policy.losses.base import TokenBatch as TokenBatch
+from agentlightning.policy.losses.base import TokenLoss as TokenLoss
+from agentlightning.policy.losses.base import register as register
+from agentlightning.policy.losses.cispo import CISPOLoss as CISPOLoss
+from agentlightning.policy.losses.gspo import GSPOLoss as GSPOLoss
+from agentlightning.policy.losses.nll import NLLLoss as NLLLoss
+from agentlightning.policy.losses.ppo import PPOLoss as PPOLoss
+
+
+def _by_name(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _kind(value: Any) -> str:
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
+if TYPE_CHECKING:
+    OneLoss: TypeAlias = TokenLoss
+    Loss: TypeAlias = TokenLoss | tuple[TokenLoss, ...]
+else:
+    OneLoss = Annotated[Union[tuple(LOSSES.values())], Field(discriminator="type"), BeforeValidator(_by_name)]  # noqa: UP007
+    Loss = Annotated[
+        Annotated[OneLoss, Tag("one")] | Annotated[tuple[OneLoss, ...], Field(min_length=1), Tag("several")],
+        Discriminator(_kind),
+    ]
+"""The setting `loss`: a loss, its name, or a list of them, which add up."""
+
+LossSetting: TypeAlias = str | Mapping[str, Any] | TokenLoss | Sequence[str | Mapping[str, Any] | TokenLoss]
+
+_adapter: TypeAdapter[TokenLoss] = TypeAdapter(OneLoss)
+
+
+def token_losses(setting: LossSetting) -> tuple[TokenLoss, ...]:
+    """The losses of a setting: names ("ppo"), tables with a `type`, losses, or a list of these. Raises ConfigError."""
+    given = [setting] if isinstance(setting, str | Mapping | TokenLoss) else list(setting)
+    if not given:
+        raise ConfigError("loss=[] trains nothing; name at least one")
+    return tuple(_token_loss(each) for each in given)
+
+
+def _token_loss(setting: str | Mapping[str, Any] | TokenLoss) -> TokenLoss:
+    if isinstance(setting, TokenLoss):
+        return setting
+    try:
+        return _adapter.validate_python(setting if isinstance(setting, str) else dict(setting))
+    except ValidationError as error:
+        known = ", ".join(sorted(LOSSES))
+        raise ConfigError(f"loss {setting!r} cannot be used: {error}; known types: {known}") from error

@@ -1,0 +1,184 @@
+"""The forward pass of training: log-probabilities of chosen tokens, for an update or to score them.
+
+Works with any `transformers` causal language model through its own forward and `DynamicCache`, on any device. Only
+the hidden states at trained positions reach the output head (`policy.head_positions`), a chunk at a time
+(`policy.scoring`), so that no [B, T, V] logits exist and no [N, V] ones of a large vocabulary.
+The model is in evaluation mode: the probabilities that are trained are those that were sampled from.
+
+Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabulary, H hidden, G prefix families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.head_positions import head_at_positions, tokenwise_last_mlp
+from agentlightning.policy.micro_batch import FloatArray, MicroBatch, token_table
+from agentlightning.policy.packing import CostModel, Sharing, plan
+from agentlightning.policy.scoring import OutputHead, score, score_logits
+from agentlightning.trajectory import TokenTree, TrainingSample
+
+LAUNCH_CPU = 1.5e7
+LAUNCH_ACCELERATOR = 1e10
+"""What launching the kernels of one layer costs, in multiply-adds the device could have done."""
+COPY = 16.0
+"""Multiply-adds that take as long as copying one number of a cache to a row, forward and backward."""
+
+
+class Forward:
+    """Computes log-probabilities with one model. Not thread safe: the weights may not change during a pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.cost = cost_model(model)
+        self.last_mlp = tokenwise_last_mlp(model)
+        """What is computed at trained positions only; None turns that off."""
+        self.head = OutputHead(model)
+
+    def plan(
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        token_budget: int = 8192,
+        sharing: Sharing = "auto",
+        trains_zero_advantage: bool = False,
+    ) -> list[MicroBatch]:
+        """The micro-batches of `samples`. Raises ConfigError where sharing="shared" and the model cannot share."""
+        if sharing in ("auto", "shared") and not can_share(self.model):
+            if sharing == "shared":
+                raise ConfigError(
+                    f'sharing="shared" needs a plain key-value cache, which {type(self.model).__name__} does not use '
+                    'here; use sharing="merged" or "auto"'
+                )
+            sharing = "merged"
+        return plan(
+            samples,
+            token_budget=token_budget,
+            cost=self.cost,
+            sharing=sharing,
+            trains_zero_advantage=trains_zero_advantage,
+        )
+
+    def logprobs(self, batch: MicroBatch, at_temperature: bool) -> tuple[Tensor, Tensor]:
+        """logprobs_N of the targets in the order of `batch.places`, and the entropy of their distributions [N], which
+        has no gradient."""
+        rows, shared = batch.rows, batch.shared_length
+        where = batch.predictions()
+        prefix_N, cache = self._prefix(batch, where.prefix) if shared else (None, None)
+        ids_BT = self._padded([row.token_ids[shared:-1] for row in rows], batch.width)
+        states_N = self._states(ids_BT, where.rows, cache)
+        if prefix_N is not None and len(where.prefix):
+            states_N = torch.cat([prefix_N, states_N])[self.tensor(where.order)]
+        chosen_N = self.tensor(np.array([row.token_ids[t] for row in rows for t in row.targets.tolist()], np.int64))
+        temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
+        if not self.head.separable:
+            return score_logits(states_N, chosen_N, temperatures_N)
+        return score(self.head, states_N, chosen_N, temperatures_N)
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[TokenTree], *, token_budget: int = 8192) -> dict[str, list[tuple[FloatArray, ...]]]:
+        """`logprobs` and `entropy` of every sampled token at its temperature: for each tree a column, as
+        `TrainingSample` has them."""
+        samples = [TrainingSample(tree, weights=_ones(tree)) for tree in trees]
+        table = token_table(samples)
+        found = {name: np.zeros(len(table.call), np.float32) for name in ("logprobs", "entropy")}
+        self.model.eval()
+        for batch in self.plan(samples, token_budget=token_budget, trains_zero_advantage=True):
+            logprobs_N, entropy_N = self.logprobs(batch, at_temperature=True)
+            places = batch.places
+            found["logprobs"][places] = logprobs_N.cpu().numpy()
+            found["entropy"][places] = entropy_N.cpu().numpy()
+        return {
+            name: [_by_node(tree, values, starts) for tree, starts in zip(trees, table.starts, strict=True)]
+            for name, values in found.items()
+        }
+
+    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.model.device)
+
+    def _prefix(self, batch: MicroBatch, positions: np.ndarray[Any, Any]) -> tuple[Tensor, DynamicCache]:
+        """Compute each family's prefix once; returns what `_states` does, and a cache with one entry for each row."""
+        firsts = [sum(batch.families[:i]) for i in range(len(batch.families))]
+        ids_GT = self._padded([batch.rows[b].token_ids[: batch.shared_length] for b in firsts], batch.shared_length)
+        cache = DynamicCache(config=self.model.config)
+        states_N = self._states(ids_GT, positions, cache)
+        _expand_to_rows(cache, batch.families)
+        return states_N, cache
+
+    def _states(self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None) -> Tensor:
+        """The head's input hidden_NH at `positions` of the flattened [B, T] input; logits_NV of a model whose head
+        cannot be run alone. Rows are padded on the right, where a causal model does not look, so that no mask is
+        needed."""
+        block = None if checkpoints_activations(self.model) else self.last_mlp
+        hidden: list[Tensor] | None = [] if self.head.separable else None
+        with head_at_positions(self.model, self.tensor(positions), block, hidden):
+            output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
+        return output.logits[0] if hidden is None else hidden[0]
+
+    def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.long, device=self.model.device)
+
+
+def can_share(model: PreTrainedModel) -> bool:
+    """Whether keys and values of a prefix can be used by several rows: every layer keeps all of them, and no layer is
+    computed again in the backward pass."""
+    if checkpoints_activations(model):
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+def checkpoints_activations(model: nn.Module) -> bool:
+    """Whether activations are computed again in the backward pass, which transformers does in training mode only."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def cost_model(model: PreTrainedModel) -> CostModel:
+    """The cost of passes through this model on its device, from its shape."""
+    config = model.config.get_text_config(decoder=True)
+    outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
+    embeddings = {id(p): p.numel() for module in outer for p in module.parameters()}
+    body = max(1, sum(p.numel() for p in model.parameters()) - sum(embeddings.values()))
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    launch = LAUNCH_CPU if model.device.type == "cpu" else LAUNCH_ACCELERATOR
+    return CostModel(
+        pair=2 * layers * hidden / body,
+        copy=COPY * layers * hidden / body,
+        launch=launch * layers / body,
+    )
+
+
+def _expand_to_rows(cache: DynamicCache, families: Sequence[int]) -> None:
+    """Give the keys and values of each prefix to the rows of its family."""
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
+            raise PolicyError('a layer of the model keeps no plain keys and values; train it with sharing="merged"')
+        layer.keys, layer.values = _repeat(layer.keys, families), _repeat(layer.values, families)
+
+
+def _repeat(states_GHTD: Tensor, counts: Sequence[int]) -> Tensor:
+    """states_BHTD, entry g `counts[g]` times. Its backward pass is a sum over each family; that of an index is a
+    scatter, several times slower on a CPU."""
+    entries = zip(states_GHTD.split(1), counts, strict=True)
+    return torch.cat([entry.expand(count, -1, -1, -1) for entry, count in entries])
+
+
+def _ones(tree: TokenTree) -> list[FloatArray]:
+    return [np.ones(len(node.token_ids) if node.sampled else 0, np.float32) for node in tree.nodes]
+
+
+def _by_node(tree: TokenTree, values: FloatArray, starts: np.ndarray[Any, Any]) -> tuple[FloatArray, ...]:
+    empty = values[:0]
+    return tuple(
+        values[start : start + len(node.token_ids)] if node.sampled else empty
+        for node, start in zip(tree.nodes, starts.tolist(), strict=True)
+    )

@@ -1,0 +1,170 @@
+"""What one forward and backward pass computes: rows of tokens, those trained among them, and what a loss needs of each.
+
+`packing` decides which rows there are, `forward` computes them. Nothing here needs torch.
+
+Shapes: S sampled tokens of all samples of a batch, N trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentlightning.trajectory import TokenTree, TrainingSample
+
+FloatArray: TypeAlias = NDArray[np.float32]
+IntArray: TypeAlias = NDArray[np.int64]
+
+NOT_SAMPLED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The sampled tokens of a batch, sample by sample and node by node, as flat arrays [S]."""
+
+    columns: Mapping[str, FloatArray]
+    """The columns that all samples have, and `sampled_logprobs`."""
+    temperatures: FloatArray
+    call: IntArray
+    """Which call a token belongs to, a number within the batch."""
+    rollout: IntArray
+    """Which rollout, likewise."""
+    starts: tuple[IntArray, ...]
+    """For each sample, where the tokens of each node begin; `NOT_SAMPLED` for prompts."""
+    calls: tuple[IntArray, ...]
+    """For each sample, the call of each node; `NOT_SAMPLED` for prompts."""
+
+
+def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
+    """The sampled tokens of `samples`, numbered."""
+    shared = set.intersection(*(set(sample.columns) for sample in samples)) if samples else set[str]()
+    nodes = [(sample, i, node) for sample in samples for i, node in enumerate(sample.tree.nodes) if node.sampled]
+    calls, starts = _number_calls(samples), list[IntArray]()
+    position = 0
+    for sample in samples:
+        lengths = np.array([len(node.token_ids) if node.sampled else 0 for node in sample.tree.nodes], np.int64)
+        begins = position + np.cumsum(lengths) - lengths
+        starts.append(np.where([node.sampled for node in sample.tree.nodes], begins, NOT_SAMPLED))
+        position += int(lengths.sum())
+    lengths = [len(node.token_ids) for _, _, node in nodes]
+    call = [number for numbers in calls for number in numbers[numbers != NOT_SAMPLED].tolist()]
+    columns = {name: _join([sample.columns[name][i] for sample, i, _ in nodes]) for name in shared}
+    columns["sampled_logprobs"] = _join([np.array(node.logprobs, np.float32) for _, _, node in nodes])
+    rollouts: dict[tuple[int, object], int] = {}
+    rollout = [
+        rollouts.setdefault((id(sample), node.rollout_id or number), len(rollouts))
+        for (sample, _, node), number in zip(nodes, call, strict=True)
+    ]
+    return TokenTable(
+        columns=columns,
+        temperatures=np.repeat(np.array([node.temperature for _, _, node in nodes], np.float32), lengths),
+        call=np.repeat(np.array(call, np.int64), lengths),
+        rollout=np.repeat(np.array(rollout, np.int64), lengths),
+        starts=tuple(starts),
+        calls=tuple(calls),
+    )
+
+
+def _join(arrays: Sequence[FloatArray]) -> FloatArray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
+
+
+def _number_calls(samples: Sequence[TrainingSample]) -> list[IntArray]:
+    """A number for the call of each node. Nodes of one call, split by a later prompt or an update of the weights, stand
+    one below the other."""
+    found: list[IntArray] = []
+    count = 0
+    for sample in samples:
+        numbers = np.full(len(sample.tree.nodes), NOT_SAMPLED, np.int64)
+        for index, node in enumerate(sample.tree.nodes):
+            if not node.sampled:
+                continue
+            if _continues(sample.tree, index):
+                numbers[index] = numbers[node.parent]
+            else:
+                numbers[index] = count
+                count += 1
+        found.append(numbers)
+    return found
+
+
+def _continues(tree: TokenTree, index: int) -> bool:
+    """Whether a sampled node belongs to the same call as the one above it."""
+    node = tree.nodes[index]
+    if node.parent < 0 or node.call is None:
+        return False
+    above = tree.nodes[node.parent]
+    return above.sampled and (above.rollout_id, above.call) == (node.rollout_id, node.call)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A path through a tree, down to its last target."""
+
+    token_ids: tuple[int, ...]
+    targets: IntArray
+    """Ascending places in `token_ids` of the tokens trained here; each is predicted by the token before it."""
+    places: IntArray
+    """For each target, its place in the table."""
+
+    @property
+    def length(self) -> int:
+        """Tokens to compute: the last one is only a target."""
+        return len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows computed in one forward and backward pass. The targets of a call are all in it."""
+
+    rows: tuple[Row, ...]
+    table: TokenTable
+    shared_length: int = 0
+    """How many tokens of each row are computed once per family and shared; 0: none."""
+    families: tuple[int, ...] = ()
+    """Where `shared_length` > 0: how many consecutive rows share each prefix."""
+
+    @property
+    def width(self) -> int:
+        """Length of the padded rows, without the shared part."""
+        return max(row.length for row in self.rows) - self.shared_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return len(self.families) * self.shared_length + len(self.rows) * self.width
+
+    @property
+    def places(self) -> IntArray:
+        """For each target, rows by rows, its place in the table [N]."""
+        return np.concatenate([row.places for row in self.rows])
+
+    def predictions(self) -> Predictions:
+        """Say where each target is predicted: one token before it, in the shared prefix or in its row."""
+        shared, width = self.shared_length, self.width
+        owners = [family for family, count in enumerate(self.families) for _ in range(count)] or [0] * len(self.rows)
+        counts = [len(row.targets) for row in self.rows]
+        before = np.concatenate([row.targets for row in self.rows]) - 1
+        early = before < shared
+        prefix = np.repeat(np.array(owners, np.int64) * shared, counts) + before
+        inside = np.repeat(np.arange(len(self.rows), dtype=np.int64) * width, counts) + before - shared
+        order = np.empty(len(before), np.int64)
+        split = int(early.sum())
+        order[early], order[~early] = np.arange(split), np.arange(split, len(before))
+        return Predictions(prefix[early], inside[~early], order)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictions:
+    """Where in the computed tokens of a micro-batch the targets are predicted."""
+
+    prefix: IntArray
+    """Flat positions in [families, shared_length]."""
+    rows: IntArray
+    """Flat positions in [rows, width]."""
+    order: IntArray
+    """For each target, rows by rows, its place in `prefix` followed by `rows`."""
