@@ -20,7 +20,7 @@ from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import EvaluationConfig, PolicyConfig, RunnerConfig, TrainConfig
-from agentlightning.policy.losses.base import NLLLoss, PPOLoss
+from agentlightning.policy.losses import NLLLoss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, attempt_key, attempt_path, attempt_secret

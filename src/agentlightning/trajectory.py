@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     FloatArray: TypeAlias = NDArray[np.float32]
+else:  # A machine that only serves or runs agents need not have NumPy.
+    FloatArray = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ class TrainingSample:
 
 
 def _column(tree: TokenTree, name: str, values: Sequence[Any]) -> tuple[FloatArray, ...]:
-    import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
+    import numpy as np
 
     if len(values) != len(tree.nodes):
         raise PolicyError(f"column {name!r} has {len(values)} entries; give one for each of {len(tree.nodes)} nodes")

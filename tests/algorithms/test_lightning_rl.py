@@ -73,7 +73,7 @@ async def test_the_better_rollout_gets_the_higher_advantage():
     advantages = {
         node.rollout_id: values[0]
         for node, values in zip(samples[0].tree.nodes, samples[0].advantages, strict=True)
-        if values
+        if len(values)
     }
     assert advantages["r1"] > 0 > advantages["r2"]
 

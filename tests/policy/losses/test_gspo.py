@@ -16,11 +16,8 @@ def objective(calls: list[list[tuple[float, float]]], advantages: list[float], l
     """arXiv:2507.18071, equations 5 and 7: the mean over responses of min(s A, clip(s) A)."""
     total = 0.0
     for tokens, advantage in zip(calls, advantages, strict=True):
-        likelihood, sampled = (
-            math.prod(math.exp(now) for now, _ in tokens),
-            math.prod(math.exp(old) for _, old in tokens),
-        )
-        s = (likelihood / sampled) ** (1 / len(tokens))
+        likelihood = math.prod(math.exp(now) for now, _ in tokens)
+        s = (likelihood / math.prod(math.exp(old) for _, old in tokens)) ** (1 / len(tokens))
         total += min(s * advantage, max(min(s, 1 + high), 1 - low) * advantage)
     return total / len(calls)
 
@@ -44,10 +41,8 @@ def test_gspo_is_its_formula(batch: Callable[..., Any], seed: int, order: str) -
 
 
 def test_a_call_is_clipped_as_a_whole_and_else_every_token_has_the_same_gradient(batch: Callable[..., Any]) -> None:
-    tokens = batch(
-        [(-1.0, -1.5, 1.0, 0.25), (-1.0, -1.5, 1.0, 0.25), (-1.0, -3.0, -1.0, 0.25), (-2.0, 0, -1.0, 0.25)],
-        [0, 0, 1, 1],
-    )
+    clipped, kept = [(-1.0, -1.5, 1.0, 0.25)] * 2, [(-1.0, -3.0, -1.0, 0.25), (-2.0, 0.0, -1.0, 0.25)]
+    tokens = batch([*clipped, *kept], [0, 0, 1, 1])
     value = GSPOLoss(clip_low=0.1, clip_high=0.1)(tokens)
     value.loss.backward()
     assert tokens.trained_logprobs.grad.tolist() == [0.0, 0.0, 0.25, 0.25], "ratios e^0.5, clipped, and 1"
