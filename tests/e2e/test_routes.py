@@ -6,7 +6,7 @@ import json
 import pytest
 
 from agentlightning import span as names
-from agentlightning.gateway.upstream.budget import spent_by
+from agentlightning.gateway.upstream.budget import spend_of_spans
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
@@ -55,7 +55,7 @@ async def test_a_judge_is_asked_and_paid_and_only_the_policy_learns(job):
     judged = [span for span in spans if span.attributes.get(names.PROVIDER_NAME) == "them"]
     assert (len(judged), len(provider.seen)) == (len(spans) / 2, len(judged))
     assert {span.attributes[names.TOKENS] for span in judged} == {"none"}
-    assert spent_by(judged).dollars == pytest.approx(len(judged) * 0.007)
+    assert spend_of_spans(judged).dollars == pytest.approx(len(judged) * 0.007)
     figures = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [each["calls_per_rollout"] for each in figures if "calls_per_rollout" in each] == [1, 1]
 

@@ -20,7 +20,7 @@ from agentlightning.gateway.forwarding.upstream_models import (
 )
 from agentlightning.gateway.forwarding.upstream_models import read_models as read
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.rollouts import attempt_key, attempt_secret
 from agentlightning.server.app import Server
 from agentlightning.testing.provider import Reply, ScriptedProvider
@@ -119,7 +119,7 @@ async def test_a_list_is_asked_for_once_by_all_and_kept_where_it_cannot_be_had_a
         them.models = answer
         transport = open_transport()
         provider = Provider(name="them", base_urls=(f"{them.url}/v1",))
-        listing = Listing(Backends(provider, lambda: transport), lambda: now[0])
+        listing = Listing(ServerPool(provider, lambda: transport), lambda: now[0])
         assert await asyncio.gather(*(listing.models() for _ in range(5))) == [GPTS] * 5
         now[0], answers[0] = FRESH_SECONDS - 1, Reply(status=503)
         assert (await listing.models(), len(asked)) == (GPTS, 1)

@@ -12,7 +12,7 @@ from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.provider import Price, Provider
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, messages_answer
 from agentlightning.transport import open_transport
@@ -23,7 +23,7 @@ ENGINES = {name: ScriptedEngine([], model=name) for name in ("policy", "referenc
 
 def providers(**options):
     them = Provider(name="them", base_urls=("http://host/v1",), **options)
-    return {"them": Backends(them, open_transport)}
+    return {"them": ServerPool(them, open_transport)}
 
 
 def table(*rules, engines=ENGINES, them=None, **options):
@@ -61,7 +61,7 @@ def test_the_default_serves_calls_without_a_name_and_strangers_only_if_it_is_tol
 
 
 def test_a_rule_may_be_for_callers_of_one_dialect():
-    both = {name: Backends(Provider(name=name, base_urls=("http://host/v1",)), open_transport) for name in ("a", "o")}
+    both = {name: ServerPool(Provider(name=name, base_urls=("http://host/v1",)), open_transport) for name in ("a", "o")}
     routes = table(
         {"model": "claude-*", "dialect": "anthropic", "provider": "a"},
         {"model": "claude-*", "provider": "o"},

@@ -12,7 +12,7 @@ from agentlightning import span as names
 from agentlightning.assemble import trajectory, transitions
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.upstream.budget import Account, spent_by
+from agentlightning.gateway.upstream.budget import Account, spend_of_spans
 from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
@@ -132,7 +132,7 @@ async def test_an_event_cannot_say_what_only_the_gateway_knows(store, attempt):
     assert span.attributes == {names.OPERATION_NAME: "chat", "mine": 1}
     assert stripped == sorted(forged.keys() - {names.OPERATION_NAME, "mine"})
     assert transitions([span]) == ()
-    assert spent_by([span]) == Account()
+    assert spend_of_spans([span]) == Account()
 
 
 @pytest.mark.parametrize("status", ["succeeded", "failed"])

@@ -9,7 +9,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
-from agentlightning.transport.connector import Dial, _tls_failure, make_context
+from agentlightning.transport.connector import ConnectOptions, _tls_failure, make_context
 
 
 async def failure(url, dial=None):
@@ -25,7 +25,7 @@ async def test_the_certificate_of_a_stranger_is_named_with_the_way_out(start, au
     backend = await start(b"secret", tls=authority.server("127.0.0.1"))
     reason, said = await failure(backend.url)
     assert (reason, "as ca_file, or in SSL_CERT_FILE" in said, backend.requests) == ("tls", True, [])
-    transport = open_transport(Dial.of(ca_file=authority.file))
+    transport = open_transport(ConnectOptions.create(ca_file=authority.file))
     async with await transport.send("GET", backend.url, []) as answer:
         assert await answer.read() == b"secret"
     await transport.close()
@@ -35,7 +35,7 @@ async def test_the_certificate_of_a_stranger_is_named_with_the_way_out(start, au
 async def test_a_certificate_for_another_name_is_not_believed(start, authority, tunnel):
     backend = await start(tls=authority.server("other.example"))
     async with LocalProxy() as proxy:
-        reason, said = await failure(backend.url, Dial.of(proxy.url if tunnel else False, authority.file))
+        reason, said = await failure(backend.url, ConnectOptions.create(proxy.url if tunnel else False, authority.file))
     assert (reason, "call it by a name its certificate has" in said) == ("tls", True)
 
 
@@ -61,9 +61,9 @@ def test_where_the_system_knows_no_authorities_those_of_the_world_are_believed(m
 def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_path):
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"ca_file: .*holds no certificate"):
-        Dial.of(ca_file=str(tmp_path / "empty.pem"))
+        ConnectOptions.create(ca_file=str(tmp_path / "empty.pem"))
     with pytest.raises(ConfigError, match=r"SSL_CERT_FILE: .*cannot be read"):
-        Dial.of(environment={"SSL_CERT_FILE": str(tmp_path / "none.pem")})
+        ConnectOptions.create(environment={"SSL_CERT_FILE": str(tmp_path / "none.pem")})
 
 
 def test_a_certificate_that_only_newer_pythons_refuse_is_named_with_the_way_out():

@@ -18,8 +18,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
-from agentlightning.transport.connector import Dial
-from agentlightning.transport.proxy import Proxies, Proxy, secrets_of, without_credentials
+from agentlightning.transport.connector import ConnectOptions
+from agentlightning.transport.proxy import Proxy, ProxySettings, secrets_of, without_credentials
 
 PROXY = "http://proxy:3128"
 SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
@@ -28,7 +28,7 @@ SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
 def found(url: str, **environment: str) -> str | None:
     secure, _, rest = url.partition("://")
     host, _, port = rest.rpartition(":")
-    proxy = Proxies.from_environment(environment).find(Origin(secure == "https", host.strip("[]"), int(port)))
+    proxy = ProxySettings.from_environment(environment).find(Origin(secure == "https", host.strip("[]"), int(port)))
     return proxy and str(proxy)
 
 
@@ -93,7 +93,7 @@ def test_no_proxy_excepts_domains_addresses_networks_and_ports(listed, url, thro
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "here.localhost", "127.0.0.1", "127.1.2.3", "[::1]"])
 def test_this_machine_is_never_called_through_a_proxy_unless_a_setting_says_so(host):
     assert found(f"http://{host}:8000", **SET, ALL_PROXY=PROXY) is None
-    assert str(Proxies.of(PROXY).find(Origin(False, host.strip("[]"), 8000))) == PROXY
+    assert str(ProxySettings.for_all(PROXY).find(Origin(False, host.strip("[]"), 8000))) == PROXY
 
 
 def test_a_proxy_nobody_goes_through_may_be_of_any_kind_and_one_that_is_needed_is_refused_by_name():
@@ -117,13 +117,20 @@ def test_an_address_that_is_none_is_refused(url):
 @given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=8, max_size=20))
 def test_a_password_is_sent_and_shown_nowhere(password):
     url = f"http://me:{quote(password, safe='')}@proxy:3128"
-    proxies = Proxies.of(url)
+    proxies = ProxySettings.for_all(url)
     proxy = proxies.find(Origin(True, "api.example", 443))
     assert proxy is not None
     ((name, value),) = proxy.headers
     assert (name, b64decode(value.removeprefix(b"Basic ")).decode()) == (b"proxy-authorization", f"me:{password}")
     assert password in secrets_of(url)
-    for text in (repr(proxies), str(proxies), repr(proxy), str(proxy), repr(Dial(proxies)), without_credentials(url)):
+    for text in (
+        repr(proxies),
+        str(proxies),
+        repr(proxy),
+        str(proxy),
+        repr(ConnectOptions(proxies)),
+        without_credentials(url),
+    ):
         assert not any(secret in text for secret in secrets_of(url))
     assert without_credentials(url) == "http://***@proxy:3128"
     assert pickle.loads(pickle.dumps(proxies)) == proxies
@@ -134,7 +141,7 @@ def test_a_password_is_sent_and_shown_nowhere(password):
 
 @asynccontextmanager
 async def through(proxy, ca_file=None):
-    transport = open_transport(Dial.of(proxy, ca_file))
+    transport = open_transport(ConnectOptions.create(proxy, ca_file))
     yield transport
     await transport.close()
 

@@ -56,11 +56,11 @@ from agentlightning.gateway.routing import Router
 from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.provider import ApiPath as ProviderPath
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import Transport, open_transport
-from agentlightning.transport.connector import Dial
+from agentlightning.transport.connector import ConnectOptions
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Gateway:
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.counters = Counters()
-        self._transports: dict[Dial, Transport] = {}
+        self._transports: dict[ConnectOptions, Transport] = {}
         self.conversations = Conversations()
         self.kept = Kept()
         self.gates = Gates()
@@ -122,7 +122,7 @@ class Gateway:
         config = config or GatewayConfig()
         self.budgets = Budgets(config.budget, store, budget_file)
         self.providers = {
-            provider.name: Backends(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
+            provider.name: ServerPool(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
             for provider in config.providers
         }
         self.table = Router(
@@ -206,17 +206,17 @@ class Gateway:
         self.kept.forget((rollout_id, attempt_id))
         self._contexts.forget(rollout_id, attempt_id)
         self.budgets.forget(rollout_id)
-        for backends in self.providers.values():
-            backends.forget(f"{rollout_id}/{attempt_id}")
+        for pool in self.providers.values():
+            pool.forget(f"{rollout_id}/{attempt_id}")
 
     def figures(self) -> dict[str, int | float]:
         """What the gateway has done, by name."""
         kept = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
         providers = self.providers.values()
         return {name: value for name, value in kept.items() if isinstance(value, int)} | {
-            "provider_retries": sum(backends.retried for backends in providers),
-            "provider_dollars": sum(backends.dollars for backends in providers),
-            "over_budget": self.budgets.refused,
+            "provider_retries": sum(pool.num_retries for pool in providers),
+            "provider_dollars": sum(pool.dollars for pool in providers),
+            "over_budget": self.budgets.num_rejected,
             "attribution_conflicts": self.attribution.conflicts,
         }
 
@@ -224,17 +224,17 @@ class Gateway:
         """End the calls under way, and hang up on providers. A call that comes later calls them anew."""
         await self._watch.close()
         await self._direct.close()
-        for backends in self.providers.values():
-            await backends.close()
+        for pool in self.providers.values():
+            await pool.close()
         transports, self._transports = self._transports, {}
         for transport in transports.values():
             await transport.close()
         self.budgets.close()
 
-    def _open_transport(self, dial: Dial) -> Transport:
+    def _open_transport(self, options: ConnectOptions) -> Transport:
         """One for all providers that are reached in the same way."""
-        if (transport := self._transports.get(dial)) is None:
-            transport = self._transports[dial] = open_transport(dial)
+        if (transport := self._transports.get(options)) is None:
+            transport = self._transports[options] = open_transport(options)
         return transport
 
     # -- the routes ----------------------------------------------------------------------------------------------

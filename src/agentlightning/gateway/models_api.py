@@ -19,7 +19,7 @@ from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.forwarding.upstream_models import Listing, anthropic_model, openai_model, written_time
 from agentlightning.gateway.routing import Router
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Models:
         self._table = table
         self._check = check
         self._created = int(time.time())
-        self._listings: dict[Backends, Listing] = {}
+        self._listings: dict[ServerPool, Listing] = {}
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models. Anthropic's `limit`, `after_id` and `before_id` are honoured; without a limit all come."""
@@ -69,17 +69,17 @@ class Models:
         """By name."""
         found = {name: self._own(dialect, name) for name in self._table.names(dialect)}
         open_ended = self._table.open_pools(dialect)
-        lists = await asyncio.gather(*(self._listing(backends).models() for backends in open_ended))
+        lists = await asyncio.gather(*(self._listing(pool).models() for pool in open_ended))
         shown = anthropic_model if dialect == "anthropic" else openai_model
-        for backends, models in zip(open_ended, lists, strict=True):
+        for pool, models in zip(open_ended, lists, strict=True):
             for model in models:
-                if model["id"] not in found and self._table.serves_under_own_name(model["id"], dialect, backends):
+                if model["id"] not in found and self._table.serves_under_own_name(model["id"], dialect, pool):
                     found[model["id"]] = shown(model)
         return found
 
-    def _listing(self, backends: Backends) -> Listing:
-        if (listing := self._listings.get(backends)) is None:
-            listing = self._listings[backends] = Listing(backends)
+    def _listing(self, pool: ServerPool) -> Listing:
+        if (listing := self._listings.get(pool)) is None:
+            listing = self._listings[pool] = Listing(pool)
         return listing
 
     def _own(self, dialect: Dialect, name: str) -> Json:

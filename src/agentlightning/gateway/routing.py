@@ -15,7 +15,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import RouteRule
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.upstream.provider import Price, Provider
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 
 _MAX_CACHED: Final = 4096
 """Names whose routes are remembered: callers make names up."""
@@ -28,7 +28,7 @@ class ModelRoute:
     name: str
     """The served model: what replies and spans call it."""
     engine: Engine | None = None
-    servers: Backends | None = None
+    servers: ServerPool | None = None
     """The servers of `provider`."""
     send_model: str = ""
     """What the provider calls the model."""
@@ -48,7 +48,7 @@ class Router:
         self,
         engines: Mapping[str, Engine],
         rules: Sequence[RouteRule] = (),
-        servers: Mapping[str, Backends] | None = None,
+        servers: Mapping[str, ServerPool] | None = None,
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
@@ -101,7 +101,7 @@ class Router:
         found = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
         return list(dict.fromkeys(found))
 
-    def open_pools(self, dialect: str) -> list[Backends]:
+    def open_pools(self, dialect: str) -> list[ServerPool]:
         """The providers of whose models any may be asked for, as a rule leads there by a pattern."""
         found = [
             self._servers[rule.provider]
@@ -110,10 +110,10 @@ class Router:
         ]
         return list(dict.fromkeys(found))
 
-    def serves_under_own_name(self, model: str, dialect: str, backends: Backends) -> bool:
+    def serves_under_own_name(self, model: str, dialect: str, pool: ServerPool) -> bool:
         """Whether a provider's model is asked for under its own name."""
         route = None if "@" in model else self._find(model, None, dialect)
-        return route is not None and route.servers is backends and route.send_model == model
+        return route is not None and route.servers is pool and route.send_model == model
 
     def _find(self, model: str | None, agent: str | None, dialect: str | None = None) -> ModelRoute | None:
         for rule in self._rules:
@@ -125,11 +125,11 @@ class Router:
         """None where nothing says which of the provider's models is meant."""
         if rule.engine is not None:
             return ModelRoute(rule.engine, self._engines[rule.engine])
-        backends = self._servers[rule.provider or ""]
-        sent = rule.send_model or backends.provider.model or model
+        pool = self._servers[rule.provider or ""]
+        sent = rule.send_model or pool.provider.model or model
         if not sent:
             return None
-        return ModelRoute(model or sent, None, backends, sent, rule.price or backends.provider.price)
+        return ModelRoute(model or sent, None, pool, sent, rule.price or pool.provider.price)
 
     def _unknown(self, model: str | None) -> ApiError:
         known = ", ".join(self.models) or "none, start the server with one: agl serve --model DIR"

@@ -30,7 +30,7 @@ class TransportError(AgentLightningError):
         self.reason = reason
 
 
-class Answer(Protocol):
+class Response(Protocol):
     """The answer to one request, its body not read yet. Use as `async with`: leaving early drops the connection."""
 
     @property
@@ -54,7 +54,7 @@ class Answer(Protocol):
     ) -> None: ...
 
 
-class Arriving(Protocol):
+class PendingResponse(Protocol):
     """An answer that is waited for without a task: it is whole, or has failed, when it says so."""
 
     @property
@@ -73,7 +73,7 @@ class Arriving(Protocol):
         """It failed because the connection had been closed before it was used: nobody has heard the request."""
         ...
 
-    def whole(self) -> bytes:
+    def body(self) -> bytes:
         """The body."""
         ...
 
@@ -94,23 +94,23 @@ class Transport(Protocol):
         *,
         connect_seconds: float = 10.0,
         timeout_seconds: float = 600.0,
-    ) -> Answer:
+    ) -> Response:
         """Returns when the answer's head is there. `timeout_seconds` is the longest silence, not the whole.
 
         A connection that was kept alive and turns out to be closed at once, before a byte of the answer came, is
         replaced; nothing else is sent twice. Raises TransportError."""
         ...
 
-    def send_now(
+    def try_send(
         self,
         method: str,
         url: str,
         headers: Headers,
         body: bytes,
-        on_end: Callable[[], None],
+        on_done: Callable[[], None],
         *,
         timeout_seconds: float = 600.0,
-    ) -> Arriving | None:
+    ) -> PendingResponse | None:
         """Send at once, and call `on_end` when the answer is whole or has failed; it is read there and then. None,
         and nothing is sent, where no connection is at hand. Raises TransportError for what cannot be sent."""
         ...

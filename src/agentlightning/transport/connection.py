@@ -18,12 +18,12 @@ import httptools
 from agentlightning.transport.base import Headers, TransportError
 
 MAX_HEAD_BYTES: Final = 65536
-MAX_WHOLE_BYTES: Final = 256 * 1024 * 1024
+MAX_BODY_BYTES: Final = 256 * 1024 * 1024
 """Of a body that is read in one piece."""
 STALE_SECONDS: Final = 1.0
 """A connection that is closed so soon after a request was written had been closed before. Later, the server has heard
 it, and may have worked on it."""
-HIGH_WATER: Final = 262144
+HIGH_WATER_BYTES: Final = 262144
 """Bytes of a body that nobody has taken; above it the server is made to wait."""
 
 
@@ -44,54 +44,54 @@ class Connection(asyncio.Protocol):
     """A connection and the answer that is read on it, if any."""
 
     __slots__ = (
-        "_answer",
         "_head_bytes",
+        "_owner",
         "_parser",
-        "_pool",
+        "_response",
         "_transport",
         "idle_since",
-        "last_heard",
+        "last_data_at",
         "origin",
         "timeout_seconds",
     )
 
-    def __init__(self, pool: Keeper, origin: Origin) -> None:
+    def __init__(self, pool: ConnectionOwner, origin: Origin) -> None:
         self.origin = origin
         self.idle_since = 0.0
-        self.last_heard = 0.0
+        self.last_data_at = 0.0
         self.timeout_seconds = 0.0
-        self._pool = pool
+        self._owner = pool
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: HttpAnswer | None = None
+        self._response: HttpResponse | None = None
         self._head_bytes = 0
         self._transport: asyncio.Transport | None = None
 
     # -- for the pool --------------------------------------------------------------------------------------------
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
     @property
-    def waiting(self) -> bool:
+    def awaits_data(self) -> bool:
         """Whether it is the server's turn to say something."""
-        return self._answer is not None and not self._answer.held
+        return self._response is not None and not self._response.paused
 
-    def ask(
-        self, request: bytes, timeout_seconds: float, now: float, on_end: Callable[[], None] | None = None
-    ) -> HttpAnswer:
+    def send(
+        self, request: bytes, timeout_seconds: float, now: float, on_done: Callable[[], None] | None = None
+    ) -> HttpResponse:
         """Write a request. The answer's head is there when its `head` is done; it is whole, or has failed, when
         `on_end` is called."""
         assert self._transport is not None
-        assert self._answer is None
-        self.timeout_seconds, self.last_heard, self._head_bytes = timeout_seconds, now, 0
-        answer = self._answer = HttpAnswer(self, on_end)
+        assert self._response is None
+        self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, now, 0
+        answer = self._response = HttpResponse(self, on_done)
         self._transport.write(request)
         return answer
 
     def abort(self, error: TransportError | None = None) -> None:
         """Close at once; who reads the answer is told."""
-        answer, self._answer = self._answer, None
+        answer, self._response = self._response, None
         if self._transport is not None:
             self._transport.abort()
         if answer is not None:
@@ -99,12 +99,12 @@ class Connection(asyncio.Protocol):
 
     # -- for the answer ------------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         if self._transport is not None:
             self._transport.pause_reading()
 
-    def go_on(self) -> None:
-        self.last_heard = self._pool.now()
+    def resume(self) -> None:
+        self.last_data_at = self._owner.now()
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -114,11 +114,11 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
+        answer = self._response
         if answer is None:  # nobody asked for anything
             return self.abort()
-        self.last_heard = self._pool.now()
-        answer.began = True
+        self.last_data_at = self._owner.now()
+        answer.has_data = True
         if not answer.status:
             self._head_bytes += len(data)
         try:
@@ -131,47 +131,47 @@ class Connection(asyncio.Protocol):
                     f"the head of the answer of {self.origin} has more than {MAX_HEAD_BYTES} bytes", "protocol"
                 )
             )
-        elif answer.done:
+        elif answer.is_complete:
             self._release(answer)
-            answer.ended()
-        elif answer.size > HIGH_WATER and not answer.held:
-            answer.grew()
+            answer.finish()
+        elif answer.buffered_bytes > HIGH_WATER_BYTES and not answer.paused:
+            answer.check_buffer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._pool.lost(self)
-        answer, self._answer = self._answer, None
-        if answer is None or answer.done:
+        self._owner.remove(self)
+        answer, self._response = self._response, None
+        if answer is None or answer.is_complete:
             return
         if answer.until_end and exc is None:
-            answer.done = True
-            return answer.ended()
+            answer.is_complete = True
+            return answer.finish()
         cause = f": {exc}" if exc else ""
-        answer.stale = not answer.began and self._pool.now() - self.last_heard < STALE_SECONDS
-        where = "before it answered" if not answer.began else "in the middle of its answer"
+        answer.stale = not answer.has_data and self._owner.now() - self.last_data_at < STALE_SECONDS
+        where = "before it answered" if not answer.has_data else "in the middle of its answer"
         answer.fail(TransportError(f"{self.origin} closed the connection {where}{cause}", "closed"))
 
-    def _release(self, answer: HttpAnswer) -> None:
-        self._answer = None
-        if answer.held:
-            answer.held = False
-            self.go_on()
-        if answer.keep_alive and self.open:
-            self._pool.idle(self)
+    def _release(self, answer: HttpResponse) -> None:
+        self._response = None
+        if answer.paused:
+            answer.paused = False
+            self.resume()
+        if answer.keep_alive and self.is_open:
+            self._owner.release(self)
         elif self._transport is not None:
             self._transport.close()
 
     # -- what the parser calls -----------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if (answer := self._answer) is not None and not answer.done:
+        if (answer := self._response) is not None and not answer.is_complete:
             answer.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        answer, status = self._answer, self._parser.get_status_code()
+        answer, status = self._response, self._parser.get_status_code()
         if answer is None:
             return
-        if answer.done:  # another answer than the one that was asked for
+        if answer.is_complete:  # another answer than the one that was asked for
             answer.keep_alive = False
             return
         if status < 200:  # 100 Continue and its like: the answer comes after it
@@ -180,76 +180,76 @@ class Connection(asyncio.Protocol):
         answer.status, answer.keep_alive = status, self._parser.should_keep_alive()
         known = {name for name, _ in answer.headers if name in (b"content-length", b"transfer-encoding")}
         answer.until_end = not known and status not in (204, 304)
-        answer.head_came()
+        answer.head_received()
 
     def on_body(self, body: bytes) -> None:
-        if (answer := self._answer) is not None and answer.status and not answer.done:
-            answer.take(body)
+        if (answer := self._response) is not None and answer.status and not answer.is_complete:
+            answer.feed(body)
 
     def on_message_complete(self) -> None:
-        if (answer := self._answer) is not None and answer.status and not answer.done:
-            answer.done = True
+        if (answer := self._response) is not None and answer.status and not answer.is_complete:
+            answer.is_complete = True
 
 
-class Keeper(Protocol):
+class ConnectionOwner(Protocol):
     """What a connection needs of its pool."""
 
     def now(self) -> float: ...
 
-    def idle(self, connection: Connection) -> None:
+    def release(self, connection: Connection) -> None:
         """It may be used again."""
         ...
 
-    def lost(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         """It is gone."""
         ...
 
 
-class HttpAnswer:
+class HttpResponse:
     """An answer as it comes in."""
 
     __slots__ = (
         "_connection",
         "_head",
-        "_on_end",
+        "_on_done",
         "_parts",
         "_waiter",
-        "began",
-        "done",
+        "buffered_bytes",
         "error",
+        "has_data",
         "headers",
-        "held",
+        "is_complete",
         "keep_alive",
-        "size",
+        "paused",
         "stale",
         "status",
         "until_end",
     )
 
-    def __init__(self, connection: Connection, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(self, connection: Connection, on_done: Callable[[], None] | None = None) -> None:
         self.status: int = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.error: TransportError | None = None
-        self.began = False
+        self.has_data = False
         """A byte of it has come."""
-        self.done = False
+        self.is_complete = False
         self.stale = False
         """See `Arriving.stale`."""
         self.keep_alive = False
         self.until_end = False
         """The body ends with the connection."""
-        self.held = False
+        self.paused = False
         """The server waits until some of the body is taken."""
-        self.size = 0
+        self.buffered_bytes = 0
         """Bytes of the body that nobody has taken yet."""
         self._connection = connection
         self._parts: deque[bytes] = deque()
         self._head: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._on_end = on_end
+        self._on_done = on_done
         """Somebody waits for the whole of it, and takes nothing before."""
 
-    async def head(self) -> None:
+    async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
         if self.status:
             return
@@ -258,19 +258,19 @@ class HttpAnswer:
         self._head = asyncio.get_running_loop().create_future()
         await self._head
 
-    def whole(self) -> bytes:
+    def body(self) -> bytes:
         """The body of an answer that has ended."""
         return self._pop() if len(self._parts) == 1 else b"".join(self._parts)
 
     async def read(self) -> bytes:
-        if self.done and self.error is None and len(self._parts) == 1:
+        if self.is_complete and self.error is None and len(self._parts) == 1:
             return self._pop()
         parts, size = [], 0
         async for part in self.chunks():
             parts.append(part)
             size += len(part)
-            if size > MAX_WHOLE_BYTES:
-                error = _too_long()
+            if size > MAX_BODY_BYTES:
+                error = _body_too_large()
                 self._connection.abort(error)
                 raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -281,7 +281,7 @@ class HttpAnswer:
                 yield self._pop()
             if self.error is not None:
                 raise self.error
-            if self.done:
+            if self.is_complete:
                 return
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -291,10 +291,10 @@ class HttpAnswer:
 
     def _pop(self) -> bytes:
         part = self._parts.popleft()
-        self.size -= len(part)
-        if self.held and self.size <= HIGH_WATER // 2:
-            self.held = False
-            self._connection.go_on()
+        self.buffered_bytes -= len(part)
+        if self.paused and self.buffered_bytes <= HIGH_WATER_BYTES // 2:
+            self.paused = False
+            self._connection.resume()
         return part
 
     async def __aenter__(self) -> Self:
@@ -307,39 +307,39 @@ class HttpAnswer:
 
     def drop(self) -> None:
         """Nobody wants the rest."""
-        self._on_end = None
+        self._on_done = None
         self._parts.clear()
-        self.size = 0
-        if not self.done and self.error is None:
+        self.buffered_bytes = 0
+        if not self.is_complete and self.error is None:
             self._connection.abort()
 
     # -- for the connection --------------------------------------------------------------------------------------
 
-    def head_came(self) -> None:
+    def head_received(self) -> None:
         if self._head is not None and not self._head.done():
             self._head.set_result(None)
 
-    def take(self, body: bytes) -> None:
+    def feed(self, body: bytes) -> None:
         self._parts.append(body)
-        self.size += len(body)
+        self.buffered_bytes += len(body)
         self.wake()
 
-    def grew(self) -> None:
+    def check_buffer(self) -> None:
         """More has come than is being taken."""
-        if self._on_end is None:
-            self.held = True
-            self._connection.hold()
-        elif self.size > MAX_WHOLE_BYTES:
-            self._connection.abort(_too_long())
+        if self._on_done is None:
+            self.paused = True
+            self._connection.pause()
+        elif self.buffered_bytes > MAX_BODY_BYTES:
+            self._connection.abort(_body_too_large())
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         """It is whole, or never will be."""
         self.wake()
-        on_end, self._on_end = self._on_end, None
+        on_end, self._on_done = self._on_done, None
         if on_end is not None:
             on_end()
 
@@ -347,11 +347,11 @@ class HttpAnswer:
         self.error = error
         if self._head is not None and not self._head.done():
             self._head.set_exception(error)
-        self.ended()
+        self.finish()
 
 
-def _too_long() -> TransportError:
-    return TransportError(f"the answer is longer than {MAX_WHOLE_BYTES} bytes", "protocol")
+def _body_too_large() -> TransportError:
+    return TransportError(f"the answer is longer than {MAX_BODY_BYTES} bytes", "protocol")
 
 
 def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, body: bytes) -> bytes:

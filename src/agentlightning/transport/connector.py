@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from agentlightning.errors import ConfigError
 from agentlightning.transport.base import TransportError
 from agentlightning.transport.connection import Origin
-from agentlightning.transport.proxy import Proxies, Proxy, Tunnel
+from agentlightning.transport.proxy import Proxy, ProxySettings, Tunnel
 
 Kind = TypeVar("Kind", bound=asyncio.Protocol)
 
@@ -31,15 +31,15 @@ _OUTDATED: Final = frozenset({9, 10})
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
+class ConnectOptions:
     """What is set of it. Equal ones can share their connections."""
 
-    proxies: Proxies = field(default_factory=Proxies)
+    proxies: ProxySettings = field(default_factory=ProxySettings)
     ca_file: str | None = None
     """Certificates (PEM) of authorities that are believed besides those of the system."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         proxy: str | Literal[False] | None = None,
         ca_file: str | None = None,
@@ -52,8 +52,8 @@ class Dial:
             if file:
                 _check_certificates(name, file)
         if proxy is None:
-            return cls(Proxies.from_environment(known), ca_file)
-        return cls(Proxies.of(proxy) if proxy else Proxies(), ca_file)
+            return cls(ProxySettings.from_environment(known), ca_file)
+        return cls(ProxySettings.for_all(proxy) if proxy else ProxySettings(), ca_file)
 
     def check(self, url: str) -> Self:
         """Raises ConfigError where the proxy on the way to `url` cannot be used."""
@@ -63,18 +63,18 @@ class Dial:
         return self
 
 
-class Dialer:
+class Connector:
     """Opens connections as a `Dial` says; for one event loop."""
 
-    def __init__(self, dial: Dial) -> None:
-        self._dial = dial
+    def __init__(self, options: ConnectOptions) -> None:
+        self._options = options
         self._tls: ssl.SSLContext | None = None
 
     def proxy(self, origin: Origin) -> Proxy | None:
         """The one on the way to a server. Raises ConfigError where it cannot be used."""
-        return self._dial.proxies.find(origin)
+        return self._options.proxies.find(origin)
 
-    async def open(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
+    async def connect(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
         """A protocol made by `make`, connected to a server. `seconds` is for everything until a request can be sent.
         Raises TransportError."""
         proxy = self.proxy(origin)
@@ -83,7 +83,7 @@ class Dialer:
             async with asyncio.timeout(seconds):
                 if proxy is None or not origin.secure:
                     return await self._connect(proxy or origin, make)
-                return await self._tunnel(proxy, origin, make)
+                return await self._connect_through(proxy, origin, make)
         except TimeoutError:
             raise TransportError(f"{origin} took no connection{way} within {seconds:g} s", "connect") from None
         except OSError as error:
@@ -103,11 +103,11 @@ class Dialer:
             raise _tls_failure(place, error) from error
         return protocol
 
-    async def _tunnel(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
+    async def _connect_through(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
         tunnel = await self._connect(proxy, lambda: Tunnel(proxy, origin))
         protocol, context = make(), self._context()
         try:
-            await tunnel.head
+            await tunnel.opened
             secured = await asyncio.get_running_loop().start_tls(
                 tunnel.transport, protocol, context, server_hostname=origin.host
             )
@@ -125,7 +125,7 @@ class Dialer:
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
-            self._tls = make_context(self._dial.ca_file)
+            self._tls = make_context(self._options.ca_file)
         return self._tls
 
 

@@ -14,24 +14,24 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from agentlightning.transport.base import Headers, TransportError
-from agentlightning.transport.connection import Connection, HttpAnswer, Origin, head_bytes, request_bytes
-from agentlightning.transport.connector import Dial, Dialer
+from agentlightning.transport.connection import Connection, HttpResponse, Origin, head_bytes, request_bytes
+from agentlightning.transport.connector import ConnectOptions, Connector
 
 IDLE_SECONDS: Final = 55.0
 """A connection that was not used for so long is closed: many servers do so after a minute."""
 MAX_IDLE: Final = 1024
 """Connections to one place that are kept for later calls."""
-MAX_KNOWN_URLS: Final = 1024
+MAX_CACHED_URLS: Final = 1024
 
 
-class Pool:
+class ConnectionPool:
     """A `Transport` over asyncio and httptools."""
 
-    def __init__(self, dial: Dial) -> None:
-        self._dialer = Dialer(dial)
+    def __init__(self, options: ConnectOptions) -> None:
+        self._connector = Connector(options)
         self._idle: dict[Origin, deque[Connection]] = {}
         self._busy: set[Connection] = set()
-        self._known: dict[str, tuple[Origin, bytes, bytes]] = {}
+        self._parsed_urls: dict[str, tuple[Origin, bytes, bytes]] = {}
         self._heads: dict[tuple[str, str, tuple[tuple[bytes, bytes], ...]], bytes] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -49,44 +49,44 @@ class Pool:
         *,
         connect_seconds: float = 10.0,
         timeout_seconds: float = 600.0,
-    ) -> HttpAnswer:
+    ) -> HttpResponse:
         """See `Transport.send`."""
-        origin, target, host = self._known.get(url) or self._locate(url)
+        origin, target, host = self._parsed_urls.get(url) or self._parse_url(url)
         request = request_bytes(method, target, host, headers, body)
-        if (connection := self._take(origin)) is not None:
-            answer = await self._ask(connection, request, timeout_seconds)
+        if (connection := self._take_idle(origin)) is not None:
+            answer = await self._send_on(connection, request, timeout_seconds)
             if answer is not None:
                 return answer
         connection = await self._connect(origin, connect_seconds)
-        answer = await self._ask(connection, request, timeout_seconds, fresh=True)
+        answer = await self._send_on(connection, request, timeout_seconds, fresh=True)
         assert answer is not None
         return answer
 
-    def send_now(
+    def try_send(
         self,
         method: str,
         url: str,
         headers: Headers,
         body: bytes,
-        on_end: Callable[[], None],
+        on_done: Callable[[], None],
         *,
         timeout_seconds: float = 600.0,
-    ) -> HttpAnswer | None:
+    ) -> HttpResponse | None:
         """See `Transport.send_now`."""
-        origin, target, host = self._known.get(url) or self._locate(url)
-        if (connection := self._take(origin)) is None:
+        origin, target, host = self._parsed_urls.get(url) or self._parse_url(url)
+        if (connection := self._take_idle(origin)) is None:
             return None
         now = self.now()
         same = method, url, headers if isinstance(headers, tuple) else tuple(headers)
         if (head := self._heads.get(same)) is None:
             head = head_bytes(method, target, host, headers)
-            if len(self._heads) >= MAX_KNOWN_URLS:
+            if len(self._heads) >= MAX_CACHED_URLS:
                 self._heads.clear()
             self._heads[same] = head
         request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
-        answer = connection.ask(request, timeout_seconds, now, on_end)
+        answer = connection.send(request, timeout_seconds, now, on_done)
         self._busy.add(connection)
-        self._watch(now + min(timeout_seconds, IDLE_SECONDS))
+        self._schedule_check(now + min(timeout_seconds, IDLE_SECONDS))
         return answer
 
     async def close(self) -> None:
@@ -99,16 +99,16 @@ class Pool:
         self._idle.clear()
         await asyncio.sleep(0)  # the connections close in the loop's next turn
 
-    async def _ask(
+    async def _send_on(
         self, connection: Connection, request: bytes, timeout_seconds: float, *, fresh: bool = False
-    ) -> HttpAnswer | None:
+    ) -> HttpResponse | None:
         """None where a connection that was kept alive turned out to be closed."""
         now = self.now()
-        answer = connection.ask(request, timeout_seconds, now)
+        answer = connection.send(request, timeout_seconds, now)
         self._busy.add(connection)
-        self._watch(now + min(timeout_seconds, IDLE_SECONDS))
+        self._schedule_check(now + min(timeout_seconds, IDLE_SECONDS))
         try:
-            await answer.head()
+            await answer.wait_for_head()
         except TransportError:
             if fresh or not answer.stale or self._closed:
                 raise
@@ -120,12 +120,12 @@ class Pool:
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def _take(self, origin: Origin) -> Connection | None:
+    def _take_idle(self, origin: Origin) -> Connection | None:
         """The one used last, as the likeliest to be open."""
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
-            if connection.open and self.now() - connection.idle_since < IDLE_SECONDS:
+            if connection.is_open and self.now() - connection.idle_since < IDLE_SECONDS:
                 return connection
             connection.abort()
         return None
@@ -133,9 +133,9 @@ class Pool:
     async def _connect(self, origin: Origin, seconds: float) -> Connection:
         if self._closed:
             raise TransportError("the transport was closed", "closed")
-        return await self._dialer.open(origin, lambda: Connection(self, origin), seconds)
+        return await self._connector.connect(origin, lambda: Connection(self, origin), seconds)
 
-    def idle(self, connection: Connection) -> None:
+    def release(self, connection: Connection) -> None:
         """It may be used again."""
         self._busy.discard(connection)
         idle = self._idle.get(connection.origin)
@@ -146,7 +146,7 @@ class Pool:
         connection.idle_since = self.now()
         idle.append(connection)
 
-    def lost(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         """It is gone."""
         self._busy.discard(connection)
         idle = self._idle.get(connection.origin)
@@ -155,32 +155,34 @@ class Pool:
 
     # -- silence -------------------------------------------------------------------------------------------------
 
-    def _watch(self, until: float) -> None:
+    def _schedule_check(self, until: float) -> None:
         """Look at all of them at `until`, or before."""
         timer = self._timer
         if timer is None or timer.when() > until:
             if timer is not None:
                 timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(until, self._look)
+            self._timer = asyncio.get_running_loop().call_at(until, self._check_timeouts)
 
-    def _look(self) -> None:
+    def _check_timeouts(self) -> None:
         self._timer, now = None, self.now()
         for connection in list(self._busy):
-            silent = now - connection.last_heard
-            if connection.waiting and silent >= connection.timeout_seconds:
+            silent = now - connection.last_data_at
+            if connection.awaits_data and silent >= connection.timeout_seconds:
                 message = f"{connection.origin} said nothing for {connection.timeout_seconds:g} s"
                 connection.abort(TransportError(message, "timeout"))
         for idle in self._idle.values():
             while idle and now - idle[0].idle_since >= IDLE_SECONDS:
                 idle.popleft().abort()
-        ends = [connection.last_heard + connection.timeout_seconds for connection in self._busy if connection.waiting]
+        ends = [
+            connection.last_data_at + connection.timeout_seconds for connection in self._busy if connection.awaits_data
+        ]
         ends += [idle[0].idle_since + IDLE_SECONDS for idle in self._idle.values() if idle]
         if self._busy or ends:
-            self._watch(max(now + 0.01, min((now + IDLE_SECONDS, *ends))))
+            self._schedule_check(max(now + 0.01, min((now + IDLE_SECONDS, *ends))))
 
     # -- addresses -----------------------------------------------------------------------------------------------
 
-    def _locate(self, url: str) -> tuple[Origin, bytes, bytes]:
+    def _parse_url(self, url: str) -> tuple[Origin, bytes, bytes]:
         """(where to, the path and query, the Host header); what a proxy passes on names the server with its path, and
         the proxy is told who asks beside the host. Raises TransportError for what is no URL of HTTP."""
         try:
@@ -195,10 +197,10 @@ class Pool:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
         asking = b""
-        if not secure and (proxy := self._dialer.proxy(origin)) is not None:
+        if not secure and (proxy := self._connector.proxy(origin)) is not None:
             target = f"http://{host}{target}"
             asking = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
-        if len(self._known) >= MAX_KNOWN_URLS:
-            self._known.clear()
-        self._known[url] = found = (origin, target.encode(), host.encode() + asking)
+        if len(self._parsed_urls) >= MAX_CACHED_URLS:
+            self._parsed_urls.clear()
+        self._parsed_urls[url] = found = (origin, target.encode(), host.encode() + asking)
         return found

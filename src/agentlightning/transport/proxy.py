@@ -84,7 +84,7 @@ def secrets_of(url: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exception:
+class _NoProxyEntry:
     """What `NO_PROXY` names: one of its entries."""
 
     name: str
@@ -108,7 +108,7 @@ class _Exception:
         name = host if host == "*" else host.removeprefix("*").strip(".")
         return cls(name, network, port, None if scheme in ("", "all") else scheme)
 
-    def fits(self, origin: Origin, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
+    def matches(self, origin: Origin, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
         if self.port not in (None, origin.port) or self.scheme not in (None, "https" if origin.secure else "http"):
             return False
         if self.network is not None:
@@ -118,19 +118,19 @@ class _Exception:
 
 
 @dataclass(frozen=True, slots=True)
-class Proxies:
+class ProxySettings:
     """Which proxy leads to which server. Addresses are read when one is needed: a proxy that nobody goes through may be
     of any kind."""
 
     http: tuple[str, str] | None = field(default=None, repr=False)
     """(what the setting is called, its address) for http; None: no proxy."""
     https: tuple[str, str] | None = field(default=None, repr=False)
-    exceptions: tuple[_Exception, ...] = ()
+    no_proxy: tuple[_NoProxyEntry, ...] = ()
     loopback: bool = False
     """Whether calls to this machine itself go through it too."""
 
     @classmethod
-    def of(cls, url: str, source: str = "proxy") -> Self:
+    def for_all(cls, url: str, source: str = "proxy") -> Self:
         """One for every call. Raises ConfigError."""
         Proxy.parse(url, source)
         return cls((source, url), (source, url), loopback=True)
@@ -147,7 +147,7 @@ class Proxies:
         return cls(
             http or every,
             _variable(known, "https_proxy") or every,
-            tuple(_Exception.parse(entry) for entry in entries if entry),
+            tuple(_NoProxyEntry.parse(entry) for entry in entries if entry),
         )
 
     def find(self, origin: Origin) -> Proxy | None:
@@ -160,9 +160,9 @@ class Proxies:
             address = ipaddress.ip_address(origin.host)
         except ValueError:
             address = None
-        if not self.loopback and _is_here(origin.host, address):
+        if not self.loopback and _is_this_machine(origin.host, address):
             return None
-        if any(each.fits(origin, address) for each in self.exceptions):
+        if any(each.matches(origin, address) for each in self.no_proxy):
             return None
         return _parse(setting[1], setting[0])
 
@@ -178,7 +178,7 @@ def _variable(environment: Mapping[str, str], name: str) -> tuple[str, str] | No
     return None
 
 
-def _is_here(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
+def _is_this_machine(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
     if address is not None:
         return address.is_loopback or address.is_unspecified
     name = host.lower().rstrip(".")
@@ -189,11 +189,11 @@ class Tunnel(asyncio.Protocol):
     """Asks a proxy for a way to a server. When `head` is done, what is written to the transport goes there."""
 
     def __init__(self, proxy: Proxy, origin: Origin) -> None:
-        self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises TransportError where the proxy refuses."""
         self.transport: asyncio.Transport
         self._proxy, self._origin = proxy, origin
-        self._heard = bytearray()
+        self._received = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -204,13 +204,13 @@ class Tunnel(asyncio.Protocol):
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
-        if self.head.done():
+        if self.opened.done():
             return
-        self._heard += data
-        head, found, more = bytes(self._heard).partition(b"\r\n\r\n")
+        self._received += data
+        head, found, more = bytes(self._received).partition(b"\r\n\r\n")
         if found:
             self._read(head, bool(more))
-        elif len(self._heard) > MAX_HEAD_BYTES:
+        elif len(self._received) > MAX_HEAD_BYTES:
             self._fail("answers in more than a proxy has to say", "protocol")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -222,7 +222,7 @@ class Tunnel(asyncio.Protocol):
         if status is None or (more and 200 <= code < 300):
             self._fail("does not answer in HTTP", "protocol")
         elif 200 <= code < 300:
-            self.head.set_result(None)
+            self.opened.set_result(None)
         elif code in (401, 407):  # some say the one to credentials that are wrong
             self._fail("wants credentials, or others than it was given: http://USER:PASSWORD@HOST:PORT", "proxy")
         else:
@@ -230,5 +230,5 @@ class Tunnel(asyncio.Protocol):
             self._fail(f"gave no way there: {said}", "connect" if code in _UNREACHED else "proxy")
 
     def _fail(self, what: str, reason: Reason) -> None:
-        if not self.head.done():
-            self.head.set_exception(TransportError(f"{self._origin}: the proxy {self._proxy} {what}", reason))
+        if not self.opened.done():
+            self.opened.set_exception(TransportError(f"{self._origin}: the proxy {self._proxy} {what}", reason))

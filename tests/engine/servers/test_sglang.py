@@ -13,7 +13,7 @@ from agentlightning.engine.servers.sglang import SGLangServer, _Progress
 from agentlightning.testing.model_server import ScriptedModelServer
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import open_transport
-from agentlightning.transport.connector import Dial
+from agentlightning.transport.connector import ConnectOptions
 
 DRAWN = [[-0.1, 5, None], [-0.2, 6, None], [-0.3, 7, None], [-0.4, 8, None]]
 TOPS = [[[-0.05, 9, None], [-0.1, 5, None]]] * 4
@@ -55,7 +55,7 @@ async def test_what_is_no_answer_is_a_failure_of_the_server(http: Http, answer: 
 
 async def test_a_proxy_that_refuses_is_not_asked_again(tmp_path: Path):
     async with LocalProxy("me:secret") as proxy:
-        transport = open_transport(Dial.of(proxy.url))
+        transport = open_transport(ConnectOptions.create(proxy.url))
         with pytest.raises(BackendError, match="wants credentials") as failed:
             await SGLangServer(transport, "https://model.example").label()
         await transport.close()

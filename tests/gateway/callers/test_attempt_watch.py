@@ -69,7 +69,7 @@ async def test_a_providers_call_ends_with_its_attempt(serve, store, way):
         assert reply.status_code == (409 if way in ("direct", "waiting") else 200)
         assert "ended as failed; it takes no more calls" in reply.text
         await until(lambda: not gateway._contexts.attempts())
-        assert (gateway._direct.under_way, gateway.providers["them"].limits.under_way) == (set(), 0)
+        assert (gateway._direct.under_way, gateway.providers["them"].rate_limiter.in_flight) == (set(), 0)
     spans = await store.query_spans(service.rollout_id)
     assert [span.attributes.get(names.ERROR_TYPE) for span in spans] == [None, "attempt_ended"]
 

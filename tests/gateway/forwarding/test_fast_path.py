@@ -212,15 +212,15 @@ async def test_no_more_calls_are_under_way_than_the_provider_and_the_gateway_tak
     under_way = []
 
     def script(seen):
-        under_way.append(service.gateway.providers["them"].limits.under_way)
+        under_way.append(service.gateway.providers["them"].rate_limiter.in_flight)
         return Reply(chat_answer("Again."))
 
     service, _, http = await ask(script, max_concurrency=2)
-    backends = service.gateway.providers["them"]
+    pool = service.gateway.providers["them"]
     replies = await asyncio.gather(*(call(service, http) for _ in range(20)))
     assert {said(reply) for reply in replies} == {"Again."}
     assert set(under_way) <= {1, 2}
-    assert (backends.limits.under_way, backends.limits.waiting) == (0, 0)
+    assert (pool.rate_limiter.in_flight, pool.rate_limiter.num_waiting) == (0, 0)
     assert not service.gateway._slots.full
     assert len(await service.spans()) == 21
 
@@ -288,8 +288,8 @@ async def test_calls_of_every_kind_at_once_are_each_answered_and_recorded_once(a
     assert sorted(parts[0]["content"] for parts in texts) == sorted(
         f"n{number}" for number, kind in enumerate(kinds) if kind == "well"
     )
-    backends = service.gateway.providers["them"]
-    assert (backends.limits.under_way, [each.under_way for each in backends.all]) == (0, [0])
+    pool = service.gateway.providers["them"]
+    assert (pool.rate_limiter.in_flight, [each.in_flight for each in pool.servers]) == (0, [0])
 
 
 async def test_a_prompt_that_was_read_and_never_answered_is_paid_for(ask):
@@ -336,5 +336,5 @@ async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkey
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: "could not be recorded: the disk is full" in caplog.text)
-    assert service.gateway.providers["them"].limits.under_way == 0
+    assert service.gateway.providers["them"].rate_limiter.in_flight == 0
     assert not service.gateway._direct.under_way

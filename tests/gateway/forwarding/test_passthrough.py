@@ -386,10 +386,10 @@ async def test_a_reader_that_stops_reading_makes_the_provider_wait(ask):
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {service.key}\r\ncontent-length: {len(body)}\r\n"
     writer.write(head.encode() + b"\r\n" + body)
     await reader.readuntil(b"\r\n\r\n")
-    (backends,) = service.gateway.providers.values()
-    await until(lambda: any(connection._answer.held for connection in backends.transport._busy))
+    (pool,) = service.gateway.providers.values()
+    await until(lambda: any(connection._response.paused for connection in pool.transport._busy))
     writer.close()
-    await until(lambda: not backends.transport._busy)
+    await until(lambda: not pool.transport._busy)
 
 
 # -- the record --------------------------------------------------------------------------------------------------------

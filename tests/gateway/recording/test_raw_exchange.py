@@ -19,7 +19,7 @@ from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import READERS, hear
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.provider import Price, Provider, Usage
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing.provider import chat_answer, messages_answer
 
 PATHS = ["chat/completions", "completions", "responses", "messages", "embeddings"]
@@ -69,8 +69,8 @@ def exchange(path, request, answer):
     provider = Provider(
         name="them", dialect=dialect, base_urls=("http://127.0.0.1:1",), price=Price(input=1.0, output=2.0)
     )
-    backends = Backends(provider, lambda: None)
-    route = ModelRoute("theirs", None, backends, "big-1", provider.price)
+    pool = ServerPool(provider, lambda: None)
+    route = ModelRoute("theirs", None, pool, "big-1", provider.price)
     forward = Forward(path, route, CALLER, request, {}, "cd" * 16, {"top_k": 5}, 1000.5)
     call = forward.call()
     call.body = orjson.dumps(answer)

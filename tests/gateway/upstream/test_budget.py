@@ -36,7 +36,7 @@ async def test_nothing_is_ever_overspent(calls):
         assert all(dollars <= 60 + 1e-9 for dollars in spent.values())
         assert sum(spent.values()) <= 100 + 1e-9
     assert budgets.total.dollars == pytest.approx(sum(spent.values()))
-    assert budgets.total.held_tokens == 10 * len(held)
+    assert budgets.total.reserved_tokens == 10 * len(held)
 
 
 async def test_what_is_set_aside_is_given_back_once():
@@ -48,7 +48,7 @@ async def test_what_is_set_aside_is_given_back_once():
     first.release()
     first.settle(0, 30)
     account = budgets.spent("ro-1")
-    assert (account.tokens, account.held_tokens, budgets.refused) == (30, 0, 1)
+    assert (account.tokens, account.reserved_tokens, budgets.num_rejected) == (30, 0, 1)
     (await budgets.reserve("ro-1", 0, 70)).release()
 
 

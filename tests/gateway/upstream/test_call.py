@@ -19,9 +19,9 @@ from agentlightning.gateway.config import BudgetConfig, GatewayConfig
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.call import Ask, Call
+from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.provider import Price, Provider, Usage
-from agentlightning.gateway.upstream.servers import RETRY_FLOOR, Backends
+from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 from agentlightning.transport import open_transport
@@ -36,11 +36,11 @@ BROKEN = Reply({"error": {"message": f"we failed, {KEY}", "type": "server_error"
 async def connected(provider, **options):
     """The servers of a provider, and a transport to them."""
     transport = open_transport()
-    backends = Backends(provider, lambda: transport, **options)
+    pool = ServerPool(provider, lambda: transport, **options)
     try:
-        yield backends
+        yield pool
     finally:
-        await backends.close()
+        await pool.close()
         await transport.close()
 
 
@@ -49,8 +49,8 @@ def made_of(*servers, **options):
     return Provider(name="them", base_urls=tuple(urls), **options)
 
 
-async def call(backends, affinity="", body=b"{}", **options):
-    async with Call(backends, Ask("chat/completions", body, affinity=affinity, **options)) as asked:
+async def call(pool, affinity="", body=b"{}", **options):
+    async with UpstreamCall(pool, UpstreamRequest("chat/completions", body, affinity=affinity, **options)) as asked:
         asked.settle(Usage(10, 5))
         return asked
 
@@ -69,21 +69,21 @@ async def until(condition):
 @settings(max_examples=25)
 @given(st.integers(2, 6), st.data())
 def test_a_server_that_is_lost_moves_only_its_own_conversations(count, data):
-    backends = Backends(made_of(*(f"http://host{number}/v1" for number in range(count))), open_transport)
+    pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(count))), open_transport)
     talks = [f"ro-{number}/at-1" for number in range(40)]
-    before = {talk: backends.choose(talk) for talk in talks}
-    lost = data.draw(st.sampled_from(backends.all))
-    lost.health.failed(unreachable=True)
-    after = {talk: backends.choose(talk) for talk in talks}
+    before = {talk: pool.choose(talk) for talk in talks}
+    lost = data.draw(st.sampled_from(pool.servers))
+    lost.health.record_failure(unreachable=True)
+    after = {talk: pool.choose(talk) for talk in talks}
     assert all(after[talk] is before[talk] for talk in talks if before[talk] is not lost)
     assert all(after[talk] is not lost for talk in talks)
-    lost.health.succeeded()
-    assert {talk: backends.choose(talk) for talk in talks} == before
+    lost.health.record_success()
+    assert {talk: pool.choose(talk) for talk in talks} == before
 
 
 def test_conversations_are_spread_over_the_servers():
-    backends = Backends(made_of(*(f"http://host{number}/v1" for number in range(4))), open_transport)
-    found = Counter(backends.choose(f"ro-{number}/at-1").url for number in range(4000))
+    pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(4))), open_transport)
+    found = Counter(pool.choose(f"ro-{number}/at-1").url for number in range(4000))
     assert len(found) == 4
     assert min(found.values()) > 800
 
@@ -92,19 +92,19 @@ async def test_a_conversation_stays_with_its_server_and_goes_to_another_while_th
     async with (
         ScriptedProvider(lambda seen: FINE) as one,
         ScriptedProvider(lambda seen: FINE) as two,
-        connected(made_of(one, two, health_seconds=0.05), clock=lambda: time.monotonic() * 20) as backends,
+        connected(made_of(one, two, health_seconds=0.05), clock=lambda: time.monotonic() * 20) as pool,
     ):
         for _ in range(5):
-            await call(backends, "ro-1/at-1")
+            await call(pool, "ro-1/at-1")
         home, other = (one, two) if one.seen else (two, one)
         assert (len(home.seen), len(other.seen)) == (5, 0)
         await home.stop()
-        asked = await call(backends, "ro-1/at-1")
+        asked = await call(pool, "ro-1/at-1")
         assert (asked.retries, len(other.seen)) == (1, 1)
-        assert (await call(backends, "ro-1/at-1")).retries == 0
+        assert (await call(pool, "ro-1/at-1")).retries == 0
         await home.start()
-        await until(lambda: all(not backend.health.doubted for backend in backends.all))
-        await call(backends, "ro-1/at-1")
+        await until(lambda: all(not server.health.is_suspect for server in pool.servers))
+        await call(pool, "ro-1/at-1")
         assert (len(home.seen), len(other.seen)) == (6, 2)
 
 
@@ -112,23 +112,23 @@ async def test_a_server_that_says_it_is_not_well_is_left_alone_before_a_call_mee
     async with (
         ScriptedProvider(lambda seen: FINE) as one,
         ScriptedProvider(lambda seen: FINE) as two,
-        connected(made_of(one, two, health_seconds=0.05)) as backends,
+        connected(made_of(one, two, health_seconds=0.05)) as pool,
     ):
-        await call(backends, "x")
+        await call(pool, "x")
         home, other = (one, two) if one.seen else (two, one)
         home.healthy = False
-        await until(lambda: any(backend.health.doubted for backend in backends.all))
-        assert (await call(backends, "x")).retries == 0
+        await until(lambda: any(server.health.is_suspect for server in pool.servers))
+        assert (await call(pool, "x")).retries == 0
         assert len(other.seen) == 1
 
 
 async def test_a_call_is_never_refused_for_want_of_a_well_server():
-    async with ScriptedProvider([BROKEN] * 6 + [FINE]) as server, connected(made_of(server, retries=0)) as backends:
+    async with ScriptedProvider([BROKEN] * 6 + [FINE]) as server, connected(made_of(server, retries=0)) as pool:
         for _ in range(6):
             with pytest.raises(ApiError):
-                await call(backends)
-        assert backends.all[0].health.doubted
-        assert (await call(backends)).status == 200
+                await call(pool)
+        assert pool.servers[0].health.is_suspect
+        assert (await call(pool)).status == 200
 
 
 # -- sending again ----------------------------------------------------------------------------------------------------
@@ -145,18 +145,18 @@ async def test_a_call_is_never_refused_for_want_of_a_well_server():
     ],
 )
 async def test_a_call_that_failed_before_its_answer_is_sent_once_more(first):
-    async with ScriptedProvider([first, FINE]) as server, connected(made_of(server)) as backends:
-        asked = await call(backends)
-        assert (asked.retries, len(server.seen), backends.retried) == (1, 2, 1)
+    async with ScriptedProvider([first, FINE]) as server, connected(made_of(server)) as pool:
+        asked = await call(pool)
+        assert (asked.retries, len(server.seen), pool.num_retries) == (1, 2, 1)
         assert json.loads(asked.body) == chat_answer("Hello.")
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
 async def test_what_is_the_callers_affair_is_not_sent_again(status):
     refused = Reply({"error": {"message": "too long", "code": "context_length_exceeded", "param": "messages"}}, status)
-    async with ScriptedProvider([refused, FINE]) as server, connected(made_of(server)) as backends:
+    async with ScriptedProvider([refused, FINE]) as server, connected(made_of(server)) as pool:
         with pytest.raises(ApiError, match="too long") as caught:
-            await call(backends)
+            await call(pool)
         api_error = caught.value
         assert (api_error.status, api_error.code, api_error.param) == (status, "context_length_exceeded", "messages")
         assert (api_error.retry, len(server.seen)) == (False, 1)
@@ -164,8 +164,8 @@ async def test_what_is_the_callers_affair_is_not_sent_again(status):
 
 async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
     begun = Reply(events=chat_events(["Hel", "lo."])[:2], end="close")
-    async with ScriptedProvider([begun, FINE]) as server, connected(made_of(server)) as backends:
-        async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
+    async with ScriptedProvider([begun, FINE]) as server, connected(made_of(server)) as pool:
+        async with UpstreamCall(pool, UpstreamRequest("chat/completions", b"{}", stream=True)) as asked:
             with pytest.raises(ApiError, match="closed the connection"):
                 [events async for events in asked.events()]
         assert (len(server.seen), asked.retries) == (1, 0)
@@ -173,8 +173,8 @@ async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
 
 async def test_a_stream_that_closes_before_its_first_byte_is_asked_for_again():
     replies = [Reply(events=[], end="close"), Reply(events=chat_events(["Hello."]))]
-    async with ScriptedProvider(replies) as server, connected(made_of(server)) as backends:
-        async with Call(backends, Ask("chat/completions", b"{}", stream=True)) as asked:
+    async with ScriptedProvider(replies) as server, connected(made_of(server)) as pool:
+        async with UpstreamCall(pool, UpstreamRequest("chat/completions", b"{}", stream=True)) as asked:
             stream = b"".join([event async for events in asked.events() for event in events])
             asked.settle(None)
         assert stream == b"".join(chat_events(["Hello."]))
@@ -182,12 +182,12 @@ async def test_a_stream_that_closes_before_its_first_byte_is_asked_for_again():
 
 
 async def test_an_outage_is_not_multiplied():
-    async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as backends:
+    async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as pool:
         calls = 60
 
         async def one():
             with pytest.raises(ApiError):
-                await call(backends)
+                await call(pool)
 
         await asyncio.gather(*(one() for _ in range(calls)))
         assert calls < len(server.seen) <= calls * 1.2 + RETRY_FLOOR
@@ -195,18 +195,18 @@ async def test_an_outage_is_not_multiplied():
 
 async def test_an_outage_that_goes_on_is_not_multiplied_either(monkeypatch):
     monkeypatch.setattr(call_module, "_BACKOFF_SECONDS", 0.0)
-    async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as backends:
+    async with ScriptedProvider(lambda seen: BROKEN) as server, connected(made_of(server)) as pool:
         for _ in range(60):  # one after the other: each might have saved up for its own repetition
             with pytest.raises(ApiError):
-                await call(backends)
+                await call(pool)
         assert 60 + RETRY_FLOOR <= len(server.seen) <= 60 * 1.2 + RETRY_FLOOR
 
 
 async def test_who_asks_to_be_left_alone_for_long_is_not_asked_again_and_the_caller_may_be():
     busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after": "30"})
-    async with ScriptedProvider([busy]) as server, connected(made_of(server, max_wait_seconds=5)) as backends:
+    async with ScriptedProvider([busy]) as server, connected(made_of(server, max_wait_seconds=5)) as pool:
         with pytest.raises(ApiError) as caught:
-            await call(backends)
+            await call(pool)
         assert (caught.value.status, caught.value.retry, caught.value.retry_after) == (429, True, 30)
         assert len(server.seen) == 1
 
@@ -219,27 +219,29 @@ async def test_all_calls_of_a_model_wait_as_long_as_its_server_asked_one_of_them
         busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after-ms": "400"})
         return busy if len(times) == 1 else FINE
 
-    async with ScriptedProvider(answer) as server, connected(made_of(server, retries=0)) as backends:
+    async with ScriptedProvider(answer) as server, connected(made_of(server, retries=0)) as pool:
         with pytest.raises(ApiError):
-            await call(backends, body=b'{"model": "a"}', model="a")
-        await call(backends, body=b'{"model": "b"}', model="b")
-        await asyncio.gather(*(call(backends, body=b'{"model": "a"}', model="a") for _ in range(3)))
+            await call(pool, body=b'{"model": "a"}', model="a")
+        await call(pool, body=b'{"model": "b"}', model="b")
+        await asyncio.gather(*(call(pool, body=b'{"model": "a"}', model="a") for _ in range(3)))
         first, other, *waited = times
         assert (other[1], len(waited)) == ("b", 3)
         assert other[0] - first[0] < 0.4 <= min(at for at, _ in waited) - first[0]
-        assert not backends.all[0].health.doubted
-        assert Call(backends, Ask("chat/completions", b"{}", model="a")).start(lambda: None) is True  # at once again
+        assert not pool.servers[0].health.is_suspect
+        assert (
+            UpstreamCall(pool, UpstreamRequest("chat/completions", b"{}", model="a")).try_start(lambda: None) is True
+        )  # at once again
 
 
 async def test_a_call_is_turned_away_at_once_where_its_server_wants_none_for_long():
     busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after": "30"})
-    async with ScriptedProvider([busy, FINE]) as server, connected(made_of(server, max_wait_seconds=5)) as backends:
+    async with ScriptedProvider([busy, FINE]) as server, connected(made_of(server, max_wait_seconds=5)) as pool:
         for _ in range(2):
             with pytest.raises(ApiError) as caught:
-                await call(backends)
+                await call(pool)
             assert (caught.value.status, caught.value.retry) == (429, True)
             assert 29 <= caught.value.retry_after <= 30
-        assert Call(backends, Ask("chat/completions", b"{}")).start(lambda: None) is False
+        assert UpstreamCall(pool, UpstreamRequest("chat/completions", b"{}")).try_start(lambda: None) is False
         assert len(server.seen) == 1
 
 
@@ -247,12 +249,12 @@ async def test_a_whole_answer_that_breaks_off_is_paid_for_beside_the_one_that_ca
     answer = chat_answer("Hello.")
     price, length = Price(input=1e6, output=1e6), len(json.dumps(answer, separators=(",", ":")))
     half = Reply(answer, end="close")
-    async with ScriptedProvider([half, FINE]) as server, connected(made_of(server, price=price)) as backends:
-        paid = await call(backends, body=b"x" * 400, max_output_tokens=5000)
+    async with ScriptedProvider([half, FINE]) as server, connected(made_of(server, price=price)) as pool:
+        paid = await call(pool, body=b"x" * 400, max_output_tokens=5000)
         assert (len(server.seen), paid.retries, paid.usage) == (2, 1, Usage(10, 5))
         lost = 100 + length // 4
         kept = paid.attributes()
-        assert (kept[names.COST], backends.dollars) == (15 + lost, 15 + lost)
+        assert (kept[names.COST], pool.dollars) == (15 + lost, 15 + lost)
         assert (kept[names.INPUT_TOKENS], kept[names.OUTPUT_TOKENS]) == (110, 5 + length // 4)
 
 
@@ -260,12 +262,12 @@ async def test_a_whole_answer_that_breaks_off_is_paid_for_beside_the_one_that_ca
 async def test_a_budget_knows_of_an_answer_that_broke_off_before_the_call_is_sent_again(most, tries):
     budgets = Budgets(BudgetConfig(rollout_tokens=most))
     half = Reply(chat_answer("Hello."), end="close")
-    async with ScriptedProvider([half] * 3) as server, connected(made_of(server), budgets=budgets) as backends:
+    async with ScriptedProvider([half] * 3) as server, connected(made_of(server), budgets=budgets) as pool:
         with pytest.raises(ApiError) as caught:
-            await call(backends, body=b"x" * 400, max_output_tokens=50, rollout_id="ro-1")
+            await call(pool, body=b"x" * 400, max_output_tokens=50, rollout_id="ro-1")
         assert (caught.value.status, len(server.seen)) == (402 if tries == 1 else 502, tries)
         account = budgets.spent("ro-1")
-        assert (account.tokens, account.held_tokens) == (tries * 150, 0)
+        assert (account.tokens, account.reserved_tokens) == (tries * 150, 0)
 
 
 async def test_a_busy_server_passes_its_call_to_another_at_once():
@@ -273,31 +275,31 @@ async def test_a_busy_server_passes_its_call_to_another_at_once():
     async with (
         ScriptedProvider(lambda seen: busy) as one,
         ScriptedProvider(lambda seen: busy) as two,
-        connected(made_of(one, two)) as backends,
+        connected(made_of(one, two)) as pool,
     ):
         with pytest.raises(ApiError):
-            await call(backends, "x")
+            await call(pool, "x")
         assert (len(one.seen), len(two.seen)) == (1, 1)
 
 
 async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
     endless = Reply(events=chat_events(["a", "b"])[:3], end="hang")
     price = Price(input=1e6, output=1e6)
-    async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as backends:
-        async with Call(backends, Ask("chat/completions", b"x" * 400, stream=True)) as asked:
+    async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as pool:
+        async with UpstreamCall(pool, UpstreamRequest("chat/completions", b"x" * 400, stream=True)) as asked:
             async for events in asked.events():
                 if any(b'"b"' in event for event in events):
                     break
         assert asked.usage == Usage(100, 3)
         assert asked.attributes()[names.COST] == 103
         await asyncio.wait_for(server.hung_up.wait(), 10)
-        assert backends.limits.under_way == 0
+        assert pool.rate_limiter.in_flight == 0
 
 
 def test_a_key_that_is_not_there_is_said_at_the_start(monkeypatch):
     monkeypatch.delenv("THEIR_KEY", raising=False)
     with pytest.raises(ConfigError, match="THEIR_KEY, which is not set"):
-        Backends(made_of("http://host/v1", api_key_env="THEIR_KEY"), open_transport)
+        ServerPool(made_of("http://host/v1", api_key_env="THEIR_KEY"), open_transport)
 
 
 # -- bad providers, as the official SDKs meet them ---------------------------------------------------------------------

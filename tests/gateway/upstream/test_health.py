@@ -1,6 +1,6 @@
 """How long a server that failed is left alone."""
 
-from agentlightning.gateway.upstream.health import FAILURES, Health
+from agentlightning.gateway.upstream.health import MAX_FAILURES, ServerHealth
 
 
 class Clock:
@@ -12,25 +12,25 @@ class Clock:
 
 def test_a_server_that_goes_on_failing_is_left_alone_twice_as_long_each_time_up_to_thirty_seconds():
     clock = Clock()
-    health, pauses = Health(clock), []
+    health, pauses = ServerHealth(clock), []
     for _ in range(7):
-        health.failed(unreachable=True)
-        assert health.doubted
-        assert not health.well
+        health.record_failure(unreachable=True)
+        assert health.is_suspect
+        assert not health.is_available
         pauses.append(health.seconds_left)
         clock.now += health.seconds_left
-        assert health.well  # it may be tried again, and is still doubted
-        assert health.doubted
+        assert health.is_available  # it may be tried again, and is still doubted
+        assert health.is_suspect
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_server_that_can_be_reached_is_left_alone_after_several_failures_in_a_row():
-    health = Health(Clock())
-    for _ in range(FAILURES - 1):
-        health.failed()
-    health.succeeded()
-    for _ in range(FAILURES - 1):
-        health.failed()
-        assert health.well
-    health.failed()
+    health = ServerHealth(Clock())
+    for _ in range(MAX_FAILURES - 1):
+        health.record_failure()
+    health.record_success()
+    for _ in range(MAX_FAILURES - 1):
+        health.record_failure()
+        assert health.is_available
+    health.record_failure()
     assert health.seconds_left == 1

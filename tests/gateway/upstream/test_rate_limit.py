@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.health import FAILURES, Health
-from agentlightning.gateway.upstream.rate_limit import Limits, Rate
+from agentlightning.gateway.upstream.health import MAX_FAILURES, ServerHealth
+from agentlightning.gateway.upstream.rate_limit import RateLimiter, TokenBucket
 
 
 class Clock:
@@ -25,17 +25,17 @@ async def settled():
 
 
 async def test_calls_beyond_the_limit_wait_and_go_in_the_order_they_came():
-    limits, order = Limits("them", 2), []
+    limits, order = RateLimiter("them", 2), []
 
     async def one(number):
-        await limits.enter(1)
+        await limits.acquire(1)
         order.append(number)
 
     calls = [asyncio.create_task(one(number)) for number in range(6)]
     await settled()
-    assert (order, limits.under_way, limits.waiting) == ([0, 1], 2, 4)
+    assert (order, limits.in_flight, limits.num_waiting) == ([0, 1], 2, 4)
     for count in range(3, 7):
-        limits.leave(1, 1)
+        limits.release(1, 1)
         await settled()
         assert len(order) == count
     await asyncio.gather(*calls)
@@ -43,80 +43,80 @@ async def test_calls_beyond_the_limit_wait_and_go_in_the_order_they_came():
 
 
 async def test_a_call_that_gives_up_lets_the_next_one_go():
-    limits = Limits("them", 1)
-    await limits.enter(1)
-    first, second = (asyncio.create_task(limits.enter(1)) for _ in range(2))
+    limits = RateLimiter("them", 1)
+    await limits.acquire(1)
+    first, second = (asyncio.create_task(limits.acquire(1)) for _ in range(2))
     await settled()
     first.cancel()
-    limits.leave(1, 1)
+    limits.release(1, 1)
     await second
-    assert (limits.under_way, limits.waiting) == (1, 0)
+    assert (limits.in_flight, limits.num_waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("limit", [{"requests_per_minute": 60}, {"tokens_per_minute": 6000}])
 async def test_a_rate_lets_a_minutes_worth_in_at_once_and_the_rest_as_time_passes(limit):
     clock = Clock()
-    limits = Limits("them", 1000, **limit, max_wait_seconds=2, clock=clock)
+    limits = RateLimiter("them", 1000, **limit, max_wait_seconds=2, clock=clock)
     for _ in range(60):
-        await limits.enter(100)
-    waiting = asyncio.create_task(limits.enter(100))
+        await limits.acquire(100)
+    waiting = asyncio.create_task(limits.acquire(100))
     await settled()
-    assert (limits.under_way, limits.waiting) == (60, 1)
+    assert (limits.in_flight, limits.num_waiting) == (60, 1)
     clock.now += 1
-    limits.leave(100, 100)
+    limits.release(100, 100)
     await waiting
-    assert limits.under_way == 60
+    assert limits.in_flight == 60
 
 
 async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_come_back():
     clock = Clock()
-    limits = Limits("them", 10, requests_per_minute=6, max_wait_seconds=20, clock=clock)
+    limits = RateLimiter("them", 10, requests_per_minute=6, max_wait_seconds=20, clock=clock)
     for _ in range(6):
-        await limits.enter(1)
-    waiting = [asyncio.create_task(limits.enter(1)) for _ in range(2)]
+        await limits.acquire(1)
+    waiting = [asyncio.create_task(limits.acquire(1)) for _ in range(2)]
     await settled()
     with pytest.raises(ApiError) as caught:
-        await limits.enter(1)
+        await limits.acquire(1)
     assert (caught.value.status, caught.value.retry, caught.value.retry_after) == (429, True, 30)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert (limits.under_way, limits.waiting) == (6, 0)
+    assert (limits.in_flight, limits.num_waiting) == (6, 0)
 
 
 async def test_a_wait_for_calls_under_way_ends_as_well():
-    limits = Limits("them", 1, max_wait_seconds=0.02)
-    await limits.enter(1)
+    limits = RateLimiter("them", 1, max_wait_seconds=0.02)
+    await limits.acquire(1)
     with pytest.raises(ApiError, match="1 calls under way"):
-        await limits.enter(1)
-    impatient = Limits("them", 1, max_wait_seconds=0)
-    await impatient.enter(1)
+        await limits.acquire(1)
+    impatient = RateLimiter("them", 1, max_wait_seconds=0)
+    await impatient.acquire(1)
     with pytest.raises(ApiError):
-        await impatient.enter(1)
+        await impatient.acquire(1)
 
 
 async def test_tokens_that_were_not_used_are_given_back():
-    limits = Limits("them", 10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
-    await limits.enter(100)
+    limits = RateLimiter("them", 10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
+    await limits.acquire(100)
     with pytest.raises(ApiError):
-        await limits.enter(50)
-    limits.leave(100, 40)
-    await limits.enter(50)
+        await limits.acquire(50)
+    limits.release(100, 40)
+    await limits.acquire(50)
 
 
 async def test_a_call_that_is_sent_again_counts_twice():
-    limits = Limits("them", 10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
-    await limits.enter(1)
-    limits.repeated()
+    limits = RateLimiter("them", 10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
+    await limits.acquire(1)
+    limits.record_retry()
     with pytest.raises(ApiError):
-        await limits.enter(1)
+        await limits.acquire(1)
 
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=60))
 def test_no_stretch_of_time_sees_more_than_its_share_and_one_minutes_worth(steps):
     clock = Clock()
-    rate, begun, taken = Rate(60, clock), clock.now, 0
+    rate, begun, taken = TokenBucket(60, clock), clock.now, 0
     for wait, amount in steps:
         clock.now += wait
         if rate.seconds_until(amount) == 0:
@@ -127,24 +127,24 @@ def test_no_stretch_of_time_sees_more_than_its_share_and_one_minutes_worth(steps
 
 def test_a_server_is_left_alone_for_longer_each_time_and_tried_again():
     clock = Clock()
-    health = Health(clock)
-    for _ in range(FAILURES - 1):
-        health.failed()
-    assert health.well
+    health = ServerHealth(clock)
+    for _ in range(MAX_FAILURES - 1):
+        health.record_failure()
+    assert health.is_available
     pauses = []
     for _ in range(7):
-        health.failed()
-        assert not health.well
+        health.record_failure()
+        assert not health.is_available
         pauses.append(health.seconds_left)
         clock.now += health.seconds_left
-        assert health.well
+        assert health.is_available
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 30, 30])
-    health.succeeded()
-    health.failed()
-    assert health.well
+    health.record_success()
+    health.record_failure()
+    assert health.is_available
 
 
 def test_one_failure_is_enough_where_there_is_no_server():
-    health = Health(Clock())
-    health.failed(unreachable=True)
-    assert not health.well
+    health = ServerHealth(Clock())
+    health.record_failure(unreachable=True)
+    assert not health.is_available

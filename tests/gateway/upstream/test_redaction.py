@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.redaction import Redactor, without_secrets
+from agentlightning.gateway.upstream.redaction import Redactor, redact_text
 from agentlightning.testing.provider import (
     Reply,
     chat_answer,
@@ -94,22 +94,22 @@ def test_a_credential_is_found_however_it_is_written_and_words_are_left_alone():
     redactor, key, password = Redactor(provider), 'sk/"quoted"/0123456789', "a password/of 20 letters"
     bodies = [json.dumps(key), json.dumps(password).replace("/", "\\/"), "a%20password%2Fof%2020%20letters"]
     for body in bodies:
-        assert b"***" in redactor.answer(f'{{"text": "{body}"}}'.encode())
+        assert b"***" in redactor.redact_body(f'{{"text": "{body}"}}'.encode())
     said = b'{"text": "see https://my.app/x", "error": null}'
-    assert redactor.answer(said) == said
-    assert b"https://my.app/x" not in redactor.answer(b'{"error": {"message": "https://my.app/x"}}')
+    assert redactor.redact_body(said) == said
+    assert b"https://my.app/x" not in redactor.redact_body(b'{"error": {"message": "https://my.app/x"}}')
 
 
 def test_an_error_is_one_whatever_else_is_none():
     redactor = Redactor(Provider(name="them", base_urls=("http://h/v1",), headers={"x-project": "project-7"}))
     said = {"choices": [{"error": None}], "error": {"message": "no project-7"}}
     for data in (json.dumps(said).encode(), orjson.dumps(said)):
-        assert b"project-7" not in redactor.answer(data)
+        assert b"project-7" not in redactor.redact_body(data)
     whole = orjson.dumps({"choices": [{"content": "project-7"}], "error": None})
-    assert redactor.answer(whole) == whole
+    assert redactor.redact_body(whole) == whole
 
 
 def test_an_errors_text_may_hold_a_secret_as_json_has_it():
     key = 'a "quoted" key/of 25 lett'
     provider = Provider(name="them", base_urls=("http://h/v1",), api_key=SecretStr(key))
-    assert without_secrets(provider, f"refused: {json.dumps({'key': key})}") == 'refused: {"key": "***"}'
+    assert redact_text(provider, f"refused: {json.dumps({'key': key})}") == 'refused: {"key": "***"}'

@@ -16,7 +16,7 @@ import orjson
 
 from agentlightning.engine.base import FinishReason, SamplingParams
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
-from agentlightning.transport import Answer, Transport, TransportError
+from agentlightning.transport import Response, Transport, TransportError
 from agentlightning.weight_sync.base import Courier, Lend
 
 SAID = 300
@@ -196,7 +196,7 @@ class Http:
     @asynccontextmanager
     async def _asked(
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float | None
-    ) -> AsyncGenerator[Answer]:
+    ) -> AsyncGenerator[Response]:
         silence = self._seconds if seconds is None else seconds
         try:
             answer = await self._transport.send(

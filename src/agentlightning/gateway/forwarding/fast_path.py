@@ -29,7 +29,7 @@ from agentlightning.gateway.forwarding.service import Forwarder
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import id_of
-from agentlightning.gateway.upstream.call import Call
+from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Direct:
             if forward is None:
                 return False
             passing = _Passing(self, forward, line)
-            started = passing.call.start(passing.answered)
+            started = passing.call.try_start(passing.answered)
         except Exception:  # noqa: BLE001 - it comes up again there, at the boundary, and is recorded and told
             return False
         if started:
@@ -175,7 +175,7 @@ class _Passing:
 
     def __init__(self, direct: Direct, forward: Forward, line: Line) -> None:
         self._direct, self._forward, self._line = direct, forward, line
-        self.call: Call = forward.call()
+        self.call: UpstreamCall = forward.call()
 
     def answered(self) -> None:
         """The provider has answered, or failed."""
@@ -183,7 +183,7 @@ class _Passing:
         line.when_gone(None)
         direct.under_way.discard(self)
         direct.slots.give_back()
-        if not call.whole:
+        if not call.succeeded:
             return self._hand_over(partial(direct.forwarder.run, forward, call=call))
         try:
             body, kept = self._record()
@@ -192,7 +192,7 @@ class _Passing:
         if kept is not None:
             return self._hand_over(partial(self._finish, kept, body))
         self._end()
-        line.reply(200, body, call.passed_headers())
+        line.reply(200, body, call.visible_headers())
 
     def _record(self) -> tuple[bytes, Awaitable[None] | None]:
         """(what the caller is shown, what is to be awaited first)."""
@@ -217,7 +217,7 @@ class _Passing:
         self._direct.slots.give_back()
         self._direct.counters.requests += 1
         self._direct.counters.cancelled += 1
-        self.call.leave()
+        self.call.release()
         try:
             kept = self._forward.keep_failure(self._direct.forwarder.keep, self.call, asyncio.CancelledError())
         except StoreError as error:  # there is nobody left to tell, and others are to be ended as well
@@ -239,7 +239,7 @@ class _Passing:
         self._line.when_gone(None)
         self._direct.under_way.discard(self)
         self._direct.slots.give_back()
-        self.call.leave()
+        self.call.release()
         self._hand_over(partial(self._fail, api_error))
 
     def drop(self) -> None:
@@ -250,7 +250,7 @@ class _Passing:
 
     def _end(self) -> None:
         self._direct.counters.requests += 1
-        self.call.leave()
+        self.call.release()
         self._direct.forwarder.count_usage(self._forward)
 
     # -- where it has to be waited ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class _Passing:
             try:
                 await app(scope, receive, send)
             finally:  # it may have been cancelled before it began
-                self.call.leave()
+                self.call.release()
 
         self._line.hand_over(rest)
 
@@ -273,14 +273,14 @@ class _Passing:
         try:
             await to_the_end(kept)
         finally:
-            self.call.leave()
+            self.call.release()
         self._direct.forwarder.count_usage(self._forward)
-        writer.extra_headers = self.call.passed_headers()
+        writer.extra_headers = self.call.visible_headers()
         await writer.send_json(200, body)
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, writer: ResponseWriter) -> None:
         """The answer cannot be read, or not be kept."""
         self.call.settle(None)
-        self.call.leave()
+        self.call.release()
         await to_the_end(self._forward.keep_failure(self._direct.forwarder.keep, self.call, error))
         raise error

@@ -31,8 +31,8 @@ from agentlightning.gateway.recording.otel_messages import (
 )
 from agentlightning.gateway.recording.provider_response import READERS, Choice, Heard, hear
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.upstream.call import Ask, Call
-from agentlightning.gateway.upstream.failures import shown_text
+from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.failures import display_text
 from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.span import Span, new_span_id
 
@@ -79,7 +79,7 @@ class Forward:
     heard: Heard = field(default_factory=Heard, init=False)
     _strip: Strip = field(default_factory=lambda: Strip(), init=False)
     recorded: bool = field(default=False, init=False)
-    _asked: Ask | None = field(default=None, init=False)
+    _asked: UpstreamRequest | None = field(default=None, init=False)
 
     @property
     def strips(self) -> bool:
@@ -95,29 +95,29 @@ class Forward:
         """Whether its answer is one that its provider keeps, and its caller may retrieve."""
         return self.path == "responses" and self.data.get("store") is not False
 
-    def call(self) -> Call:
+    def call(self) -> UpstreamCall:
         """The call to the provider, not sent yet."""
         assert self.route.servers is not None
-        return Call(self.route.servers, self._asked or self._ask())
+        return UpstreamCall(self.route.servers, self._asked or self._ask())
 
     def prepare(self) -> Self:
         """Write the request, so that one that cannot be sent is refused before it is run. Raises ApiError 400."""
         self._asked = self._ask()
         return self
 
-    async def run(self, keep: Keep, writer: ResponseWriter, call: Call | None = None) -> None:
+    async def run(self, keep: Keep, writer: ResponseWriter, call: UpstreamCall | None = None) -> None:
         """Ask, answer, record. Raises ApiError where the provider fails, and what `keep` raises; a failure is recorded
         as well. `call` is one that was started and has to be gone on with."""
         call = call or self.call()
         try:
             async with call:
-                writer.extra_headers = call.passed_headers()
+                writer.extra_headers = call.visible_headers()
                 await (self._pass_stream if self.stream else self._pass_whole)(call, keep, writer)
         except BaseException as error:
             await to_the_end(self.keep_failure(keep, call, error))
             raise
 
-    def keep_failure(self, keep: Keep, call: Call, error: BaseException) -> Awaitable[None] | None:
+    def keep_failure(self, keep: Keep, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
         """Record that it failed, unless it is recorded already. Is kept as `keep` has it."""
         if self.recorded or not self.caller.attempt:
             return None
@@ -126,14 +126,14 @@ class Forward:
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    def _ask(self) -> Ask:
+    def _ask(self) -> UpstreamRequest:
         sent, attempt = self._changed(), self.caller.attempt
         headers = [
             (name.encode(), value.encode("latin-1"))
             for name, value in self.headers.items()
             if name in _PASSED_HEADERS and value
         ]
-        return Ask(
+        return UpstreamRequest(
             self.path,
             written(sent),
             self.stream,
@@ -196,12 +196,12 @@ class Forward:
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
-    async def _pass_whole(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
+    async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         body = self.take(call)
         await self._keep(keep, call)
         await writer.send_json(200, body)
 
-    def take(self, call: Call) -> bytes:
+    def take(self, call: UpstreamCall) -> bytes:
         """Read a whole answer; returns what the caller is shown of it. Raises ApiError where it cannot be read."""
         body = call.body
         try:
@@ -214,7 +214,7 @@ class Forward:
             body = orjson.dumps(answer)
         return body
 
-    async def _pass_stream(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
+    async def _pass_stream(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         last = list[bytes]()
         async for events in call.events():
             shown = [self._hear(event, last) for event in events]
@@ -223,7 +223,7 @@ class Forward:
         self._check_whole(bool(last))
         call.settle(self.heard.usage)
         await self._keep(keep, call)
-        await writer.send_events(b"".join(last) + call.rest)
+        await writer.send_events(b"".join(last) + call.trailing_bytes)
         await writer.close()
 
     def _hear(self, event: bytes, last: list[bytes]) -> bytes:
@@ -249,10 +249,10 @@ class Forward:
 
     # -- the record ------------------------------------------------------------------------------------------------
 
-    async def _keep(self, keep: Keep, call: Call) -> None:
+    async def _keep(self, keep: Keep, call: UpstreamCall) -> None:
         await to_the_end(self.keep(keep, call))
 
-    def keep(self, keep: Keep, call: Call) -> Awaitable[None] | None:
+    def keep(self, keep: Keep, call: UpstreamCall) -> Awaitable[None] | None:
         """Record what was answered. Is kept as `keep` has it."""
         self.recorded = True
         return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
@@ -277,7 +277,7 @@ class Forward:
 
     def _hidden(self, text: str) -> str:
         """A text of the provider's, never with its key in it."""
-        return shown_text(self.route.provider, text) if self.route.provider else text
+        return display_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
         said = said_messages(self.path, self.data, choice.index // _answers(self.data))
@@ -302,7 +302,7 @@ class Forward:
             names.LOGPROBS: logprobs,
         }
 
-    def _failed(self, call: Call, error: BaseException) -> list[Span]:
+    def _failed(self, call: UpstreamCall, error: BaseException) -> list[Span]:
         """What was heard before it failed. It holds no tokens: there is nothing to learn from them."""
         cancelled = isinstance(error, asyncio.CancelledError)
         if cancelled and error.args and isinstance(error.args[0], ApiError):  # its attempt has ended

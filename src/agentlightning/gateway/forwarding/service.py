@@ -30,7 +30,7 @@ from agentlightning.gateway.local.on_policy import OnPolicy, is_training
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, Router
 from agentlightning.gateway.translation.call import Translator
-from agentlightning.gateway.upstream.call import Ask, Call
+from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath, Price, Usage
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
@@ -117,7 +117,7 @@ class Forwarder:
         return _Led(asked, caller, route) if route.servers is not None else None
 
     async def run(
-        self, forward: Forward, scope: Scope, receive: Receive, writer: ResponseWriter, call: Call | None = None
+        self, forward: Forward, scope: Scope, receive: Receive, writer: ResponseWriter, call: UpstreamCall | None = None
     ) -> None:
         """Make it and answer. Raises ApiError, StoreError, and ClientDisconnected where the caller hung up; a failure
         is recorded as well. `call` is one that was started and has to be gone on with."""
@@ -153,11 +153,11 @@ class Forwarder:
             return True
         sent = orjson.dumps(asked | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
-        ask = Ask(
+        ask = UpstreamRequest(
             COUNT_TOKENS_PATH, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
         )
         try:
-            async with Call(route.servers, ask) as call:
+            async with UpstreamCall(route.servers, ask) as call:
                 call.settle(Usage())
         except ApiError as api_error:
             await estimated_instead(api_error, asked).tell(writer)

@@ -9,26 +9,26 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from agentlightning.gateway.callers.attribution import AttemptIds
-from agentlightning.gateway.upstream.failures import of_answer, of_transport
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.failures import from_response, from_transport
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.transport import TransportError
 
 
-async def ask_provider(backends: Backends, method: str, attempt: AttemptIds, response_id: str) -> bytes:
+async def ask_provider(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
     """What the provider answers. Raises ApiError."""
-    provider, backend = backends.provider, backends.choose("/".join(attempt))
+    provider, server = pool.provider, pool.choose("/".join(attempt))
     try:
-        answer = await backends.transport.send(
+        answer = await pool.transport.send(
             method,
-            provider.url(backend.url, f"responses/{quote(response_id, safe='')}"),
-            backend.headers,
+            provider.url(server.url, f"responses/{quote(response_id, safe='')}"),
+            server.headers,
             connect_seconds=provider.connect_seconds,
             timeout_seconds=provider.timeout_seconds,
         )
         async with answer:
             body = await answer.read()
     except TransportError as error:
-        raise of_transport(provider, error).api_error from error
+        raise from_transport(provider, error).api_error from error
     if not 200 <= answer.status < 300:
-        raise of_answer(provider, answer.status, answer.headers, body).api_error
-    return backends.redactor.answer(body)
+        raise from_response(provider, answer.status, answer.headers, body).api_error
+    return pool.redactor.redact_body(body)

@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.anthropic.messages import count_reply
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import likely_tokens
 from agentlightning.transport import TransportError
 
@@ -55,12 +55,12 @@ class Counting:
         self._resting: dict[str, float] = {}
         """Providers without one, by name -> until when."""
 
-    async def count(self, backends: Backends, asked: Mapping[str, Any]) -> Count:
+    async def count(self, pool: ServerPool, asked: Mapping[str, Any]) -> Count:
         """`asked` is a request of chat completions or for a response; a tokenizer is asked for the first only."""
-        name = backends.provider.name
+        name = pool.provider.name
         if "messages" in asked and self._clock() >= self._resting.get(name, 0.0):
             try:
-                status, tokens = await _tokenize(backends, asked)
+                status, tokens = await _tokenize(pool, asked)
             except (TransportError, ConfigError) as error:
                 logger.info("the provider %r does not count tokens: %s", name, error)
                 status, tokens = 0, None
@@ -79,14 +79,14 @@ def estimated_instead(api_error: ApiError, asked: Mapping[str, Any]) -> Count:
     return Count(likely_tokens(asked), "estimate")
 
 
-async def _tokenize(backends: Backends, asked: Mapping[str, Any]) -> tuple[int, int | None]:
+async def _tokenize(pool: ServerPool, asked: Mapping[str, Any]) -> tuple[int, int | None]:
     """(status, tokens), None where the server does not say."""
-    backend, provider = backends.choose(""), backends.provider
+    server, provider = pool.choose(""), pool.provider
     sent = {name: asked[name] for name in ("model", "messages", "tools") if asked.get(name)}
-    answer = await backends.transport.send(
+    answer = await pool.transport.send(
         "POST",
-        f"{backend.url.removesuffix('/v1')}/tokenize",
-        backend.headers,
+        f"{server.url.removesuffix('/v1')}/tokenize",
+        server.headers,
         orjson.dumps(sent),
         connect_seconds=min(provider.connect_seconds, TIMEOUT_SECONDS),
         timeout_seconds=TIMEOUT_SECONDS,

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import orjson
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.upstream.servers import Backends
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.transport import TransportError
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ _MAX_NAMES: Final = 10_000
 class Listing:
     """The models of one provider."""
 
-    def __init__(self, backends: Backends, clock: Callable[[], float] = time.monotonic) -> None:
-        self._backends = backends
+    def __init__(self, pool: ServerPool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._backends = pool
         self._clock = clock
         self._models: list[Json] = []
         self._until = 0.0
@@ -78,12 +78,12 @@ class Listing:
 
     async def _page(self, query: str) -> Any:
         """Raises TransportError, and ValueError where it is refused or no JSON."""
-        backends, provider = self._backends, self._backends.provider
-        backend = backends.choose("")
-        answer = await backends.transport.send(
+        pool, provider = self._backends, self._backends.provider
+        server = pool.choose("")
+        answer = await pool.transport.send(
             "GET",
-            provider.url(backend.url, "models") + query,
-            backend.headers,
+            provider.url(server.url, "models") + query,
+            server.headers,
             connect_seconds=provider.connect_seconds,
             timeout_seconds=PATIENCE_SECONDS,
         )
@@ -91,7 +91,7 @@ class Listing:
             body = await answer.read()
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")
-        return orjson.loads(backends.redactor.answer(body))
+        return orjson.loads(pool.redactor.redact_body(body))
 
 
 def read_models(page: Any) -> list[Json]:

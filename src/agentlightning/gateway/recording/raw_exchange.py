@@ -20,7 +20,7 @@ from agentlightning.gateway.forwarding.passthrough import Forward
 from agentlightning.gateway.recording.provider_response import READERS, hear
 from agentlightning.gateway.recording.provider_response import usage_of as usage_said
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.upstream.call import Call
+from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath, Usage
 from agentlightning.span import Span, new_span_id
 
@@ -75,7 +75,7 @@ def usage_of(path: ApiPath, answer: bytes) -> Usage | None:
     return usage_said(path, _used.decode(answer).usage)
 
 
-def write(forward: Forward, call: Call, request: bytes, ended: float) -> bytes:
+def write(forward: Forward, call: UpstreamCall, request: bytes, ended: float) -> bytes:
     """The record of a call that was passed on as it is."""
     route = forward.route
     record = bytearray((VERSION,))

@@ -35,8 +35,8 @@ from agentlightning.gateway.translation.provider_answer import Told
 from agentlightning.gateway.translation.provider_events import RESPONSE_ENDS, Telling
 from agentlightning.gateway.translation.requests import body_of
 from agentlightning.gateway.translation.requests.base import given_params, split_stops, turns_of
-from agentlightning.gateway.upstream.call import Call
-from agentlightning.gateway.upstream.failures import broken, shown_text
+from agentlightning.gateway.upstream.call import UpstreamCall
+from agentlightning.gateway.upstream.failures import display_text, unreadable_response
 from agentlightning.gateway.upstream.provider import ApiPath, Provider
 
 _ASKED_INSTEAD: Final[tuple[ApiPath, ...]] = ("chat/completions", "messages", "responses")
@@ -104,7 +104,7 @@ class Translation(Forward):
     kept: Kept = field(kw_only=True)
     _opened: bool = field(default=False, init=False)
 
-    async def _pass_whole(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
+    async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         self._hear_whole(call.body)
         self._settle(call)
         body = self.reply.whole([self.told])
@@ -112,7 +112,7 @@ class Translation(Forward):
         self._remember(body)
         await writer.send_json(200, body)
 
-    async def _pass_stream(self, call: Call, keep: Keep, writer: ResponseWriter) -> None:
+    async def _pass_stream(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         ended = False
         async for events in call.events():
             for event in events:
@@ -133,10 +133,10 @@ class Translation(Forward):
         try:
             answer = loads(body)
         except ValueError as error:
-            raise broken(self._provider, f"its answer is not JSON: {error}") from None
+            raise unreadable_response(self._provider, f"its answer is not JSON: {error}") from None
         self._take(answer)
         if not self.heard.choices:
-            raise broken(self._provider, "its answer holds no choice")
+            raise unreadable_response(self._provider, "its answer holds no choice")
         self.told.news(done=True)
 
     def _hear_event(self, event: bytes) -> bool:
@@ -144,7 +144,7 @@ class Translation(Forward):
         data = event_data(event)
         if data is None:
             if b"data:" in event and b"[DONE]" not in event:
-                raise broken(self._provider, "an event of its stream is not JSON")
+                raise unreadable_response(self._provider, "an event of its stream is not JSON")
             return b"[DONE]" in event
         self._take(data)
         return isinstance(data, dict) and data.get("type") in _LAST
@@ -158,7 +158,7 @@ class Translation(Forward):
         """What can be shown since the last time. Raises ApiError where the provider has spoilt it."""
         pieces = self.told.news(done)
         if self.told.broken:
-            raise broken(self._provider, self.told.broken)
+            raise unreadable_response(self._provider, self.told.broken)
         return pieces
 
     def _written(self, pieces: Sequence[OutputEvent]) -> bytes:
@@ -171,7 +171,7 @@ class Translation(Forward):
         """Raises ApiError where the provider says, in the place of an answer, that it failed."""
         if self.heard.error is not None:
             message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
-            raise ApiError(502, shown_text(self._provider, message), code="provider_error", retry=False)
+            raise ApiError(502, display_text(self._provider, message), code="provider_error", retry=False)
 
     @property
     def told(self) -> Told:
@@ -182,7 +182,7 @@ class Translation(Forward):
         assert self.route.provider is not None
         return self.route.provider
 
-    def _settle(self, call: Call) -> None:
+    def _settle(self, call: UpstreamCall) -> None:
         call.settle(self.heard.usage)
         if not self.heard.choices:
             self.heard.choice(0)

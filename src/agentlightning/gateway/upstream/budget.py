@@ -39,8 +39,8 @@ class Account:
 
     dollars: float = 0.0
     tokens: int = 0
-    held_dollars: float = 0.0
-    held_tokens: int = 0
+    reserved_dollars: float = 0.0
+    reserved_tokens: int = 0
 
 
 class Budgets:
@@ -55,9 +55,11 @@ class Budgets:
         self.config = config or BudgetConfig()
         self._store = store
         path = self.config.file or file
-        self._ledger = _Ledger(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
-        self.total = self._ledger.read() if self._ledger else Account()
-        self.refused = 0
+        self._spend_file = (
+            _SpendFile(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
+        )
+        self.total = self._spend_file.read() if self._spend_file else Account()
+        self.num_rejected = 0
         """Calls turned away."""
         self._rollouts: OrderedDict[str, Account] = OrderedDict()
         self._opening: dict[str, asyncio.Future[Account]] = {}
@@ -84,19 +86,19 @@ class Budgets:
 
     def forget(self, rollout_id: str) -> None:
         """Drop the account of a rollout that has no call under way; its spans say what it has spent."""
-        if (account := self._rollouts.get(rollout_id)) is not None and account.held_tokens == 0:
+        if (account := self._rollouts.get(rollout_id)) is not None and account.reserved_tokens == 0:
             del self._rollouts[rollout_id]
 
     def close(self) -> None:
         """Let go of the file. What is spent from now on is counted in memory only."""
-        if self._ledger is not None:
-            self._ledger.close()
-            self._ledger = None
+        if self._spend_file is not None:
+            self._spend_file.close()
+            self._spend_file = None
 
-    def moved(self) -> None:
+    def persist(self) -> None:
         """An account has changed."""
-        if self._ledger is not None:
-            self._ledger.write(self.total)
+        if self._spend_file is not None:
+            self._spend_file.write(self.total)
 
     def _check(
         self,
@@ -108,14 +110,20 @@ class Budgets:
         whose: str,
     ) -> None:
         said = None
-        if most_dollars is not None and account.dollars + account.held_dollars + dollars > most_dollars:
-            held = f" and has ${account.held_dollars:.4f} set aside for calls under way" if account.held_dollars else ""
+        if most_dollars is not None and account.dollars + account.reserved_dollars + dollars > most_dollars:
+            held = (
+                f" and has ${account.reserved_dollars:.4f} set aside for calls under way"
+                if account.reserved_dollars
+                else ""
+            )
             said = f"${account.dollars:.4f} of ${most_dollars:g}{held}; this call may cost ${dollars:.4f}"
-        elif most_tokens is not None and account.tokens + account.held_tokens + tokens > most_tokens:
-            held = f" and has {account.held_tokens} set aside for calls under way" if account.held_tokens else ""
+        elif most_tokens is not None and account.tokens + account.reserved_tokens + tokens > most_tokens:
+            held = (
+                f" and has {account.reserved_tokens} set aside for calls under way" if account.reserved_tokens else ""
+            )
             said = f"{account.tokens} of {most_tokens} tokens{held}; this call may use {tokens}"
         if said is not None:
-            self.refused += 1
+            self.num_rejected += 1
             message = f"the budget of {whose} is spent: it has used {said}. Ask for fewer tokens, or raise the budget"
             raise ApiError(402, message, code="budget_exceeded", retry=False)
 
@@ -133,33 +141,33 @@ class Budgets:
             return Account()
         if self.config.rollout_dollars is None and self.config.rollout_tokens is None:
             return Account()
-        return spent_by(await self._store.query_spans(rollout_id))
+        return spend_of_spans(await self._store.query_spans(rollout_id))
 
     def _make_room(self) -> None:
         if len(self._rollouts) <= _MAX_ROLLOUTS:
             return
         for rollout_id in list(self._rollouts)[: len(self._rollouts) - _MAX_ROLLOUTS]:
-            if self._rollouts[rollout_id].held_tokens == 0:
+            if self._rollouts[rollout_id].reserved_tokens == 0:
                 del self._rollouts[rollout_id]
 
 
-def spent_by(spans: Iterable[Span]) -> Account:
+def spend_of_spans(spans: Iterable[Span]) -> Account:
     """What the calls of spans cost: those that went to providers, whose spans say how often they were sent."""
     account, known = Account(), set[str]()
     for span in spans:
         kept = span.attributes
         if names.PROVIDER_RETRIES not in kept:
             continue
-        account.dollars += _spent(kept.get(names.COST))
-        account.tokens += int(_spent(kept.get(names.OUTPUT_TOKENS)))
+        account.dollars += _amount(kept.get(names.COST))
+        account.tokens += int(_amount(kept.get(names.OUTPUT_TOKENS)))
         call = str(kept.get(names.RESPONSE_ID, span.span_id))
         if call not in known:  # Each answer of a call has a span, and they share its prompt.
             known.add(call)
-            account.tokens += int(_spent(kept.get(names.INPUT_TOKENS)))
+            account.tokens += int(_amount(kept.get(names.INPUT_TOKENS)))
     return account
 
 
-def _spent(value: object) -> float:
+def _amount(value: object) -> float:
     """Nothing that is recorded gives money back."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST else 0.0
 
@@ -173,13 +181,13 @@ class Reservation:
         self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
         self._dollars, self._tokens = dollars, tokens
         self._open = True
-        self._hold(1)
+        self._reserve(1)
 
     def charge(self, dollars: float, tokens: int) -> None:
         """One try of the call has cost so much, and another is to follow. Raises ApiError 402 where that does not fit
         any more."""
         self._spend(dollars, tokens)
-        self._budgets.moved()
+        self._budgets.persist()
         self._budgets.check(self._account, self._rollout_id, 0.0, 0)
 
     def settle(self, dollars: float, tokens: int) -> None:
@@ -197,16 +205,16 @@ class Reservation:
         """The call has cost nothing more."""
         if self._open:
             self._open = False
-            self._hold(-1)
+            self._reserve(-1)
 
-    def _hold(self, sign: int) -> None:
+    def _reserve(self, sign: int) -> None:
         for account in (self._account, self._budgets.total):
-            account.held_dollars += sign * self._dollars
-            account.held_tokens += sign * self._tokens
-        self._budgets.moved()
+            account.reserved_dollars += sign * self._dollars
+            account.reserved_tokens += sign * self._tokens
+        self._budgets.persist()
 
 
-class _Ledger:
+class _SpendFile:
     """Two numbers in a mapped file: a write costs no system call, and outlives a process that is killed."""
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +247,7 @@ class _Ledger:
         return Account(dollars, int(tokens))
 
     def write(self, account: Account) -> None:
-        spent = (account.dollars + account.held_dollars, float(account.tokens + account.held_tokens))
+        spent = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
         _LAYOUT.pack_into(self._map, 0, _MAGIC, *spent)
 
     def close(self) -> None:

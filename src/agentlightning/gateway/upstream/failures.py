@@ -17,14 +17,14 @@ import orjson
 
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.redaction import without_secrets
+from agentlightning.gateway.upstream.redaction import redact_text
 from agentlightning.transport import Headers, TransportError
 
-_REPEATED: Final = frozenset({500, 502, 503, 504, 529})
-_SAME: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
+_SERVER_ERRORS: Final = frozenset({500, 502, 503, 504, 529})
+_CLIENT_ERRORS: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
 """What the caller can understand as its own affair."""
-_LONGEST_MESSAGE: Final = 2000
-_LONGEST_REST: Final = 86_400.0
+_MAX_MESSAGE_CHARS: Final = 2000
+_MAX_RETRY_AFTER: Final = 86_400.0
 """Seconds; nobody waits for a server that asks for more."""
 
 
@@ -34,22 +34,24 @@ class Failure:
 
     api_error: ApiError
     """What the caller is told where it was the last."""
-    repeatable: bool
+    is_retryable: bool
     """Whether another try may succeed."""
-    sick: bool
+    counts_against_health: bool
     """Whether it speaks against the server."""
     unreachable: bool = False
-    rest_seconds: float | None = None
+    retry_after_seconds: float | None = None
     """For how long the server asked to be left alone."""
 
 
-def of_transport(provider: Provider, error: TransportError) -> Failure:
+def from_transport(provider: Provider, error: TransportError) -> Failure:
     """A server that did not answer."""
     whose = f"the provider {provider.name!r}"
-    text = shown_text(provider, str(error))
+    text = display_text(provider, str(error))
     if error.reason == "timeout":
         message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
-        return Failure(ApiError(504, message, code="provider_timeout", retry=False), repeatable=False, sick=True)
+        return Failure(
+            ApiError(504, message, code="provider_timeout", retry=False), is_retryable=False, counts_against_health=True
+        )
     said, code = {
         "tls": ("cannot be talked to in private", "provider_tls"),
         "proxy": ("cannot be reached through its proxy", "proxy_refused"),
@@ -60,38 +62,44 @@ def of_transport(provider: Provider, error: TransportError) -> Failure:
     api_error = ApiError(502, f"{whose} {said}: {text}", code=code, retry=False)
     return Failure(
         api_error,
-        repeatable=error.reason in ("connect", "closed"),
-        sick=error.reason != "proxy",
+        is_retryable=error.reason in ("connect", "closed"),
+        counts_against_health=error.reason != "proxy",
         unreachable=error.reason in ("connect", "tls"),
     )
 
 
-def of_answer(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
+def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
     """A server that refused."""
-    message, code, param = (_shown(provider, text) for text in _said(body))
+    message, code, param = (_display_optional(provider, text) for text in _error_fields(body))
     message = message or f"the provider {provider.name!r} answered with status {status}"
     after = retry_after(headers)
     if status in (401, 403):
         # Its words name the key; and it is not the caller's key that was refused.
         said = f"the provider {provider.name!r} refused the key it is configured with (status {status})"
-        return Failure(ApiError(502, said, code="provider_key_refused", retry=False), repeatable=False, sick=False)
+        return Failure(
+            ApiError(502, said, code="provider_key_refused", retry=False),
+            is_retryable=False,
+            counts_against_health=False,
+        )
     if status == 407:  # It is for whoever called the proxy, and that are we.
         said = f"the provider {provider.name!r} cannot be reached through its proxy: it wants credentials, or others"
-        return Failure(ApiError(502, said, code="proxy_refused", retry=False), repeatable=False, sick=False)
-    if status in _REPEATED:
+        return Failure(
+            ApiError(502, said, code="proxy_refused", retry=False), is_retryable=False, counts_against_health=False
+        )
+    if status in _SERVER_ERRORS:
         api_error = ApiError(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
-        return Failure(api_error, repeatable=True, sick=True, rest_seconds=after)
-    if status in _SAME or 400 <= status < 500:
+        return Failure(api_error, is_retryable=True, counts_against_health=True, retry_after_seconds=after)
+    if status in _CLIENT_ERRORS or 400 <= status < 500:
         api_error = ApiError(status, message, code=code, param=param, retry=False, retry_after=after)
-        return Failure(api_error, repeatable=status == 429, sick=False, rest_seconds=after)
+        return Failure(api_error, is_retryable=status == 429, counts_against_health=False, retry_after_seconds=after)
     api_error = ApiError(502, f"the provider {provider.name!r} answered with status {status}", code="provider_protocol")
     api_error.retry = False
-    return Failure(api_error, repeatable=False, sick=True)
+    return Failure(api_error, is_retryable=False, counts_against_health=True)
 
 
-def broken(provider: Provider, what: str) -> ApiError:
+def unreadable_response(provider: Provider, what: str) -> ApiError:
     """An answer that came whole and cannot be read."""
-    message = f"the provider {provider.name!r} sent what cannot be read: {shown_text(provider, what)}"
+    message = f"the provider {provider.name!r} sent what cannot be read: {display_text(provider, what)}"
     return ApiError(502, message, code="provider_protocol", retry=False)
 
 
@@ -100,22 +108,22 @@ def retry_after(headers: Headers) -> float | None:
     found = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
     try:
         if b"retry-after-ms" in found:
-            return _rest(float(found[b"retry-after-ms"]) / 1000)
+            return _clamp_retry_after(float(found[b"retry-after-ms"]) / 1000)
         if b"retry-after" not in found:
             return None
         text = found[b"retry-after"].decode("latin-1")
         if text.replace(".", "", 1).isdecimal():
-            return _rest(float(text))
-        return _rest(parsedate_to_datetime(text).timestamp() - time())
+            return _clamp_retry_after(float(text))
+        return _clamp_retry_after(parsedate_to_datetime(text).timestamp() - time())
     except (ValueError, OverflowError):
         return None
 
 
-def _rest(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else min(max(0.0, seconds), _LONGEST_REST)
+def _clamp_retry_after(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else min(max(0.0, seconds), _MAX_RETRY_AFTER)
 
 
-def _said(body: bytes) -> tuple[str, str | None, str | None]:
+def _error_fields(body: bytes) -> tuple[str, str | None, str | None]:
     """(message, code, parameter) of an error reply in any of the usual shapes."""
     try:
         data = orjson.loads(body)
@@ -129,11 +137,11 @@ def _said(body: bytes) -> tuple[str, str | None, str | None]:
     return message, code if isinstance(code, str) else None, param if isinstance(param, str) else None
 
 
-def _shown(provider: Provider, text: str | None) -> str | None:
-    return None if text is None else shown_text(provider, text)
+def _display_optional(provider: Provider, text: str | None) -> str | None:
+    return None if text is None else display_text(provider, text)
 
 
-def shown_text(provider: Provider, text: str) -> str:
+def display_text(provider: Provider, text: str) -> str:
     """A text of a provider's as agents and spans see it: never with a key in it, and not longer than a page."""
-    text = without_secrets(provider, text)
-    return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."
+    text = redact_text(provider, text)
+    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."

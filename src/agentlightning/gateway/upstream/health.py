@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-FAILURES: Final = 3
+MAX_FAILURES: Final = 3
 """In a row, until a server that can be reached is left alone."""
 FIRST_SECONDS: Final = 1.0
-LONGEST_SECONDS: Final = 30.0
+MAX_SECONDS: Final = 30.0
 
 
-class Health:
+class ServerHealth:
     """Of one server."""
 
     __slots__ = ("_clock", "_failures", "_pause", "_until")
@@ -28,12 +28,12 @@ class Health:
         self._until = 0.0
 
     @property
-    def well(self) -> bool:
+    def is_available(self) -> bool:
         """Whether it may be asked."""
         return self._until == 0.0 or self._clock() >= self._until
 
     @property
-    def doubted(self) -> bool:
+    def is_suspect(self) -> bool:
         """Left alone, or not yet seen to be well again."""
         return self._pause > 0
 
@@ -42,12 +42,12 @@ class Health:
         """Until it may be asked again."""
         return max(0.0, self._until - self._clock()) if self._until else 0.0
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self._failures, self._pause, self._until = 0, 0.0, 0.0
 
-    def failed(self, unreachable: bool = False) -> None:
+    def record_failure(self, unreachable: bool = False) -> None:
         """`unreachable`: there is no server, so that one failure is enough."""
         self._failures += 1
-        if unreachable or self._pause > 0 or self._failures >= FAILURES:
-            self._pause = min(LONGEST_SECONDS, self._pause * 2 or FIRST_SECONDS)
+        if unreachable or self._pause > 0 or self._failures >= MAX_FAILURES:
+            self._pause = min(MAX_SECONDS, self._pause * 2 or FIRST_SECONDS)
             self._until = self._clock() + self._pause

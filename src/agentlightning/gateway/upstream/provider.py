@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, 
 
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Headers
-from agentlightning.transport.connector import Dial
+from agentlightning.transport.connector import ConnectOptions
 from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
 
 ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
@@ -211,13 +211,13 @@ class Provider(BaseModel):
         """What must not be shown: its credentials, and the values of its other headers."""
         return _long_enough([*self.credentials(), *self.headers.values()])
 
-    def connect_options(self) -> Dial:
+    def connect_options(self) -> ConnectOptions:
         """How its servers are reached. Raises ConfigError where a proxy or a file of certificates cannot be used."""
         proxy = self.proxy.get_secret_value() if isinstance(self.proxy, SecretStr) else self.proxy
-        dial = Dial.of(proxy, self.ca_file)
+        options = ConnectOptions.create(proxy, self.ca_file)
         for url in self.base_urls:
-            dial.check(url)
-        return dial
+            options.check(url)
+        return options
 
     def url(self, base: str, path: str) -> str:
         """Where a path is served."""

@@ -16,7 +16,7 @@ from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.transport import Headers
 
 HIDDEN: Final = "***"
-SHORTEST_IN_ANSWER: Final = 16
+MIN_BODY_SECRET_CHARS: Final = 16
 """Characters of a credential that is looked for in answers. A shorter one may be a word a model says, and no provider
 makes such keys; errors and headers are searched for those as well."""
 _ERROR: Final = b'"error"'
@@ -27,35 +27,35 @@ class Redactor:
     """Hides the credentials of one provider."""
 
     def __init__(self, provider: Provider) -> None:
-        credentials = [text for text in provider.credentials() if len(text) >= SHORTEST_IN_ANSWER]
-        self._in_answers = _shapes(credentials)
-        self._everywhere = _shapes(provider.secrets())
+        credentials = [text for text in provider.credentials() if len(text) >= MIN_BODY_SECRET_CHARS]
+        self._in_answers = _encodings(credentials)
+        self._everywhere = _encodings(provider.secrets())
 
-    def answer(self, data: bytes) -> bytes:
+    def redact_body(self, data: bytes) -> bytes:
         """A whole answer, or an event of one. What says that something failed is searched for every secret."""
         shapes = self._in_answers
         if shapes != self._everywhere and data.count(_ERROR) > sum(data.count(said) for said in _NO_ERROR):
             shapes = self._everywhere
-        return _without(data, shapes)
+        return _replace(data, shapes)
 
-    def headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        return [(name, _without(value, self._everywhere)) for name, value in headers]
+    def redact_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        return [(name, _replace(value, self._everywhere)) for name, value in headers]
 
 
-def without_secrets(provider: Provider, text: str) -> str:
+def redact_text(provider: Provider, text: str) -> str:
     """A text of a provider's, without any of its secrets."""
     data = text.encode("utf-8", "surrogatepass")
-    return _without(data, _shapes(provider.secrets())).decode("utf-8", "surrogatepass")
+    return _replace(data, _encodings(provider.secrets())).decode("utf-8", "surrogatepass")
 
 
-def _without(data: bytes, shapes: Iterable[bytes]) -> bytes:
+def _replace(data: bytes, shapes: Iterable[bytes]) -> bytes:
     for shape in shapes:
         if shape in data:
             data = data.replace(shape, HIDDEN.encode())
     return data
 
 
-def _shapes(secrets: Iterable[str]) -> tuple[bytes, ...]:
+def _encodings(secrets: Iterable[str]) -> tuple[bytes, ...]:
     """How each may be written in a body or a header; the longest first, as one may hold another."""
     found: set[bytes] = set()
     for secret in secrets:
