@@ -36,7 +36,7 @@ from harness import HERE, PYTHONS
 
 from agentlightning import LightningStoreClient
 from agentlightning import span as names
-from agentlightning.rollouts import attempt_path
+from agentlightning.attempt_address import attempt_path
 from agentlightning.store.sql.store import SqlStore
 
 sys.path.insert(0, str(HERE / "arms"))

@@ -30,13 +30,13 @@ def test_a_jsonl_file_is_one_task_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"a": 1}\n\n{"a": 1\n', r"tasks.jsonl, line 3 is not JSON \(.*\): '\{\"a\": 1'; each line holds one JSON"),
+        (b'{"a": 1}\n\n{"a": 1\n', r"tasks.jsonl, line 3 is not JSON \(.*\): '\{\"a\": 1'; each line is one JSON"),
         (b'{"a": 1}\nquestion,answer\n', r"line 2 is not JSON .*: 'question,answer'"),
         (b"x" * 500, r"line 1 is not JSON .*: 'x{60}\.\.\.'"),
         (b'{"a": 1}\n{"a": NaN}\n', r"line 2 is not JSON"),
         (b'{"a": 1}\n{"name": "M\xfcller"}\n', r"line 2 is not UTF-8: byte 0xfc in .*; save it as UTF-8"),
-        (b"", r"tasks.jsonl holds no task"),
-        (b"\n \n\n", r"tasks.jsonl holds no task"),
+        (b"", r"tasks.jsonl has no tasks"),
+        (b"\n \n\n", r"tasks.jsonl has no tasks"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -56,9 +56,9 @@ def test_a_json_file_is_an_array_of_tasks(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('{"a": 1}', r"holds a JSON dict, not an array of tasks"),
-        ('{"a": 1}\n{"a": 2}', r"is not JSON .* end its name in \.jsonl"),
-        ("[]", "holds no task"),
-        ("", "holds no task"),
+        ('{"a": 1}\n{"a": 2}', r"is not JSON .* use the suffix \.jsonl"),
+        ("[]", "has no tasks"),
+        ("", "has no tasks"),
     ],
 )
 def test_a_json_file_of_another_shape_says_what_to_do(tmp_path: Path, content: str, message: str) -> None:
@@ -115,7 +115,7 @@ def test_a_saved_huggingface_dataset_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nowhere.jsonl", "there is no dataset '.*nowhere.jsonl'"), ("t.csv", r"not from '\.csv'")]
+    ("name", "message"), [("nowhere.jsonl", "dataset not found: '.*nowhere.jsonl'"), ("t.csv", r"not from '\.csv'")]
 )
 def test_a_path_that_cannot_be_read_says_why(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "t.csv").write_text("a,b")
@@ -155,12 +155,12 @@ DataFrame.__module__ = "pandas.core.frame"
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ([], "the list given holds no task"),
+        ([], "the given list has no tasks"),
         ({"q": "a"}, "a dict is one task; put it into a list"),
-        ([{"q": object()}], "the list given, task 1 cannot be written as JSON: .*object"),
+        ([{"q": object()}], "the given list, task 1 cannot be written as JSON: .*object"),
         ([1, {2: 3}], "task 2 cannot be written as JSON"),
         (DataFrame(), r'frame\.to_dict\("records"\)'),
-        (7, "int is no dataset"),
+        (7, "int is not a dataset"),
     ],
 )
 def test_what_holds_no_tasks_is_refused(spec: Any, message: str) -> None:
@@ -218,7 +218,7 @@ def test_parts_have_the_size_asked_for_and_keep_the_order() -> None:
 
 @pytest.mark.parametrize("fractions", [[0.5, 0.4], [1.2, -0.2], []])
 def test_shares_that_do_not_add_up_are_refused(fractions: list[float]) -> None:
-    with pytest.raises(ConfigError, match="do not add up to 1"):
+    with pytest.raises(ConfigError, match="do not sum to 1"):
         split([1, 2], fractions)
 
 
@@ -251,7 +251,7 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(DatasetError, match="no task to draw"):
+    with pytest.raises(DatasetError, match="no tasks to draw"):
         TaskSampler([], 4)
     with pytest.raises(ConfigError, match="batch=0"):
         TaskSampler([1], 0)

@@ -9,11 +9,12 @@ import pytest
 from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
+from agentlightning.attempt_address import attempt_path, attempt_secret
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.evaluator import evaluate
 from agentlightning.resources import LLM
-from agentlightning.rollouts import EnqueueRolloutRequest, attempt_path, attempt_secret
+from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer

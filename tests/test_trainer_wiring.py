@@ -19,11 +19,12 @@ import pytest
 from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
+from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.config import EvaluationConfig, PolicyConfig, RunnerConfig, TrainConfig
 from agentlightning.policy.losses import NLLLoss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
-from agentlightning.rollouts import AttemptedRollout, attempt_key, attempt_path, attempt_secret
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedPolicy, scripted_weights
 from agentlightning.trainer import Trainer

@@ -1,30 +1,30 @@
-"""Every error Agent Lightning raises on purpose, and the one place where a failure becomes a record.
+"""The exceptions of Agent Lightning, and `Failure`, the record of an exception.
 
     AgentLightningError
-    ├── ConfigError            a setting, flag or argument that cannot work
+    ├── ConfigError            an invalid setting, flag or argument
     │   └── MissingExtraError  an optional dependency that is not installed
     ├── DatasetError           a task file that cannot be read (names the file and the line)
     ├── AgentError             an agent that cannot be loaded or run
-    │   └── AgentTimeoutError  an agent that did not end within its time
-    ├── RewardError            a reward that is missing, not a finite number, or of a kind nobody can use
-    ├── RolloutRejectedError   one rollout whose data cannot be used: training leaves it out and counts it
+    │   └── AgentTimeoutError  an agent that exceeded its time limit
+    ├── RewardError            a reward that is missing, not finite, or of an unsupported kind
+    ├── RolloutRejectedError   a rollout whose data cannot be used: training skips and counts it
     ├── StoreError
-    │   ├── NotFoundError      an id the store does not know
-    │   ├── ConflictError      an illegal status change, or an id that is already taken by something else
-    │   ├── StoreFullError     the disk refused a write
+    │   ├── NotFoundError      an unknown id
+    │   ├── ConflictError      an illegal status change, or an id that is already in use
+    │   ├── StoreFullError     the disk is full
     │   ├── StoreClosedError   the store was closed, or its database is not usable
     │   ├── StoreLostError     the database was deleted or replaced while it was open
-    │   └── StoreServerError   the server of a remote store cannot be reached, or is another version
-    │       └── StoreAuthError it wants a token, or another one
+    │   └── StoreServerError   the server of a remote store is unreachable, or has an incompatible version
+    │       └── StoreAuthError the server requires a token, or rejects the given one
     ├── PolicyError            a model that cannot be loaded, sampled from or trained
-    │   ├── ContextLengthError a prompt that leaves no room for an answer
+    │   ├── ContextLengthError a prompt that leaves no room for a response
     │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
-    ├── ServerError            a server that cannot start (a port in use, say)
-    ├── TrainingStopped        training that ended itself for the user's sake (too many failures)
+    ├── ServerError            a server that cannot start, e.g. because the port is in use
+    ├── TrainingStopped        training ended early, e.g. because of too many failures
     │   └── UnknownTokensError calls without tokens, for an algorithm that learns from tokens
     └── ResumeError            a run directory that cannot be continued
 
-Each message names the value and the way out.
+Each message names the invalid value and a remedy.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ from typing import ClassVar
 
 
 class AgentLightningError(Exception):
-    """The root of all errors raised on purpose."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(AgentLightningError, ValueError):
-    """A setting that cannot work."""
+    """A setting, flag or argument is invalid."""
 
 
 class MissingExtraError(ConfigError, ImportError):
-    """An optional dependency is missing."""
+    """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; run: pip install 'agentlightning[{extra}]'")
 
 
 class DatasetError(AgentLightningError, ValueError):
-    """A task file that cannot be read."""
+    """A task file cannot be read."""
 
 
 class AgentError(AgentLightningError):
-    """An agent that cannot be loaded or run."""
+    """An agent cannot be loaded or run."""
 
 
 class AgentTimeoutError(AgentError):
-    """An agent that did not end within its time."""
+    """An agent exceeded its time limit."""
 
 
 class RewardError(AgentLightningError, ValueError):
-    """A reward that is missing, not finite, or of a kind that cannot be used."""
+    """A reward is missing, not finite, or of an unsupported kind."""
 
     reason: ClassVar[str] = "bad_reward"
-    """What a rollout is counted under that is left out because of it."""
+    """Reason under which rejected rollouts are counted."""
 
 
 class RolloutRejectedError(AgentLightningError, ValueError):
-    """One rollout whose recorded data cannot be used. It never ends a run: the rollout is left out, named and counted.
+    """The recorded data of a rollout cannot be used. Never ends a run: the rollout is skipped, named and counted.
 
-    `reason` is what it is counted under: a short identifier such as "token_ids", the same for all rollouts of the kind.
+    `reason` is a short identifier of the kind of problem, such as "token_ids", under which rollouts are counted.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -80,71 +80,71 @@ class RolloutRejectedError(AgentLightningError, ValueError):
 
 
 class StoreError(AgentLightningError):
-    """The store cannot do what was asked."""
+    """A store operation failed."""
 
 
 class NotFoundError(StoreError, LookupError):
-    """An id the store does not know."""
+    """An id is unknown."""
 
 
 class ConflictError(StoreError):
-    """An illegal status change, or an id that is taken."""
+    """An illegal status change, or an id that is already in use."""
 
 
 class StoreFullError(StoreError):
-    """The disk refused a write."""
+    """The disk is full."""
 
 
 class StoreClosedError(StoreError):
-    """The store was closed, or its database is not usable."""
+    """The store was closed, or its database is unusable."""
 
 
 class StoreLostError(StoreError):
-    """The files of the database were deleted or replaced while it was open: what is written to them is lost."""
+    """The database files were deleted or replaced while open; further writes would be lost."""
 
 
 class StoreServerError(StoreError):
-    """The server of a remote store cannot be reached, or does not speak our version."""
+    """The server of a remote store is unreachable, or has an incompatible version."""
 
 
 class StoreAuthError(StoreServerError):
-    """The server wants a token, or another one."""
+    """The server requires a token, or rejects the given one."""
 
 
 class PolicyError(AgentLightningError):
-    """A model that cannot be loaded, sampled from or trained."""
+    """A model cannot be loaded, sampled from or trained."""
 
 
 class ContextLengthError(PolicyError, ValueError):
-    """A prompt that leaves no room for an answer."""
+    """A prompt leaves no room for a response."""
 
 
 class UnfaithfulSampleError(PolicyError, ValueError):
-    """Samples whose probabilities a loss cannot correct for."""
+    """Samples whose sampling probabilities a loss cannot correct for."""
 
     reason: ClassVar[str] = "unfaithful_sampling"
-    """What a rollout is counted under that is left out because of it."""
+    """Reason under which rejected rollouts are counted."""
 
 
 class ServerError(AgentLightningError):
-    """A server that cannot start."""
+    """A server cannot start."""
 
 
 class TrainingStopped(AgentLightningError):
-    """Training ended itself."""
+    """Training ended early."""
 
 
 class UnknownTokensError(TrainingStopped):
-    """Calls whose tokens nobody knows, for an algorithm that learns from tokens."""
+    """Calls without recorded tokens, for an algorithm that needs them."""
 
 
 class ResumeError(AgentLightningError):
-    """A run directory that cannot be continued."""
+    """A run directory cannot be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is kept of an exception once it has become a record."""
+    """The record of an exception."""
 
     type: str
     message: str
@@ -153,16 +153,16 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type=type(error).__qualname__, message=_kept(_message(error)), traceback=_kept(text))
+        return cls(type=type(error).__qualname__, message=_valid_utf8(_message(error)), traceback=_valid_utf8(text))
 
 
-def _kept(text: str) -> str:
-    """As UTF-8 can carry it: half a surrogate pair is spelled out."""
+def _valid_utf8(text: str) -> str:
+    """The text with unpaired surrogates escaped, so that it can be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as failed:  # noqa: BLE001  an error whose text cannot be had must still become a record
+    except Exception as failed:  # noqa: BLE001  an exception with a broken __str__ must still become a record
         return f"<its str() raised {type(failed).__name__}>"

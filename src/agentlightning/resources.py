@@ -1,6 +1,6 @@
-"""Resources: the tunable things an agent is given, and their versions.
+"""Resources: the tunable inputs of an agent, such as models and prompts, and their versions.
 
-An algorithm publishes a new version with `store.add_resources`; the next rollout is given it.
+An algorithm publishes a new version with `store.add_resources`; later rollouts use it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from agentlightning.attempt_address import attempt_path
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import AttemptedRollout, attempt_path
+from agentlightning.rollouts import AttemptedRollout
 
 if TYPE_CHECKING:
     from jinja2.sandbox import SandboxedEnvironment
@@ -29,15 +30,15 @@ class LLM(BaseModel):
 
     resource_type: Literal["llm"] = "llm"
     endpoint: str
-    """The server's root URL; a `/v1` at its end is allowed and makes no difference."""
+    """The server's root URL, with or without a trailing `/v1`."""
     model: str
     api_key: str | None = None
     sampling_parameters: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """These win over what the agent asks for: whoever trains decides how the policy is sampled."""
+    """Override the parameters of the agent's requests: the trainer decides how the policy is sampled."""
     policy_version: int | None = None
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The OpenAI base URL; with both ids, the one whose calls are recorded under that attempt."""
+        """The OpenAI base URL; with both ids, the URL whose calls are recorded under that attempt."""
         if rollout_id is None or attempt_id is None:
             return f"{self.root_url}/v1"
         return f"{self.root_url}{attempt_path(rollout_id, attempt_id)}/v1"
@@ -49,12 +50,12 @@ class LLM(BaseModel):
 
     @property
     def root_url(self) -> str:
-        """The server's root, without `/v1` and without a slash at its end."""
+        """The server's root URL, without `/v1` and trailing slash."""
         return self.endpoint.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class ProxyLLM(LLM):
-    """A model behind a proxy that records calls by their URL: an attempt is given its own address there.
+    """A model behind a proxy that attributes calls by their URL: each attempt gets its own base URL.
 
     >>> agl.ProxyLLM(endpoint="http://proxy:4000/v1", model="m").get_base_url("ro-1", "at-1")
     'http://proxy:4000/rollout/ro-1/attempt/at-1/v1'
@@ -63,7 +64,7 @@ class ProxyLLM(LLM):
     resource_type: Literal["proxy_llm"] = "proxy_llm"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
-        """A plain LLM whose endpoint is the one of this attempt."""
+        """A plain LLM with the endpoint of this attempt."""
         return LLM(
             endpoint=self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id),
             model=self.model,
@@ -74,7 +75,7 @@ class ProxyLLM(LLM):
 
 
 class PromptTemplate(BaseModel):
-    """A prompt with blanks.
+    """A prompt with placeholders.
 
     >>> agl.PromptTemplate(template="Say {word}.").format(word="hello")
     'Say hello.'
@@ -87,9 +88,9 @@ class PromptTemplate(BaseModel):
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
 
     def format(self, **values: Any) -> str:
-        """The prompt with its blanks filled. Raises KeyError or jinja2.UndefinedError where a value is missing, and
-        ConfigError where a blank reaches for what is private to a value (`{task.__class__}`): who writes prompts,
-        a model maybe, is not who wrote the program."""
+        """Fill in the placeholders. Raises KeyError or jinja2.UndefinedError for a missing value, and ConfigError for a
+        placeholder that accesses private attributes (`{task.__class__}`): prompts may be written by a model, and are
+        not trusted."""
         if self.engine == "plain":
             return self.template
         from jinja2.exceptions import SecurityError
@@ -100,7 +101,7 @@ class PromptTemplate(BaseModel):
                 return SandboxedFormatter(_sandbox()).vformat(self.template, (), values)
             return _sandbox().from_string(self.template).render(**values)
         except SecurityError as error:
-            raise ConfigError(f"the prompt template {self.template[:80]!r} may not do that: {error}") from error
+            raise ConfigError(f"the prompt template {self.template[:80]!r} is not allowed: {error}") from error
 
 
 @cache
@@ -115,7 +116,7 @@ Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resou
 NamedResources = dict[str, LLM | ProxyLLM | PromptTemplate]
 
 named_resources: TypeAdapter[NamedResources] = TypeAdapter(dict[str, Resource])
-"""Reads and writes named resources as JSON."""
+"""Validates named resources and converts them to and from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ class ResourcesUpdate:
 
     resources_id: str
     version: int
-    """1 for the first; a higher one was published later."""
+    """1 for the first; later versions have higher numbers."""
     create_time: float
     resources: NamedResources = field(default_factory=dict[str, LLM | ProxyLLM | PromptTemplate])
     update_time: float | None = None
-    """When its content was last replaced; None: never."""
+    """Time of the last replacement of its content; None: never."""

@@ -1,7 +1,7 @@
-"""Spans, and the one vocabulary of their attributes.
+"""Spans and the vocabulary of their names and attributes.
 
-A span is one recorded operation, OpenTelemetry shaped. Names follow OTel GenAI where it has one; `agentlightning.*`
-names what it lacks. Order within an attempt is `sequence_id`, given by the store; times are for people.
+A span is one recorded operation in the shape of OpenTelemetry. Names follow OTel GenAI where it defines one, and
+`agentlightning.*` otherwise. Spans of an attempt are ordered by `sequence_id`, which the store assigns, not by time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 # -- names of spans --------------------------------------------------------------------------------------------------
 
 REWARD: Final = "gen_ai.evaluation.result"
-"""A reward. One span for each named dimension set; see `REWARD_VALUES`."""
+"""A reward: one span per emitted reward, with one or several dimensions (`REWARD_VALUES`)."""
 MESSAGE: Final = "agentlightning.message"
 OBJECT: Final = "agentlightning.object"
 EXCEPTION: Final = "agentlightning.exception"
@@ -53,58 +53,59 @@ ERROR_TYPE: Final = "error.type"
 # -- attributes of our own -------------------------------------------------------------------------------------------
 
 PROMPT_TOKEN_IDS: Final = "agentlightning.prompt_token_ids"
-"""list[int]: every token the engine was given."""
+"""list[int]: all tokens of the prompt."""
 RESPONSE_TOKEN_IDS: Final = "agentlightning.response_token_ids"
-"""list[int]: every token the policy chose, the end-of-turn token included."""
+"""list[int]: all tokens sampled from the policy, including the end-of-turn token."""
 LOGPROBS: Final = "agentlightning.logprobs"
-"""list[float], one for each response token, under the distribution it was drawn from (natural logarithm)."""
+"""list[float]: natural log-probability of each response token under the distribution it was sampled from."""
 RESHAPED: Final = "agentlightning.reshaped"
-"""list[str]: what, beside temperature, top_p and top_k, changed the distribution that tokens were drawn from."""
+"""list[str]: what changed the sampling distribution besides temperature, top_p and top_k."""
 OVERRIDDEN: Final = "agentlightning.sampling.overridden"
-"""list[str]: sampling parameters that the call of a training rollout asked for and did not get
-(gateway/on_policy.py)."""
+"""list[str]: sampling parameters of the request that were ignored in a training rollout
+(gateway/local/on_policy.py)."""
 POLICY_VERSION: Final = "agentlightning.policy_version"
-"""Of the weights that drew the last token."""
+"""Version of the weights that sampled the last token."""
 POLICY_VERSIONS: Final = "agentlightning.policy_versions"
-"""list[int], version and number of tokens by turns: which weights drew which tokens, where they changed under way."""
+"""list[int]: alternating versions and token counts, if the weights changed while the response was sampled."""
 TOKENS: Final = "agentlightning.tokens"
-"""Where the recorded tokens come from: absent where our own engine drew them, "provider" where a server reported them,
-"none" where there are none, so that only algorithms that read text can learn from the call."""
+"""Source of the recorded tokens: absent for our own engine, "provider" if a server reported them, "none" if there are
+none, so that only algorithms that read text can learn from the call."""
 PROVIDER_RETRIES: Final = "agentlightning.provider.retries"
-"""How many times the call was sent again before it was answered, or given up."""
+"""Number of retries of the call before it succeeded or failed."""
 REQUEST: Final = "agentlightning.request"
-"""What the caller sent, as a digest: two calls of an attempt with the same value are one request sent twice where the
-second says so (`RETRIES`), or where the value begins with SENT_ONCE."""
+"""Digest of the request. Two calls of an attempt with the same digest are one request sent twice if the second has
+`RETRIES`, or if the digest begins with SENT_ONCE."""
 SENT_ONCE: Final = "once-"
-"""Of a client that never sends the same request twice unless it heard no answer to the first."""
+"""Prefix of the digest for clients that resend a request only if they got no response."""
 RETRIES: Final = "agentlightning.retries"
-"""How many times the caller had sent the request before, as it says itself; absent for none."""
+"""Number of earlier sends of the request, as reported by the client; absent for none."""
 AGENT_KEY: Final = "agentlightning.agent.key"
-"""The same for all calls of one agent, named or not: made from its system prompt and its tools (gateway/agents.py)."""
+"""Key of the calling agent, named or not: a digest of its system prompt and tools (gateway/callers/agents.py)."""
 ATTRIBUTION: Final = "agentlightning.attribution"
-"""What a call was known by: "url", "key", "header", "worker", "trace" or "baggage"
-(gateway/attribution.py)."""
+"""How the call was attributed: "url", "key", "header", "worker", "trace" or "baggage"
+(gateway/callers/attribution.py)."""
 ATTRIBUTION_IGNORED: Final = "agentlightning.attribution.ignored"
-"""list[str]: what a call said besides of its rollout or its agent, and what was not followed."""
+"""list[str]: other claims of the call about its rollout or agent, which were ignored."""
 JUDGE: Final = "agentlightning.judge"
-"""True where a reward function recorded the span: it is kept with the attempt that was judged, and is no call of it."""
+"""True if a reward function recorded the span: it is stored with the scored attempt, and not part of it."""
 MODE: Final = "agentlightning.mode"
-"""The mode that the URL of the call names, as 1.0's URLs do: train or val."""
+"""Mode in the URL of the call, as in 1.0's URLs: train or val."""
 COST: Final = "agentlightning.cost"
-"""What the call cost, in US dollars, at the price its provider is configured with."""
+"""Cost of the call in US dollars, at the configured price of its provider."""
 CONTINUES: Final = "agentlightning.continues"
-"""span_id of the call whose tokens the prompt begins with; absent where a path starts."""
+"""span_id of the call whose tokens the prompt continues; absent at the start of a path."""
 DRIFT: Final = "agentlightning.drift"
-"""True where a call looked like a continuation that could not be proven, so that a new path was started."""
+"""True if the call looked like a continuation that could not be verified, so that a new path was started."""
 DRIFT_REASON: Final = "agentlightning.drift.reason"
-"""Why it could not: template (it writes earlier turns otherwise now), tools (they or the model are others now), or
-edited (an answer came back changed)."""
+"""Reason of the drift: template (it renders earlier turns differently), tools (tools or model have changed) or edited
+(an earlier response was modified)."""
 CONSTRAINT: Final = "agentlightning.constraint"
-"""Whether an answer has the shape its request asked for: enforced, checked or violated (gateway/constraint.py)."""
+"""Whether the response has the requested format: enforced, checked or violated
+(gateway/dialects/output_constraint.py)."""
 VIOLATIONS: Final = "agentlightning.constraint.violations"
-"""list[str]: the fields of the request that the answer fails."""
+"""list[str]: fields of the request that the response violates."""
 REWARD_VALUES: Final = "agentlightning.reward.values"
-"""dict[str, float]: a reward of several named dimensions; `gen_ai.evaluation.score.value` holds a plain one."""
+"""dict[str, float]: a reward of several named dimensions; a plain one is in `gen_ai.evaluation.score.value`."""
 MESSAGE_BODY: Final = "agentlightning.message.body"
 OBJECT_TYPE: Final = "agentlightning.object.type"
 OBJECT_JSON: Final = "agentlightning.object.json"
@@ -112,18 +113,18 @@ EXCEPTION_TYPE: Final = "exception.type"
 EXCEPTION_MESSAGE: Final = "exception.message"
 EXCEPTION_STACKTRACE: Final = "exception.stacktrace"
 OPERATION_LABEL: Final = "agentlightning.operation.name"
-"""What the agent calls the step; `gen_ai.operation.name` is for the kinds OTel knows."""
+"""Name of the agent's step; `gen_ai.operation.name` is for the kinds that OTel defines."""
 OPERATION_INPUT: Final = "agentlightning.operation.input"
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"
 SUPERSEDED: Final = "agentlightning.superseded"
-"""True where the span was written by an attempt that was no longer the latest one; set by the store."""
+"""True if the attempt was no longer the latest one when the span was written; set by the store."""
 LATE: Final = "agentlightning.late"
-"""True where an agent sent the span after its attempt had ended; it is kept and counts for nothing."""
+"""True if the span arrived after the end of its attempt; it is stored and otherwise ignored."""
 STRIPPED: Final = "agentlightning.stripped"
-"""list[str]: attributes that only the gateway writes, which an agent had sent in this span and which were left out."""
+"""list[str]: attributes of the agent's span that were removed, because only the gateway may write them."""
 
 MAX_REWARD: Final = 1e12
-"""The largest reward, either way: sums and squares of many are still numbers, in float32 too."""
+"""Largest absolute value of a reward: sums and squares of many stay finite, even in float32."""
 
 TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 """Stored in binary (int32 and float32, little endian), read back as lists."""
@@ -131,7 +132,7 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 
 @as_dataclass
 class SpanEvent(FrozenStruct, frozen=True, gc=False):
-    """Something that happened within a span.
+    """An event within a span.
 
     >>> agl.SpanEvent("cache miss", timestamp=1.0).name
     'cache miss'
@@ -158,7 +159,7 @@ class Span(FrozenStruct, frozen=True, gc=False):
     """Seconds since the epoch."""
     end_time: float | None = None
     sequence_id: int = 0
-    """Position within the attempt, from 1; 0 asks the store to give the next."""
+    """Position within the attempt, from 1; 0 lets the store assign the next."""
     trace_id: str = ""
     span_id: str = ""
     parent_id: str | None = None
@@ -171,29 +172,28 @@ class Span(FrozenStruct, frozen=True, gc=False):
 
 
 def usable_reward(value: Any) -> float | None:
-    """The number of a reward; None for what is no number, or so large that nothing can be computed with it."""
+    """The value as a float; None if it is not a number, or larger than MAX_REWARD."""
     usable = isinstance(value, bool | int | float) and -MAX_REWARD <= value <= MAX_REWARD
     return float(value) if usable else None
 
 
 def counts(span: Span) -> bool:
-    """Whether the span counts: its attempt was the latest one, and had not ended, when it was written."""
+    """Whether the span counts: neither superseded nor late."""
     attributes = span.attributes
     return not attributes.get(SUPERSEDED) and not attributes.get(LATE)
 
 
 _random = random.Random()
-"""Ids need not be secret, and asking the system for each costs as much as making a span. One of our own: an agent that
-seeds the module's would give its spans the ids of the last run."""
+"""Separate from the module's generator, which agents may seed; `os.urandom` would cost as much as creating a span."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_random.seed)
 
 
 def new_span_id() -> str:
-    """16 hexadecimal digits, as OpenTelemetry has them."""
+    """A span id of OpenTelemetry: 16 hexadecimal digits."""
     return f"{_random.getrandbits(64):016x}"
 
 
 def new_trace_id() -> str:
-    """32 hexadecimal digits, as OpenTelemetry has them."""
+    """A trace id of OpenTelemetry: 32 hexadecimal digits."""
     return f"{_random.getrandbits(128):032x}"

@@ -1,7 +1,7 @@
-"""Tasks and where they come from: lists, JSONL, JSON, Parquet, Hugging Face `datasets`; splits and sampling.
+"""Tasks: loading them from lists, JSONL, JSON, Parquet and Hugging Face `datasets`; splits and sampling.
 
-A task is one input of an agent: any JSON value. What this module hands out is plain JSON data already, the same that an
-agent gets after its task has been through the store. It never downloads anything.
+A task is one input of an agent: any JSON value. Tasks are converted to plain JSON data when loaded, so that they are
+the same before and after they have passed through the store. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 SAVED_DATASET = "datasets:"
-"""Before a path: it is a directory written by `datasets.Dataset.save_to_disk`."""
+"""Prefix of paths to directories written by `datasets.Dataset.save_to_disk`."""
 SHOWN = 60
-"""Characters of an offending line that an error shows."""
+"""Maximum length of an invalid line in an error message."""
 BOM = b"\xef\xbb\xbf"
 
 
 @runtime_checkable
 class Dataset(Protocol[T_co]):
-    """Tasks by number: a list, a `torch.utils.data.Dataset`, a Hugging Face dataset ...
+    """Tasks by index: a list, a `torch.utils.data.Dataset`, a Hugging Face dataset ...
 
     >>> tasks: agl.Dataset = [{"question": "6 x 7", "answer": 42}]
     >>> tasks[0]["answer"]
@@ -46,26 +46,26 @@ class Dataset(Protocol[T_co]):
 
 
 def load_dataset(spec: str | Path | Sequence[Any] | Dataset[Any]) -> list[Any]:
-    """The tasks of a list, of anything with a length and numbered items, or of a file, as plain JSON data.
+    """Load tasks from a list, any object with a length and indexed items, or a file, as plain JSON data.
 
-    Files are known by their ending: `.jsonl` (one JSON value a line, empty lines are skipped), `.json` (an array),
-    `.parquet` (one task a row). A directory, or `datasets:PATH`, is a dataset saved by Hugging Face `datasets`.
-    Raises DatasetError, which names the file and the line, and where there is no task at all.
+    The suffix determines the format of a file: `.jsonl` (one JSON value per line, empty lines are skipped), `.json`
+    (an array), `.parquet` (one task per row). A directory, or `datasets:PATH`, is a dataset saved by Hugging Face
+    `datasets`. Raises DatasetError with the file and line of the problem, or if there are no tasks.
     """
     if isinstance(spec, str | Path):
         tasks, where = _load_path(str(spec)), str(spec)
     else:
-        where = f"the {type(spec).__name__} given"
+        where = f"the given {type(spec).__name__}"
         tasks = _plain(_items(spec), where)
     if not tasks:
-        raise DatasetError(f"{where} holds no task; give at least one")
+        raise DatasetError(f"{where} has no tasks; at least one is needed")
     return tasks
 
 
 def _load_path(spec: str) -> list[Any]:
     path = Path(spec.removeprefix(SAVED_DATASET))
     if not path.exists():
-        raise DatasetError(f"there is no dataset {str(path)!r}; give the path of a file that exists")
+        raise DatasetError(f"dataset not found: {str(path)!r}; pass the path of an existing file")
     if spec.startswith(SAVED_DATASET) or path.is_dir():
         return _plain(_saved_dataset(path), str(path))
     reader = READERS.get(path.suffix.lower())
@@ -85,11 +85,13 @@ def _items(spec: Sequence[Any] | Dataset[Any]) -> Iterable[Any]:
         return cast(Iterable[Any], spec)
     if isinstance(spec, Dataset):
         return (spec[index] for index in range(len(spec)))
-    raise DatasetError(f"{type(spec).__name__} is no dataset; give a list, a path, or something with len() and [index]")
+    raise DatasetError(
+        f"{type(spec).__name__} is not a dataset; pass a list, a path, or an object with len() and [index]"
+    )
 
 
 def _plain(tasks: Iterable[Any], where: str) -> list[Any]:
-    """Tasks as JSON carries them: dates become text, tuples lists. Refuses what JSON cannot hold, by its number."""
+    """Convert tasks to JSON values: dates become text, tuples lists. Raises DatasetError with the task's number."""
     plain: list[Any] = []
     for number, task in enumerate(tasks, 1):
         try:
@@ -107,7 +109,7 @@ def _jsonl(path: Path) -> list[Any]:
         for number, line in enumerate(file, 1):
             content = (line.removeprefix(BOM) if number == 1 else line).strip()
             if content:
-                tasks.append(_json_value(content, f"{path}, line {number}", "each line holds one JSON value"))
+                tasks.append(_json_value(content, f"{path}, line {number}", "each line is one JSON value"))
     return tasks
 
 
@@ -115,13 +117,13 @@ def _json_array(path: Path) -> list[Any]:
     content = path.read_bytes().removeprefix(BOM).strip()
     if not content:
         return []
-    value = _json_value(content, str(path), "for one JSON value a line, end its name in .jsonl")
+    value = _json_value(content, str(path), "for one JSON value per line, use the suffix .jsonl")
     if not isinstance(value, list):
         raise DatasetError(f"{path} holds a JSON {type(value).__name__}, not an array of tasks; put it in [ ]")
     return cast(list[Any], value)
 
 
-def _json_value(content: bytes, where: str, way_out: str) -> Any:
+def _json_value(content: bytes, where: str, remedy: str) -> Any:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -133,7 +135,7 @@ def _json_value(content: bytes, where: str, way_out: str) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         shown = text if len(text) <= SHOWN else text[:SHOWN] + "..."
-        raise DatasetError(f"{where} is not JSON ({error.msg}, column {error.colno}): {shown!r}; {way_out}") from error
+        raise DatasetError(f"{where} is not JSON ({error.msg}, column {error.colno}): {shown!r}; {remedy}") from error
 
 
 def _parquet(path: Path) -> list[Any]:
@@ -176,19 +178,19 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 
 def task_key(task: Any) -> str:
-    """32 hexadecimal digits: the same for tasks of the same content, whatever the order of their keys."""
+    """Digest of a task's content (32 hexadecimal digits), independent of the order of keys."""
     canonical = orjson.dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     return hashlib.sha256(canonical).hexdigest()[:32]
 
 
 def split(tasks: Sequence[T], fractions: Sequence[float], seed: int = 0) -> list[list[T]]:
-    """The tasks in parts of about the given shares, which add up to 1; each keeps the order of the tasks.
+    """Split tasks into parts of about the given fractions, which sum to 1; each part keeps the order of the tasks.
 
-    Chance is a hash of seed and content: the same tasks are split the same way on any machine and in any order of the
-    file, and tasks of the same content always fall into the same part.
+    The split depends on a hash of seed and content: it is the same on any machine and for any order of the tasks, and
+    tasks with equal content are always in the same part.
     """
     if any(fraction < 0 for fraction in fractions) or abs(sum(fractions) - 1) > 1e-6:
-        raise ConfigError(f"fractions {list(fractions)} do not add up to 1; give shares such as [0.7, 0.1, 0.2]")
+        raise ConfigError(f"fractions {list(fractions)} do not sum to 1; use fractions such as [0.7, 0.1, 0.2]")
     keys = [task_key(task) for task in tasks]
     part_of = _assign(keys, fractions, seed)
     parts: list[list[T]] = [[] for _ in fractions]
@@ -211,14 +213,14 @@ def _assign(keys: Sequence[str], fractions: Sequence[float], seed: int) -> dict[
 
 
 class TaskSampler:
-    """Draws the tasks of each step: shuffled anew in each epoch, every task once an epoch.
+    """Draws the tasks of each step: reshuffled every epoch, each task once per epoch.
 
-    What a step draws depends on (tasks, batch, seed, step) alone, so a resumed run draws what it would have drawn.
+    The tasks of a step depend only on (tasks, batch, seed, step), so a resumed run draws the same tasks.
     """
 
     def __init__(self, tasks: Sequence[Any], batch: int, seed: int = 0) -> None:
         if not tasks:
-            raise DatasetError("there is no task to draw from; give at least one")
+            raise DatasetError("there are no tasks to draw from; at least one is needed")
         if batch < 1:
             raise ConfigError(f"batch={batch} draws nothing; use at least 1")
         self.tasks = tasks
@@ -228,9 +230,9 @@ class TaskSampler:
         self._order: list[int] = []
 
     def draw(self, step: int) -> list[Any]:
-        """The tasks of a step, the first being step 0. A batch may reach into the next epoch."""
+        """The tasks of a step, counted from 0. A batch may extend into the next epoch."""
         if step < 0:
-            raise ConfigError(f"step={step}: steps are counted from 0")
+            raise ConfigError(f"step={step}: steps start at 0")
         return list(self._draw(step))
 
     def _draw(self, step: int) -> Iterator[Any]:

@@ -26,6 +26,7 @@ import orjson
 from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.call_validation import TokenLimits
 from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.base import Engine
@@ -36,7 +37,6 @@ from agentlightning.gateway.recording import raw_exchange
 from agentlightning.policy.base import Policy
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
-from agentlightning.rollouts import OTLP_ENDPOINTS
 from agentlightning.runner import Runner
 from agentlightning.server.app import Server, is_loopback
 from agentlightning.server.serve import serve

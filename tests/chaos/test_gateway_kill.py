@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning import LightningStore, LightningStoreClient
 from agentlightning import span as names
-from agentlightning.rollouts import attempt_path
+from agentlightning.attempt_address import attempt_path
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]

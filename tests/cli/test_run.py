@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.attempt_address import attempt_secret
 from agentlightning.cli.child_process import Child
 from agentlightning.cli.environment_providers import inherited_config
 from agentlightning.cli.run import Options, _judge
-from agentlightning.rollouts import attempt_secret
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore

@@ -8,9 +8,10 @@ import sqlite3
 import httpx
 import pytest
 
+from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.cli.serve import prune_regularly
 from agentlightning.errors import ConfigError, StoreFullError
-from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key, attempt_path, attempt_secret
+from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import Retention
@@ -150,8 +151,8 @@ async def test_a_second_signal_ends_it_at_once(start):
 async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_path):
     from openai import AsyncOpenAI
 
+    from agentlightning.attempt_variables import attempt_environment
     from agentlightning.models.tiny import make_tiny
-    from agentlightning.rollouts import attempt_environment
 
     await asyncio.to_thread(make_tiny, tmp_path / "small", [{"messages": [{"role": "user", "content": "hello"}]}])
     program = start("serve", "--port", "0", "--db", ":memory:", "--json", "--model", "pupil=small")

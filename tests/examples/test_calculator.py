@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
-from agentlightning.rollouts import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.span import CONTINUES, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS
 from agentlightning.store import InMemoryLightningStore

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from agentlightning import span as names
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.rollouts import AttemptedRollout, attempt_environment
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore

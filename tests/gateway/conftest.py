@@ -9,10 +9,12 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
+from agentlightning.attempt_address import attempt_key
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.rollouts import AttemptedRollout, attempt_environment, attempt_key
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase

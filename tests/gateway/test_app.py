@@ -10,10 +10,10 @@ from openai import OpenAI
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
+from agentlightning.attempt_address import attempt_key, attempt_path
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import LLM
-from agentlightning.rollouts import attempt_key, attempt_path
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ByteChatFormat, ScriptedEngine
 

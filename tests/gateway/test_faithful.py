@@ -13,10 +13,10 @@ from openai import AsyncOpenAI, LengthFinishReasonError
 from starlette.applications import Starlette
 
 from agentlightning import span as names
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.app import Gateway
-from agentlightning.rollouts import attempt_environment
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.templates import FAMILIES

@@ -11,11 +11,12 @@ import pytest
 from openai import AsyncOpenAI
 from tokenizers import AddedToken
 
+from agentlightning.attempt_address import attempt_key
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.models.tiny import make_tokenizer
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
-from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS, VIOLATIONS
 from agentlightning.store import InMemoryLightningStore

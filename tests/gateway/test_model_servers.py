@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from agentlightning import span as names
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.gateway.app import Gateway
-from agentlightning.rollouts import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.testing.model_server import ScriptedModelServer, logprob_of
 from agentlightning.testing.tokenizer import tiny_tokenizer

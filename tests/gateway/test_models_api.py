@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.cli.runner import has_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
@@ -21,7 +22,6 @@ from agentlightning.gateway.forwarding.upstream_models import (
 from agentlightning.gateway.forwarding.upstream_models import read_models as read
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
-from agentlightning.rollouts import attempt_key, attempt_secret
 from agentlightning.server.app import Server
 from agentlightning.testing.provider import Reply, ScriptedProvider
 from agentlightning.transport import open_transport

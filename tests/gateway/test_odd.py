@@ -6,9 +6,9 @@ import aiohttp
 import pytest
 
 from agentlightning import InMemoryLightningStore
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.rollouts import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.testing.provider import Reply, ScriptedProvider
 from agentlightning.testing.scripted_engine import ScriptedEngine

@@ -15,12 +15,12 @@ import torch
 
 from agentlightning import span as names
 from agentlightning.assemble import trajectory
+from agentlightning.attempt_address import attempt_path
 from agentlightning.credit import training_samples
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.rollouts import attempt_path
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase

@@ -27,8 +27,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.applications import Starlette
 
 from agentlightning import span as names
+from agentlightning.attempt_address import attempt_key, trace_id_of
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.ingest.otlp import MAX_BODY_BYTES, PATH, OtlpReceiver
-from agentlightning.rollouts import attempt_environment, attempt_key, trace_id_of
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.instrumented import observed

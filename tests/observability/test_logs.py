@@ -7,8 +7,8 @@ import sys
 import orjson
 import pytest
 
+from agentlightning.attempt_address import attempt_key
 from agentlightning.observability import logs
-from agentlightning.rollouts import attempt_key
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import Observed, observed
 

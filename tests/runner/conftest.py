@@ -13,14 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning.rollouts import (
-    Attempt,
-    AttemptedRollout,
-    EnqueueRolloutRequest,
-    Rollout,
-    RolloutConfig,
-    attempt_environment,
-)
+from agentlightning.attempt_variables import attempt_environment
+from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.runner import Runner
 from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id

@@ -15,9 +15,10 @@ from typing import Any
 import opentelemetry.trace
 import pytest
 
+from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import AgentError, ConfigError, StoreFullError
 from agentlightning.resources import LLM, PromptTemplate
-from agentlightning.rollouts import EnqueueRolloutRequest, attempt_key
+from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.runner.runner import Runner
 from agentlightning.span import MESSAGE, REWARD, SCORE_VALUE, Span
 from agentlightning.store import InMemoryLightningStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentlightning.attempt_variables import import_environment
 from agentlightning.gateway.app import Gateway
-from agentlightning.rollouts import import_environment
 from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES
 from agentlightning.testing import ScriptedEngine

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from agentlightning.rollouts import trace_id_of
+from agentlightning.attempt_address import trace_id_of
 
 PRINT = "import os; print(*(os.environ.get(name) for name in ('TRACEPARENT', 'OTEL_RESOURCE_ATTRIBUTES')))"
 

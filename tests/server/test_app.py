@@ -10,10 +10,11 @@ from openai import AsyncOpenAI
 
 from agentlightning import span as names
 from agentlightning.assemble import trajectory, transitions
+from agentlightning.attempt_address import attempt_key
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.upstream.budget import Account, spend_of_spans
-from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import observed

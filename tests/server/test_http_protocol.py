@@ -8,9 +8,9 @@ import zlib
 
 import pytest
 
+from agentlightning.attempt_address import attempt_path
 from agentlightning.gateway.app import Gateway
 from agentlightning.observability.metrics import Metrics
-from agentlightning.rollouts import attempt_path
 from agentlightning.server.app import Server
 from agentlightning.server.http_protocol import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from agentlightning.store import InMemoryLightningStore

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from agentlightning.rollouts import root_span_id_of, trace_id_of
+from agentlightning.attempt_address import root_span_id_of, trace_id_of
 from agentlightning.tracing import client_headers, track_agent
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import tracer

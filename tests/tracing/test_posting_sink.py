@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.rollouts import attempt_environment
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, MESSAGE, OPERATION, REWARD, Span
 from agentlightning.store import InMemoryLightningStore

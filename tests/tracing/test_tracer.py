@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from agentlightning.rollouts import trace_id_of
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import AGENT_NAME, EXCEPTION, MESSAGE_BODY, OPERATION, REWARD, REWARD_VALUES, Span
 from agentlightning.store.ids import new_id
 from agentlightning.tracing import tracer as tracing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 
 from agentlightning import InMemoryLightningStore
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.rollouts import attempt_environment
 from agentlightning.server.app import Server
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}

@@ -9,9 +9,9 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from agentlightning import InMemoryLightningStore
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.rollouts import attempt_environment
 from agentlightning.server.app import Server
 
 NUMBER = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}

@@ -212,8 +212,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Place:
 
 
 async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Place:
+    from agentlightning.attempt_address import attempt_secret
     from agentlightning.cli.runner import has_model
-    from agentlightning.rollouts import attempt_secret
     from agentlightning.store.http.client import LightningStoreClient
 
     store = LightningStoreClient(url, token, patience=5.0)
@@ -224,10 +224,10 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Pl
 
 async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     """A store, and a server that only the command knows of: without its token or an attempt's id nobody can use it."""
+    from agentlightning.attempt_address import attempt_secret
     from agentlightning.cli.serve import DEFAULT_DB, beside, open_engines, open_store, read_routing, without_password
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.gateway.recording import raw_exchange
-    from agentlightning.rollouts import attempt_secret
     from agentlightning.server.serve import serve
     from agentlightning.store.journal.store import take_over
 
@@ -366,10 +366,10 @@ async def _judge(
 
 
 def _environment(options: Options, place: Place, rollout_id: str, attempt_id: str, worker_id: str) -> dict[str, str]:
-    from agentlightning.rollouts import attempt_environment, quiet_environment, worker_environment
+    from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
 
     own = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
-    own |= quiet_environment(own)
+    own |= telemetry_opt_outs(own)
     own |= attempt_environment(place.url, place.secret, rollout_id, attempt_id, redirect=place.redirect)
     if place.redirect:
         own |= worker_environment(place.url, place.secret, worker_id)
@@ -384,7 +384,7 @@ def _environment(options: Options, place: Place, rollout_id: str, attempt_id: st
 
 def _led(command: Sequence[str], place: Place, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
     """The command, with what it takes to lead one that reads no variable: Codex, unless it is told its provider."""
-    from agentlightning.rollouts import attempt_path
+    from agentlightning.attempt_address import attempt_path
 
     if Path(command[0]).name != "codex" or any("model_provider" in word or "base_url" in word for word in command):
         return tuple(command)

@@ -175,8 +175,8 @@ async def _run(options: _Options, output: Output) -> dict[str, Any]:
 
 
 def _make(options: _Options, stack: AsyncExitStack) -> Runner:
+    from agentlightning.attempt_address import attempt_secret
     from agentlightning.errors import ConfigError
-    from agentlightning.rollouts import attempt_secret
     from agentlightning.runner import Runner
     from agentlightning.store.http.client import LightningStoreClient
 

@@ -170,11 +170,11 @@ def _collect_less() -> None:
 
 async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """A server that listens, and all it stands on; the stack ends them in order."""
+    from agentlightning.attempt_address import attempt_secret
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.gateway.recording.packer_process import Scribe
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
-    from agentlightning.rollouts import attempt_secret
     from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, observed
     from agentlightning.store.journal.store import journaled

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning import span as names
+from agentlightning.attempt_address import read_attempt_key, trace_id_of
 from agentlightning.errors import AgentLightningError, RewardError
-from agentlightning.rollouts import read_attempt_key, trace_id_of
 from agentlightning.span import MAX_REWARD, Span, new_span_id, new_trace_id, usable_reward
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import encode

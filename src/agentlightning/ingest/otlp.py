@@ -28,6 +28,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentlightning.attempt_address import attempt_of_trace, read_attempt_key, root_span_id_of
 from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
@@ -38,7 +39,6 @@ from agentlightning.errors import (
     StoreFullError,
 )
 from agentlightning.ingest.unknown_traces import Adopter
-from agentlightning.rollouts import attempt_of_trace, read_attempt_key, root_span_id_of
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from agentlightning.attempt_variables import attempt_environment, worker_environment
 from agentlightning.errors import AgentError, AgentTimeoutError, ConflictError, Failure, NotFoundError
 from agentlightning.resources import NamedResources, ProxyLLM
-from agentlightning.rollouts import AttemptedRollout, AttemptStatus, attempt_environment, worker_environment
+from agentlightning.rollouts import AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.hosts.messages import Done

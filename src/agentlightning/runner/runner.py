@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from agentlightning.attempt_variables import import_environment
 from agentlightning.errors import (
     ConfigError,
     NotFoundError,
@@ -27,10 +28,7 @@ from agentlightning.errors import (
 )
 from agentlightning.observability.logs import about
 from agentlightning.resources import NamedResources
-from agentlightning.rollouts import (
-    AttemptedRollout,
-    import_environment,
-)
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.attempt_executor import AttemptExecutor
 from agentlightning.runner.heartbeat import Heartbeat

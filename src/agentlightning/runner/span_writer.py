@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import AgentLightningError, ConfigError, ConflictError, Failure, NotFoundError
-from agentlightning.rollouts import AttemptedRollout, trace_id_of
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.span import (
     EXCEPTION,
     EXCEPTION_MESSAGE,

@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 from opentelemetry import trace
 from opentelemetry.trace import format_span_id, format_trace_id
 
-from agentlightning.rollouts import (
+from agentlightning.attempt_address import (
     AGENT_BAGGAGE,
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,

@@ -25,7 +25,7 @@ from functools import cache
 from typing import Final, Literal, Protocol
 from urllib.parse import unquote
 
-from agentlightning.rollouts import trace_id_of
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import Span, new_trace_id
 from agentlightning.tracing.posting_sink import PostingSink
 

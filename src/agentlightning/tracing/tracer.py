@@ -8,8 +8,9 @@ with one warning.
 What `emit_*` records starts and ends at once, so it is written as our `Span` directly, at a third of the cost of an
 OpenTelemetry span. If another processor was added to the provider, it is a real one, which that processor sees too.
 
-A span without a parent belongs to the trace of its attempt (`rollouts.trace_id_of`). Span ids come from a separate
-random generator: agents seed the `random` module and hosts fork, and the store would merge spans with equal ids.
+A span without a parent belongs to the trace of its attempt (`attempt_address.trace_id_of`). Span ids come from a
+separate random generator: agents seed the `random` module and hosts fork, and the store would merge spans with equal
+ids.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentlightning.attempt_address import attempt_secret
 from agentlightning.config import RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import PRIVATE_QUEUE, RolloutConfig, attempt_secret
+from agentlightning.rollouts import PRIVATE_QUEUE, RolloutConfig
 from agentlightning.runner import Runner
 from agentlightning.server.app import is_loopback, listen, url_of
 from agentlightning.store.base import LightningStoreBase

@@ -2,19 +2,13 @@
 
 import pytest
 
+from agentlightning.attempt_address import attempt_key, read_worker_key, root_span_id_of, trace_id_of, worker_key
+from agentlightning.attempt_variables import worker_environment
 from agentlightning.gateway.asgi import headers_by_name
 from agentlightning.gateway.callers.attribution import Attribution
 from agentlightning.gateway.errors import ApiError
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.unknown_traces import ids_of_trace
-from agentlightning.rollouts import (
-    attempt_key,
-    read_worker_key,
-    root_span_id_of,
-    trace_id_of,
-    worker_environment,
-    worker_key,
-)
 from agentlightning.span import AGENT_KEY, AGENT_NAME, ATTRIBUTION, ATTRIBUTION_IGNORED, MODE
 
 FOREIGN = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from agentlightning import span as names
+from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.recording import raw_exchange
-from agentlightning.rollouts import attempt_key
 from agentlightning.store.journal.store import journaled
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, response_answer

@@ -7,8 +7,9 @@ import openai
 import pytest
 
 from agentlightning import span as names
+from agentlightning.attempt_address import attempt_key
+from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.rollouts import attempt_environment, attempt_key
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 HI = [{"role": "user", "content": "hi"}]

@@ -19,8 +19,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import trace_id_of
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, REWARD, REWARD_VALUES, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import observed

@@ -15,8 +15,8 @@ from urllib.parse import unquote
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from agentlightning.attempt_address import AGENT_BAGGAGE
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import AGENT_BAGGAGE
 
 HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048

@@ -10,9 +10,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.gateway.errors import ApiError
 from agentlightning.resources import LLM
-from agentlightning.rollouts import Attempt, Rollout, RolloutMode, trace_id_of
+from agentlightning.rollouts import Attempt, Rollout, RolloutMode
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 

@@ -36,11 +36,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentlightning import span as names
-from agentlightning.gateway.callers.agents import UNKNOWN, Agent, read_baggage
-from agentlightning.gateway.callers.client_retries import RequestIdentity
-from agentlightning.gateway.errors import ApiError
-from agentlightning.ingest.unknown_traces import ids_of_trace
-from agentlightning.rollouts import (
+from agentlightning.attempt_address import (
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
     JUDGE_HEADER,
@@ -53,6 +49,10 @@ from agentlightning.rollouts import (
     root_span_id_of,
     trace_id_of,
 )
+from agentlightning.gateway.callers.agents import UNKNOWN, Agent, read_baggage
+from agentlightning.gateway.callers.client_retries import RequestIdentity
+from agentlightning.gateway.errors import ApiError
+from agentlightning.ingest.unknown_traces import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.api_key import api_key
 

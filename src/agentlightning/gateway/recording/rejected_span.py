@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from agentlightning import span as names
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import StoreError
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.errors import to_api_error
@@ -20,7 +21,6 @@ from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.recording.otel_messages import OPERATIONS, said_messages
 from agentlightning.gateway.upstream.provider import ApiPath
-from agentlightning.rollouts import trace_id_of
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 

@@ -1,7 +1,7 @@
 """Agents that are programs in any language.
 
 A program reads its task as JSON from stdin and from `AGL_TASK` (absent if the task is too long for an environment
-variable), and the URLs of its model and events from the environment (`rollouts.attempt_environment`). Its stdout is
+variable), and the URLs of its model and events from the environment (`attempt_variables.py`). Its stdout is
 its output, of which the last 1 MB is stored. With a non-zero exit code the attempt fails, and the end of stderr is its
 traceback. It runs in its own process group, which is killed when the attempt ends.
 """

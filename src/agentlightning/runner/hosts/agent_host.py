@@ -21,9 +21,9 @@ from typing import Any, cast
 import orjson
 from opentelemetry.sdk.trace import ReadableSpan
 
+from agentlightning.attempt_variables import in_process_environment
 from agentlightning.errors import Failure
 from agentlightning.resources import named_resources
-from agentlightning.rollouts import in_process_environment
 from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import Agent, AgentClass
 from agentlightning.runner.agents.arguments import Invocation, bind_resources

@@ -28,7 +28,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentlightning.rollouts import trace_id_of
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.runner import attempt_environ
 from agentlightning.span import new_trace_id
 from agentlightning.tracing import client_headers

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from msgspec.structs import replace
 
+from agentlightning.attempt_variables import agent_process_environment
 from agentlightning.errors import AgentError
-from agentlightning.rollouts import agent_process_environment
 from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.runner.hosts.messages import (
     Exited,

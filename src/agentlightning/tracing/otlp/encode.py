@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from agentlightning.rollouts import trace_id_of
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import TOKEN_ATTRIBUTES, Span
 from agentlightning.tracing.otlp.decode import KINDS, SEQUENCE_ID, STATUS
 from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE

@@ -1,22 +1,15 @@
-"""Promises about the addresses of an attempt: what its agent finds in the environment, and its trace."""
+"""Promises about the environment variables of an attempt."""
 
 from __future__ import annotations
 
 from urllib.parse import unquote
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from agentlightning.rollouts import (
-    attempt_environment,
-    attempt_of_trace,
-    in_process_environment,
+from agentlightning.attempt_address import (
     read_attempt_key,
-    read_worker_key,
     root_span_id_of,
     trace_id_of,
 )
+from agentlightning.attempt_variables import attempt_environment, in_process_environment
 
 ATTEMPT = "at-019de2b4c1a3f00c55d0e6b1"
 SECRET = "secret"
@@ -24,20 +17,6 @@ SECRET = "secret"
 
 def environment(server_url: str = "http://127.0.0.1:4747", **inherited: str) -> dict[str, str]:
     return attempt_environment(server_url, SECRET, "ro-1", ATTEMPT, inherited=inherited)
-
-
-@given(st.text("0123456789abcdef", min_size=24, max_size=24))
-def test_an_attempt_and_its_trace_find_one_another(digits: str) -> None:
-    trace_id = trace_id_of(f"at-{digits}")
-    assert trace_id is not None
-    assert len(trace_id) == 32
-    assert attempt_of_trace(trace_id) == f"at-{digits}"
-
-
-@given(st.text("0123456789abcdef", min_size=32, max_size=32))
-def test_a_trace_of_somebody_else_is_no_attempt(trace_id: str) -> None:
-    attempt_id = attempt_of_trace(trace_id)
-    assert attempt_id is None or trace_id_of(attempt_id) == trace_id
 
 
 def test_an_agent_in_any_language_starts_in_the_trace_of_its_attempt() -> None:
@@ -86,12 +65,6 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_way_to_our_own_server()
     through = of({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "intern, 10.0.0.0/8"})
     assert through["NO_PROXY"] == through["no_proxy"] == "intern,10.0.0.0/8,127.0.0.1"
     assert of({"http_proxy": "http://proxy:3128", "NO_PROXY": "127.0.0.1"})["NO_PROXY"] == "127.0.0.1"
-
-
-@pytest.mark.parametrize("key", ["agl-ro-1.at-1.é", "agl-é.é.x", "agl-worker-YQ.é", "agl-worker-é.x", "agl-..", "agl-"])
-def test_a_key_of_odd_characters_is_nobodys(key):
-    assert read_attempt_key(SECRET, key) is None
-    assert read_worker_key(SECRET, key) is None
 
 
 def test_model_calls_are_led_to_the_server_of_the_policy_and_everything_else_to_the_store() -> None:

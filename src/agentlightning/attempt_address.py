@@ -1,0 +1,103 @@
+"""The identity of an attempt outside of the store: URL paths, signed API keys, request headers and trace ids."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+from typing import Final
+from urllib.parse import quote
+
+_attempt_digits = re.compile(r"[0-9a-f]{24}")
+
+ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
+"""Header with the key of the attempt that makes the call."""
+WORK_HEADER: Final = "x-agentlightning-work-of"
+"""Header with the key of the attempt whose queue item the caller works on, where another attempt started the caller.
+Without other evidence that the call belongs to that attempt, it is rejected."""
+JUDGE_HEADER: Final = "x-agentlightning-judge"
+"""Header of calls made by a reward function: the id of the attempt that it scores."""
+ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"
+ATTEMPT_BAGGAGE: Final = "agentlightning.attempt_id"
+AGENT_BAGGAGE: Final = "agentlightning.agent"
+"""Entries of the W3C `baggage` header."""
+
+
+def attempt_path(rollout_id: str, attempt_id: str) -> str:
+    """The URL path prefix of all endpoints of an attempt."""
+    return f"/rollout/{rollout_id}/attempt/{attempt_id}"
+
+
+def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
+    """An API key of one attempt, signed with `secret`, so that agents cannot impersonate each other."""
+    body = f"{rollout_id}.{attempt_id}"
+    signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
+    return f"agl-{body}.{signature}"
+
+
+def attempt_secret(token: str | None) -> str:
+    """The signing secret of attempt keys, derived from the access token that a server and its runners share. An agent
+    cannot derive other keys from its own. Without a token, it only prevents accidental mix-ups."""
+    return hmac.new(b"agentlightning attempt keys", (token or "").encode(), hashlib.sha256).hexdigest()
+
+
+def trace_id_of(attempt_id: str) -> str | None:
+    """The W3C trace id of an attempt (32 hexadecimal digits), from which `attempt_of_trace` recovers the attempt id
+    without a lookup. None for an id that the store did not generate."""
+    digits = attempt_id.removeprefix("at-")
+    if not attempt_id.startswith("at-") or not _attempt_digits.fullmatch(digits):
+        return None
+    return digits + hashlib.blake2b(digits.encode(), digest_size=4).hexdigest()
+
+
+def root_span_id_of(attempt_id: str) -> str | None:
+    """The parent span id in TRACEPARENT (16 hexadecimal digits). No such span exists, so its children are root spans.
+    None for an id that the store did not generate."""
+    trace_id = trace_id_of(attempt_id)
+    return None if trace_id is None else hashlib.blake2b(trace_id.encode(), digest_size=8).hexdigest()
+
+
+def attempt_of_trace(trace_id: str) -> str | None:
+    """The id of the attempt with this trace id, or None."""
+    attempt_id = f"at-{trace_id[:24]}"
+    return attempt_id if trace_id_of(attempt_id) == trace_id else None
+
+
+def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
+    """(rollout_id, attempt_id) of a key that `attempt_key` made with the same secret, or None."""
+    parts = key.removeprefix("agl-").split(".")
+    if not key.startswith("agl-") or len(parts) != 3:
+        return None
+    rollout_id, attempt_id, _ = parts
+    return (rollout_id, attempt_id) if _equal_keys(attempt_key(secret, rollout_id, attempt_id), key) else None
+
+
+def _equal_keys(key: str, other: str) -> bool:
+    """Constant-time comparison, as bytes: `compare_digest` accepts only ASCII strings, and keys come from clients."""
+    return hmac.compare_digest(key.encode(errors="replace"), other.encode(errors="replace"))
+
+
+def worker_path(worker_id: str) -> str:
+    """The URL path prefix for model calls of the attempt that a worker is running."""
+    return f"/worker/{quote(worker_id, safe='')}"
+
+
+def worker_key(secret: str, worker_id: str) -> str:
+    """An API key of one worker, signed with `secret`; valid for the attempts of that worker."""
+    body = f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}"
+    signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
+    return f"agl-{body}.{signature}"
+
+
+def read_worker_key(secret: str, key: str) -> str | None:
+    """The worker id of a key that `worker_key` made with the same secret, or None."""
+    encoded, dot, _ = key.removeprefix("agl-worker-").partition(".")
+    if not key.startswith("agl-worker-") or not dot:
+        return None
+    try:
+        worker_id = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return worker_id if _equal_keys(worker_key(secret, worker_id), key) else None
