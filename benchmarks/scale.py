@@ -30,8 +30,8 @@ from ours import TASK, make_spans
 from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
-from agentlightning.store.base import RolloutRecord
 from agentlightning.store.ids import new_id
+from agentlightning.store.types import RolloutRecord
 
 CALLERS, CALLS, REPEATS, FLAT = 32, 256, 5, 1.5
 Table = dict[int, dict[str, tuple[float, float]]]

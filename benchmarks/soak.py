@@ -34,7 +34,7 @@ from line import resident_mb
 from ours import hub
 from soaking import STEP
 
-from agentlightning.store.base import Retention
+from agentlightning.store.types import Retention
 
 SLICES, WARM_UP = 12, 0.25
 PYTHONS["soaking"] = PYTHONS["ours"]

@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     from agentlightning.runner.agents.litagent import FunctionAgent
     from agentlightning.span import Span, SpanEvent
     from agentlightning.store import InMemoryLightningStore, LightningStore
-    from agentlightning.store.base import UNSET, Pruned, Queue, Retention, RolloutRecord, Unset, Worker
     from agentlightning.store.http.client import LightningStoreClient
+    from agentlightning.store.types import UNSET, Pruned, Queue, Retention, RolloutRecord, Unset, Worker
     from agentlightning.task import Dataset
     from agentlightning.tracing import (
         emit_annotation,

@@ -14,8 +14,8 @@ from agentlightning.errors import ConfigError, StoreFullError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore
-from agentlightning.store.base import Retention
 from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.store.types import Retention
 
 # -- what it refuses -------------------------------------------------------------------------------------------------
 

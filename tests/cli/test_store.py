@@ -21,7 +21,7 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
 from agentlightning.store import LightningStore
-from agentlightning.store.base import RolloutRecord
+from agentlightning.store.types import RolloutRecord
 from agentlightning.training.run_dir import RunDir, RunState
 
 Agl = Callable[..., Result]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentlightning.cli.units import read_duration, read_size, retention_from, show_size
 from agentlightning.errors import ConfigError
-from agentlightning.store.base import Retention
+from agentlightning.store.types import Retention
 
 
 @pytest.mark.parametrize(

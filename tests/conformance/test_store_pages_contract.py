@@ -13,7 +13,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.base import Pruned, Retention
+from agentlightning.store.types import Pruned, Retention
 
 Store = LightningStoreBase
 

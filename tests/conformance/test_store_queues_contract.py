@@ -10,8 +10,8 @@ import pytest
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store import LightningStoreBase
-from agentlightning.store.base import Queue
 from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.types import Queue
 
 Store = LightningStoreBase
 

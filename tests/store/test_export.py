@@ -24,9 +24,9 @@ from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConf
 from agentlightning.server.app import Server
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.base import RolloutRecord
 from agentlightning.store.export import Exported, Imported, copy, export_store, import_store, schema
 from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.store.types import RolloutRecord
 
 FORMATS = ["all.jsonl", "all.jsonl.gz", "all.parquet"]
 TOKENS = {PROMPT_TOKEN_IDS: list(range(1000)), RESPONSE_TOKEN_IDS: [7, 8], LOGPROBS: [-0.5, -1.25]}
@@ -479,7 +479,7 @@ import asyncio, resource, sys
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-from agentlightning.store.base import RolloutRecord
+from agentlightning.store.types import RolloutRecord
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.export import export_store, import_store
 

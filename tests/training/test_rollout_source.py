@@ -21,7 +21,7 @@ from agentlightning.span import (
     new_span_id,
 )
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.base import Retention
+from agentlightning.store.types import Retention
 from agentlightning.training.rollout_source import RolloutPlan, RolloutSource
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from agentlightning.observability.metrics import Metrics
     from agentlightning.policy.base import Policy
     from agentlightning.server.app import Server
-    from agentlightning.store.base import LightningStoreBase, Retention
+    from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.sql.store import SqlStore
+    from agentlightning.store.types import Retention
 
 logger = logging.getLogger(__name__)
 

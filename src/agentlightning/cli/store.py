@@ -20,8 +20,9 @@ from agentlightning.cli.train import Json
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentlightning.store.base import LightningStoreBase, Pruned, Queue, Retention
+    from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.export.copy import Report
+    from agentlightning.store.types import Pruned, Queue, Retention
     from agentlightning.util.progress import Progress
 
 POSTGRES = ("postgresql:", "postgresql+", "postgres:")

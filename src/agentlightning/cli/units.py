@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentlightning.store.base import Retention
+    from agentlightning.store.types import Retention
 
 _quantity = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -58,7 +58,7 @@ def show_size(size: int) -> str:
 def retention_from(older_than: str | None, keep: int | None, max_size: str | None) -> Retention:
     """What to keep, from how people say it: an age, a number of rollouts, a size. ConfigError for what is none, for a
     negative number, and where nothing is given, which would keep everything."""
-    from agentlightning.store.base import Retention
+    from agentlightning.store.types import Retention
 
     if older_than is None and keep is None and max_size is None:
         raise ConfigError("say what to remove: --older-than 30d, --keep 100000 or --max-size 10GB")

@@ -20,8 +20,9 @@ from typing import Any, Final
 from agentlightning import span as names
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.rollouts import FINISHED, AttemptStatus
-from agentlightning.store.base import UNSET, LightningStoreBase
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import claimed_id
+from agentlightning.store.types import UNSET
 from agentlightning.tracing.otlp.decode import Decoded
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Any, Final, Literal
 import orjson
 
 from agentlightning.rollouts import Attempt, Rollout
-from agentlightning.store.base import Queue
 from agentlightning.store.instrumented import Observed, ids_of
+from agentlightning.store.types import Queue
 from agentlightning.util.printable import printable
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from agentlightning.store.base import UNSET, LightningStore, LightningStoreBase, Unset, Worker
+from agentlightning.store.base import LightningStore, LightningStoreBase
+from agentlightning.store.types import UNSET, Unset, Worker
 
 if TYPE_CHECKING:
     from agentlightning.store.http.client import LightningStoreClient

@@ -37,11 +37,12 @@ one of the filters given is enough.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from abc import ABC
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
@@ -55,6 +56,18 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
+from agentlightning.store.types import (
+    UNSET,
+    FilterLogic,
+    Pruned,
+    Queue,
+    Retention,
+    RolloutRecord,
+    SortOrder,
+    Unset,
+    Worker,
+    WorkerStatus,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -68,94 +81,8 @@ else:
     from abc import abstractmethod
 
 
-SortOrder = Literal["asc", "desc"]
-FilterLogic = Literal["and", "or"]
-WorkerStatus = Literal["idle", "busy", "lost"]
-
-
-class Unset:
-    """The type of UNSET: an argument that was not given, where None means something.
-
-    >>> isinstance(agl.UNSET, agl.Unset)
-    True
-    """
-
-    def __repr__(self) -> str:
-        return "UNSET"
-
-
-UNSET: Final = Unset()
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One place where agents run.
-
-    >>> agl.Worker("w1").status
-    'idle'
-    """
-
-    worker_id: str
-    last_heartbeat_time: float | None = None
-    current_rollout_id: str | None = None
-    current_attempt_id: str | None = None
-    """The newest of its open attempts."""
-    stats: dict[str, Any] = field(default_factory=dict[str, Any])
-    status: WorkerStatus = "idle"
-    """busy: it has an open attempt; lost: its lease has run out."""
-    lease_seconds: float | None = None
-    """Silent for longer than this, the worker is lost and its open attempts become unresponsive. None: never."""
-    last_error: dict[str, Any] | None = None
-    """Of the last attempt of this worker that failed: rollout_id, attempt_id, type, message, time."""
-    open_attempts: int = 0
-    """How many attempts it is running."""
-
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """One of the queues that rollouts wait in. It exists once it was named.
-
-    >>> agl.Queue("train", limit=8).waiting
-    0
-    """
-
-    name: str
-    limit: int | None = None
-    """How many of its rollouts may be open at once; None: any number."""
-    waiting: int = 0
-    open: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """What `prune` keeps of the finished rollouts; None: no limit. The oldest go first.
-
-    >>> store = agl.InMemoryLightningStore()
-    >>> asyncio.run(store.prune(agl.Retention(max_age_seconds=7 * 86400))).rollouts
-    0
-    >>> asyncio.run(store.close())
-    """
-
-    max_age_seconds: float | None = None
-    """Since they finished."""
-    max_rollouts: int | None = None
-    max_bytes: int | None = None
-    """Of rollouts, attempts and spans, as stored."""
-    spare: tuple[str, ...] = ()
-    """Rollouts whose ids begin with one of these stay, whatever the limits say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What `prune` removed, or would remove.
-
-    >>> agl.Pruned(rollouts=1, spans=2, bytes=300).spans
-    2
-    """
-
-    rollouts: int
-    spans: int
-    bytes: int
+EMBEDDED_STORE: Final = "agentlightning.store.sql.store:SqlStore"
+"""What `LightningStore(url)` opens. Loaded by name, as it implements the contract of this module."""
 
 
 class _OpeningSignature:
@@ -168,19 +95,6 @@ class _OpeningSignature:
             "url", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="str | Path | None"
         )
         return inspect.Signature([url], return_annotation="LightningStore")
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRecord:
-    """Everything about one rollout: what is exported and imported.
-
-    >>> agl.RolloutRecord(agl.Rollout("ro-1", "a task", start_time=0.0)).attempts
-    ()
-    """
-
-    rollout: Rollout
-    attempts: tuple[Attempt, ...] = ()
-    spans: tuple[Span, ...] = ()
 
 
 class LightningStore(ABC):
@@ -202,9 +116,7 @@ class LightningStore(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is not LightningStore:
             return super().__new__(cls)
-        from agentlightning.store.sql.store import SqlStore
-
-        return super().__new__(cast("type[Self]", SqlStore))
+        return super().__new__(pkgutil.resolve_name(EMBEDDED_STORE))
 
     def __init__(self, url: str | Path | None = None) -> None:
         """See the class."""

@@ -1,9 +1,9 @@
-"""Time as the store uses it: one clock for people, one for deadlines.
+"""The clocks of a store: wall time for people, steady time for deadlines.
 
-Times that people read are seconds since the epoch. Deadlines are kept on *steady* time, which belongs to the database
-and passes only while some server has it open: the database holds what it was when a server was last alive, and servers
-that share a database agree on it (`Connection.keep_time`). So neither an outage of the server, nor a suspended machine,
-nor a machine whose clock is set, before or after a restart, ends an attempt that is alive or keeps a dead one.
+Wall time is seconds since the epoch. Deadlines are kept in *steady* time, which belongs to the database and passes only
+while some server has it open: the database holds the steady time at which a server was last alive, and servers that
+share a database agree on it (`Connection.sync_clock`). So neither an outage of the server, nor a suspended machine, nor
+a machine whose clock is set, before or after a restart, ends an attempt that is alive or keeps a dead one.
 """
 
 from __future__ import annotations
@@ -11,65 +11,58 @@ from __future__ import annotations
 import time
 from typing import Final
 
-MARK_SECONDS: Final = 1.0
-"""A server that has deadlines to watch says this often that it is alive."""
-GAP_SECONDS: Final = 2.5
-"""Where nobody has said so for longer than this, nobody was alive."""
+SYNC_SECONDS: Final = 1.0
+"""A server that has deadlines to enforce records this often that it is alive."""
+OUTAGE_SECONDS: Final = 2.5
+"""When no server has done so for longer than this, none was alive."""
 
 
 class Clock:
-    """`wall` for people, `steady` for deadlines.
-
-    Used by the writer's thread, but for `wall`.
-    """
+    """Used by the writer's thread, except for `wall`."""
 
     def __init__(self) -> None:
-        self._marked = (self.reading(), time.time())
+        self._reference = (self.reading(), time.time())
         """A reading, and the steady time at that moment."""
-        self._agreed = False
+        self._synced = False
 
     def wall(self) -> float:
         return time.time()
 
     def reading(self) -> float:
-        """Of this machine's clock that nobody sets, and that goes on while the machine is suspended."""
-        return _machine_seconds()
+        """A clock of this machine that nobody sets, and that goes on while the machine is suspended."""
+        boottime = getattr(time, "CLOCK_BOOTTIME", None)
+        return time.monotonic() if boottime is None else time.clock_gettime(boottime)
 
     def steady(self) -> float:
-        """Right while it is not `stale`."""
-        reading, steady = self._marked
+        """Valid while the clock is not `stale`."""
+        reading, steady = self._reference
         return steady + self.reading() - reading
 
     @property
     def stale(self) -> bool:
-        """The database has to be asked how much time has passed, and told that a server is alive."""
-        return not self._agreed or not 0 <= self.reading() - self._marked[0] < MARK_SECONDS
+        """Whether to synchronise with the database, which also records that this server is alive."""
+        return not self._synced or not 0 <= self.reading() - self._reference[0] < SYNC_SECONDS
 
     @property
-    def next_mark(self) -> float:
-        """Seconds until it is stale."""
-        return MARK_SECONDS - (self.reading() - self._marked[0]) if self._agreed else 0.0
+    def fresh_seconds(self) -> float:
+        """Seconds until the clock is stale."""
+        return SYNC_SECONDS - (self.reading() - self._reference[0]) if self._synced else 0.0
 
-    def witnessed(self) -> float:
-        """Seconds that pass for certain although nobody said that he was alive: so deadlines come on a server that is
-        always late. None at its start."""
-        return min(MARK_SECONDS, max(0.0, self.reading() - self._marked[0])) if self._agreed else 0.0
+    def certain_seconds(self) -> float:
+        """Seconds that have passed for certain, even if no server recorded that it was alive: so deadlines come on a
+        server that is always late. None at its start."""
+        return min(SYNC_SECONDS, max(0.0, self.reading() - self._reference[0])) if self._synced else 0.0
 
-    def carry_on(self, reading: float, steady: float, now: float) -> float:
+    def advance(self, reading: float, steady: float, now: float) -> float:
         """Steady time at the reading `now`, of a database where it was `steady` at `reading`."""
         passed = now - reading
-        return steady + (passed if 0 <= passed <= GAP_SECONDS else self.witnessed())
+        return steady + (passed if 0 <= passed <= OUTAGE_SECONDS else self.certain_seconds())
 
-    def agree(self, reading: float, steady: float) -> None:
-        """From now on, steady time is `steady` at this machine's `reading`."""
-        self._marked = (reading, steady)
-        self._agreed = True
+    def sync(self, reading: float, steady: float) -> None:
+        """Set steady time to `steady` at this machine's `reading`."""
+        self._reference = (reading, steady)
+        self._synced = True
 
-    def doubt(self) -> None:
-        """What was agreed on was not committed."""
-        self._agreed = False
-
-
-def _machine_seconds() -> float:
-    boottime = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if boottime is None else time.clock_gettime(boottime)
+    def invalidate(self) -> None:
+        """The transaction of the last `sync` was rolled back."""
+        self._synced = False

@@ -16,8 +16,9 @@ from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
-from agentlightning.store.sql.execution.unit_of_work import Unit
-from agentlightning.store.sql.lifecycle.claim_queue import WINDOW, QueueState
+from agentlightning.store.sql.lifecycle import transitions
+from agentlightning.store.sql.session.claim_queue import HEAD_SIZE, ClaimQueue
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.store import SqlStore
 
 ADD_A_SPAN = """
@@ -60,7 +61,7 @@ async def test_calls_made_at_once_share_a_commit(tmp_path: Path) -> None:
 async def test_one_call_the_database_refuses_fails_alone(tmp_path: Path) -> None:
     store = SqlStore(tmp_path / "store.db")
 
-    def refused(unit: Unit) -> None:
+    def refused(unit: UnitOfWork) -> None:
         unit.connection.raw.execute("INSERT INTO nowhere VALUES (1)")  # type: ignore[attr-defined]
 
     good = [store.enqueue_rollout(index) for index in range(20)]
@@ -76,11 +77,11 @@ async def test_a_call_that_fails_takes_back_all_it_changed(tmp_path: Path) -> No
     store = SqlStore(tmp_path / "store.db")
     ids = await started(store)
 
-    def fails(unit: Unit) -> None:
+    def fails(unit: UnitOfWork) -> None:
         rollout = unit.rollout(ids[0])
-        unit.touch_rollout(rollout, described=True)
+        unit.modify_rollout(rollout, fields_changed=True)
         rollout.metadata = '{"half": true}'
-        unit.move_rollout(rollout, "succeeded")
+        transitions.set_rollout_status(unit, rollout, "succeeded")
         raise ConflictError("not after all")
 
     before = await store.get_rollout_by_id(ids[0])
@@ -175,9 +176,9 @@ async def test_two_stores_of_one_process_see_what_the_other_changed(tmp_path: Pa
 async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.execution.unit_of_work.KEPT_BYTES", 20_000)
-    monkeypatch.setattr("agentlightning.store.sql.spans.recent.HOT_BYTES", 20_000)
-    monkeypatch.setattr("agentlightning.store.sql.spans.write.IDS_BYTES", 2_000)
+    monkeypatch.setattr("agentlightning.store.sql.session.unit_of_work.CACHE_BYTES", 20_000)
+    monkeypatch.setattr("agentlightning.store.sql.execution.recent_spans.CACHE_BYTES", 20_000)
+    monkeypatch.setattr("agentlightning.store.sql.session.span_ids.CACHE_BYTES", 2_000)
     store = SqlStore(tmp_path / "store.db")
     made = await store.enqueue_many_rollouts([EnqueueRolloutRequest({"text": "x" * 500}) for _ in range(100)])
     claimed = await store.dequeue_many_rollouts(limit=100)
@@ -241,19 +242,19 @@ async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 10_000)), unique_by=lambda entry: entry[1]))
 def test_a_window_holds_every_entry_below_its_edge(places: list[tuple[int, int]]) -> None:
-    queue = QueueState("q", None)
-    queue.edge = (float("inf"), 0.0)
+    queue = ClaimQueue("q", None)
+    queue.head_end = (float("inf"), 0.0)
     entries = [(-priority, key, str(key)) for priority, key in places]
     for entry in entries:
         queue.push(entry)
-    assert sorted(queue.window) == sorted(entry for entry in entries if entry[:2] < queue.edge)
+    assert sorted(queue.head) == sorted(entry for entry in entries if entry[:2] < queue.head_end)
 
 
 def test_a_window_lets_go_of_its_end_when_it_grows() -> None:
-    queue = QueueState("q", None)
-    queue.edge = (float("inf"), 0.0)
-    entries = [(0, key, str(key)) for key in range(5 * WINDOW, 0, -1)]
+    queue = ClaimQueue("q", None)
+    queue.head_end = (float("inf"), 0.0)
+    entries = [(0, key, str(key)) for key in range(5 * HEAD_SIZE, 0, -1)]
     for entry in entries:
         queue.push(entry)
-    assert len(queue.window) <= 4 * WINDOW + 1
-    assert sorted(queue.window) == sorted(entry for entry in entries if entry[:2] < queue.edge)
+    assert len(queue.head) <= 4 * HEAD_SIZE + 1
+    assert sorted(queue.head) == sorted(entry for entry in entries if entry[:2] < queue.head_end)

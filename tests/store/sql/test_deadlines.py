@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentlightning.rollouts import Attempt, AttemptedRollout, RolloutConfig
-from agentlightning.store.clock import GAP_SECONDS, MARK_SECONDS, Clock
+from agentlightning.store.clock import OUTAGE_SECONDS, SYNC_SECONDS, Clock
 from agentlightning.store.sql.store import SqlStore
 
 LEASE = 30.0
@@ -153,16 +153,16 @@ async def test_a_quiet_store_says_that_it_is_alive_only_while_there_are_deadline
             return float(raw.execute("SELECT reading FROM clocks").fetchone()[0])
 
     before = mark()
-    machine.away += MARK_SECONDS
+    machine.away += SYNC_SECONDS
     await asyncio.sleep(0.6)
     assert mark() == before
     await store.start_rollout("task", config=RolloutConfig(timeout_seconds=100.0))
     claimed = mark()
     assert claimed > before
     for _ in range(2):
-        machine.away += MARK_SECONDS
+        machine.away += SYNC_SECONDS
         await asyncio.sleep(0.6)
-    assert MARK_SECONDS <= mark() - claimed <= GAP_SECONDS + 3
+    assert SYNC_SECONDS <= mark() - claimed <= OUTAGE_SECONDS + 3
     await store.close()
 
 

@@ -14,11 +14,11 @@ from sqlalchemy import func, select
 
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.base import Retention
 from agentlightning.store.sql.spans.token_blocks import BLOCK
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.sql.tables.backend import Statement
 from agentlightning.store.sql.tables.schema import pack_blocks, token_blocks
+from agentlightning.store.types import Retention
 
 NOTHING = Retention(max_rollouts=0)
 COUNTS = [Statement(select(func.count()).select_from(table)) for table in (token_blocks, pack_blocks)]

@@ -15,7 +15,7 @@ import pytest
 from agentlightning.errors import StoreClosedError
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import LightningStore
-from agentlightning.store.sql.execution.unit_of_work import Unit
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.store import SqlStore
 
 
@@ -96,7 +96,7 @@ async def test_a_claim_that_was_repeated_at_another_server_is_not_taken_back(
     await here.enqueue_rollout("task")
     loop = asyncio.get_running_loop()
     given_up = asyncio.create_task(here.dequeue_rollout("w", claim_id="cl-1"))
-    settle, owned = here.writer._settle, list[AttemptedRollout | None]()
+    settle, owned = here.writer._deliver, list[AttemptedRollout | None]()
 
     def after_the_repeat(answers: Any) -> None:
         if any(call.name == "dequeue_rollout" for call, _, _ in answers) and not owned:
@@ -105,7 +105,7 @@ async def test_a_claim_that_was_repeated_at_another_server_is_not_taken_back(
             loop.call_soon_threadsafe(given_up.cancel)
         settle(answers)
 
-    monkeypatch.setattr(here.writer, "_settle", after_the_repeat)
+    monkeypatch.setattr(here.writer, "_deliver", after_the_repeat)
     await asyncio.wait([given_up])
     assert given_up.cancelled()
     assert owned[0] is not None
@@ -154,11 +154,11 @@ async def test_what_fails_after_a_commit_runs_nothing_twice(tmp_path: Path, monk
 
     monkeypatch.setattr(store.writer._unit, "committed", fail)
 
-    def counted(name: str) -> Callable[[Unit], str]:
-        def run(unit: Unit) -> str:
+    def counted(name: str) -> Callable[[UnitOfWork], str]:
+        def run(unit: UnitOfWork) -> str:
             ran.append(name)
             rollout = unit.rollout(made.rollout_id)
-            unit.touch_rollout(rollout, described=True)
+            unit.modify_rollout(rollout, fields_changed=True)
             rollout.metadata = f'{{"said": "{(rollout.metadata.count("said") and "twice") or "once"}"}}'
             return name
 
@@ -184,7 +184,7 @@ async def test_whoever_waits_is_told_when_the_writer_ends(tmp_path: Path) -> Non
     wait = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[kept.rollout_id]))
     await asyncio.sleep(0.05)
 
-    def die(unit: Unit) -> None:
+    def die(unit: UnitOfWork) -> None:
         raise SystemExit("a bug")
 
     calls = [store.do("dies", die), store.enqueue_rollout("beside it"), claim, wait]

@@ -26,7 +26,7 @@ import msgspec
 
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.store.journal.store import pack_records
-from agentlightning.store.sql.spans.write import PackedSpans
+from agentlightning.store.sql.spans.attempt_spans import PackedSpans
 
 logger = logging.getLogger(__name__)
 

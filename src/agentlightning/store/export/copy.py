@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, NotFoundError
 from agentlightning.rollouts import RolloutMode, RolloutStatus
-from agentlightning.store.base import LightningStoreBase, RolloutRecord
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.export.schema import Exported, Imported, Item, Reader, ResourcesRecord, Writer
+from agentlightning.store.types import RolloutRecord
 
 T = TypeVar("T")
 

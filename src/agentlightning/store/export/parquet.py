@@ -17,7 +17,6 @@ import orjson
 
 from agentlightning.errors import DatasetError, MissingExtraError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
-from agentlightning.store.base import RolloutRecord
 from agentlightning.store.export.schema import (
     FORMAT,
     VERSION,
@@ -40,6 +39,7 @@ from agentlightning.store.export.schema import (
     too_large,
 )
 from agentlightning.store.sql.spans import token_blocks
+from agentlightning.store.types import RolloutRecord
 
 try:
     import pyarrow

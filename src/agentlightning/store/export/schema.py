@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.span import Span, SpanEvent
-from agentlightning.store.base import RolloutRecord
+from agentlightning.store.types import RolloutRecord
 
 FORMAT: Final = "agentlightning.export"
 VERSION: Final = 1

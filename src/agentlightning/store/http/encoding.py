@@ -21,6 +21,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.span import LOGPROBS, Span
+from agentlightning.store import validation
 from agentlightning.store.http.errors import decode_error
 from agentlightning.store.http.shapes import Resources
 from agentlightning.store.sql.tables import mapping
@@ -106,7 +107,7 @@ _ANY_JSON: Final = frozenset({"input", "metadata", "stats", "attributes", "resou
 def to_wire(value: Any, name: str) -> Any:
     """Convert an argument to a value that `encode` takes. Raises ConfigError, naming it, if JSON cannot hold it."""
     if name in _ANY_JSON:
-        return None if value is None else Raw(mapping.dump(value, name).encode())
+        return None if value is None else Raw(validation.to_json(value, name).encode())
     if isinstance(value, Span):
         return span_fields(value, value.span_id)
     if isinstance(value, str | int | BaseModel) or value is None:
@@ -154,11 +155,11 @@ def span_fields(span: Span, span_id: str) -> dict[str, Any]:
         fields["status_message"] = span.status_message
     if span.attributes:
         _check_logprobs(span.attributes.get(LOGPROBS))
-        fields["attributes"] = Raw(mapping.dump(span.attributes, "span attributes").encode())
+        fields["attributes"] = Raw(validation.to_json(span.attributes, "span attributes").encode())
     if span.events:
         fields["events"] = [_fields(event) for event in span.events]
     if span.resource:
-        fields["resource"] = Raw(mapping.dump(span.resource, "span resource").encode())
+        fields["resource"] = Raw(validation.to_json(span.resource, "span resource").encode())
     return fields
 
 

@@ -20,9 +20,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from agentlightning.resources import NamedResources
 from agentlightning.span import Span
-from agentlightning.store.base import LightningStoreBase, Unset
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import decoder, result_decoder
 from agentlightning.store.http.shapes import BODIES, INPUTS, Integer, RolloutBody
+from agentlightning.store.types import Unset
 
 
 @dataclass(frozen=True)

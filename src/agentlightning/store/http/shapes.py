@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout
 from agentlightning.span import Span, SpanEvent
-from agentlightning.store.base import Retention, RolloutRecord, Worker
+from agentlightning.store.types import Retention, RolloutRecord, Worker
 
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the database can hold."""

@@ -27,7 +27,7 @@ from agentlightning.span import SUPERSEDED, Span, SpanEvent
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import METHODS
 from agentlightning.store.journal.segments import Segments
-from agentlightning.store.sql.spans.write import PackedSpans, pack_spans
+from agentlightning.store.sql.spans.attempt_spans import PackedSpans, pack_spans
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The parts of the contract beside the loop of rollouts: resources, workers, queues, and keeping the store small."""
+"""The store contract over SQL, part two: resources, workers, queues, retention, export and import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from typing import Any
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.resources import NamedResources, ResourcesUpdate
-from agentlightning.store.base import (
+from agentlightning.store import validation
+from agentlightning.store.ids import new_id
+from agentlightning.store.sql import deletion, queries
+from agentlightning.store.sql.commands.base import FunctionCommand
+from agentlightning.store.sql.execution.executor import SqlExecutor
+from agentlightning.store.sql.lifecycle import transitions
+from agentlightning.store.sql.queries import WorkerFilters
+from agentlightning.store.sql.records import add_records, prepare, read_records
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
+from agentlightning.store.sql.sort_order import Order, check_logic
+from agentlightning.store.sql.tables import mapping, statements
+from agentlightning.store.sql.tables.mapping import Row
+from agentlightning.store.types import (
     FilterLogic,
     Pruned,
     Queue,
@@ -18,18 +30,9 @@ from agentlightning.store.base import (
     Worker,
     WorkerStatus,
 )
-from agentlightning.store.ids import new_id
-from agentlightning.store.sql import prune, queries
-from agentlightning.store.sql.commands.base import Do
-from agentlightning.store.sql.execution.executor import EmbeddedStore
-from agentlightning.store.sql.execution.unit_of_work import Unit
-from agentlightning.store.sql.lifecycle import workers
-from agentlightning.store.sql.sort_order import Order, check_logic
-from agentlightning.store.sql.tables import mapping, statements
-from agentlightning.store.sql.tables.mapping import Row
 
 
-class Upkeep(EmbeddedStore):
+class SqlAdministration(SqlExecutor):
     """See base.py for each method."""
 
     # -- resources -------------------------------------------------------------------------------------------------
@@ -37,44 +40,44 @@ class Upkeep(EmbeddedStore):
     async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
         body = mapping.dump_resources(resources)
         if resources_id is not None:
-            mapping.check_new_id(resources_id, "resources_id")
+            validation.check_new_id(resources_id, "resources_id")
         name = new_id("rs") if resources_id is None else resources_id
 
-        def add(unit: Unit) -> Row:
-            there = unit.connection.all(statements.FIND_RESOURCES, name)
-            if there:
-                if mapping.load(there[0][3]) == mapping.load(body):
-                    return there[0]
+        def add(unit: UnitOfWork) -> Row:
+            found = unit.connection.all(statements.FIND_RESOURCES, name)
+            if found:
+                if mapping.load(found[0][3]) == mapping.load(body):
+                    return found[0]
                 raise ConflictError(f"resources {name!r} exist already; use update_resources, or another id")
             return _publish(unit, name, body)
 
-        return await self.write(Do("add_resources", add), mapping.to_resources)
+        return await self.write(FunctionCommand("add_resources", add), mapping.to_resources)
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        mapping.check_new_id(resources_id, "resources_id")
+        validation.check_new_id(resources_id, "resources_id")
         body = mapping.dump_resources(resources)
 
-        def change(unit: Unit) -> Row:
-            there = unit.connection.all(statements.FIND_RESOURCES, resources_id)
-            if not there:
+        def change(unit: UnitOfWork) -> Row:
+            found = unit.connection.all(statements.FIND_RESOURCES, resources_id)
+            if not found:
                 return _publish(unit, resources_id, body)
-            version, create_time, now = _next_version(unit), there[0][2], unit.wall
+            version, create_time, now = _next_version(unit), found[0][2], unit.wall
             unit.connection.run(statements.CHANGE_RESOURCES, version, body, now, resources_id)
             return (resources_id, version, create_time, body, now)
 
-        return await self.write(Do("update_resources", change), mapping.to_resources)
+        return await self.write(FunctionCommand("update_resources", change), mapping.to_resources)
 
     async def delete_resources(self, resources_id: str) -> int:
-        mapping.check_text(resources_id, "resources_id")
+        validation.check_text(resources_id, "resources_id")
 
-        def delete(unit: Unit) -> int:
+        def delete(unit: UnitOfWork) -> int:
             unit.resources.discard(resources_id)
             return unit.connection.run(statements.DELETE_RESOURCES, resources_id)
 
         return await self.do("delete_resources", delete)
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        mapping.check_text(resources_id, "resources_id")
+        validation.check_text(resources_id, "resources_id")
         return await self.read("get_resources_by_id", lambda connection: queries.resources(connection, resources_id))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
@@ -94,8 +97,8 @@ class Upkeep(EmbeddedStore):
         filters = (resources_id, resources_id_contains)
         for name, value in zip(("resources_id", "resources_id_contains"), filters, strict=True):
             if value is not None:
-                mapping.check_text(value, name)
-        many, skip = mapping.check_cursor(after, limit, offset)
+                validation.check_text(value, name)
+        many, skip = validation.check_cursor(after, limit, offset)
         order = Order.of("resources", sort_by, sort_order, after)
         return await self.read(
             "query_resources",
@@ -107,19 +110,22 @@ class Upkeep(EmbeddedStore):
     async def update_worker(
         self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
     ) -> Worker:
-        mapping.check_text(worker_id, "worker_id")
-        text = None if stats is None else mapping.dump_dict(stats, "stats")
+        validation.check_text(worker_id, "worker_id")
+        text = None if stats is None else validation.dict_to_json(stats, "stats")
         if lease_seconds is not None:
-            mapping.check_time(lease_seconds, "lease_seconds")
+            validation.check_time(lease_seconds, "lease_seconds")
             if lease_seconds <= 0:
                 raise ConfigError(f"lease_seconds={lease_seconds} is over before it began; use more than 0")
         return await self.do(
-            "update_worker", lambda unit: workers.heartbeat(unit, worker_id, text, lease_seconds), (), [worker_id]
+            "update_worker",
+            lambda unit: transitions.update_worker(unit, worker_id, text, lease_seconds),
+            (),
+            [worker_id],
         )
 
     async def get_worker(self, worker_id: str) -> Worker | None:
-        mapping.check_text(worker_id, "worker_id")
-        return await self.read("get_worker", lambda connection: workers.find(connection, worker_id))
+        validation.check_text(worker_id, "worker_id")
+        return await self.read("get_worker", lambda connection: queries.worker(connection, worker_id))
 
     async def query_workers(
         self,
@@ -133,24 +139,24 @@ class Upkeep(EmbeddedStore):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Worker]:
-        mapping.check_cursor(after, limit, offset)
+        validation.check_cursor(after, limit, offset)
         order = Order.of("workers", sort_by, sort_order, after)
-        filters = workers.WorkerFilters(status_in, worker_id_contains, check_logic(filter_logic))
+        filters = WorkerFilters(status_in, worker_id_contains, check_logic(filter_logic))
         return await self.read(
-            "query_workers", lambda connection: workers.page(connection, filters, order, after, limit, offset)
+            "query_workers", lambda connection: queries.workers(connection, filters, order, after, limit, offset)
         )
 
     # -- queues ----------------------------------------------------------------------------------------------------
 
     async def update_queue(self, name: str, limit: int | None) -> Queue:
-        mapping.check_new_id(name, "name")
+        validation.check_new_id(name, "name")
         if limit is not None and (isinstance(limit, bool) or not 0 <= limit < 2**31):
             raise ConfigError(f"limit={limit!r} of queue {name!r}: use 0 to pause it, or None for no limit")
 
-        def change(unit: Unit) -> None:
-            unit.write_first()
+        def change(unit: UnitOfWork) -> None:
+            unit.flush()
             unit.connection.insert(statements.WRITE_QUEUES, [(name, limit)])
-            unit.queues.forget_limits()
+            unit.queues.limits_changed()
 
         await self.do("update_queue", change)
         return next(queue for queue in await self.query_queues() if queue.name == name)
@@ -158,57 +164,56 @@ class Upkeep(EmbeddedStore):
     async def query_queues(self) -> list[Queue]:
         return await self.read("query_queues", queries.queues)
 
-    # -- keeping the store small -----------------------------------------------------------------------------------
+    # -- retention, export and import ------------------------------------------------------------------------------
 
     async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
-        mapping.check_texts(rollout_ids, "rollout_ids")
+        validation.check_texts(rollout_ids, "rollout_ids")
         ids = list(rollout_ids)
-        return await self.do("delete_rollouts", lambda unit: prune.delete(unit, ids), ids)
+        return await self.do("delete_rollouts", lambda unit: deletion.delete(unit, ids), ids)
 
     async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
-        prune.check_retention(retention)
+        deletion.check_retention(retention)
         oldest = float("-inf") if retention.max_age_seconds is None else self.clock.wall() - retention.max_age_seconds
-        excess = prune.Excess(retention, oldest)
+        excess = deletion.Excess(retention, oldest)
         if retention.max_rollouts is not None or retention.max_bytes is not None:
-            async for weights in self._weigh():
-                excess.count(weights)
-        removed: list[prune.Weight] = []
-        totals = [0, 0, 0]
-        async for weights in self._weigh():
-            removed = list(excess.take(weights))
-            for start in range(0, 0 if dry_run else len(removed), prune.REMOVE_AT_ONCE):
-                ends = {each.rollout_id: each.end_time for each in removed[start : start + prune.REMOVE_AT_ONCE]}
-                await self.do("prune", lambda unit, ends=ends: prune.delete_finished(unit, ends), list(ends))
-            totals[0] += len(removed)
-            totals[1] += sum(weight.spans for weight in removed)
-            totals[2] += sum(weight.bytes for weight in removed)
+            async for sizes in self._rollout_sizes():
+                excess.count(sizes)
+        rollouts = spans = size = 0
+        async for sizes in self._rollout_sizes():
+            removed = list(excess.take(sizes))
+            for start in range(0, 0 if dry_run else len(removed), deletion.DELETE_BATCH):
+                ends = {each.rollout_id: each.end_time for each in removed[start : start + deletion.DELETE_BATCH]}
+                await self.do("prune", lambda unit, ends=ends: deletion.delete_finished(unit, ends), list(ends))
+            rollouts += len(removed)
+            spans += sum(each.spans for each in removed)
+            size += sum(each.bytes for each in removed)
             if excess.fits:
                 break
-        return Pruned(*totals)
+        return Pruned(rollouts, spans, size)
 
-    async def _weigh(self) -> AsyncIterator[list[prune.Weight]]:
-        last: prune.Weight | None = None
-        while weights := await self.read("prune", lambda connection, last=last: prune.weigh(connection, last)):
-            yield weights
-            last = weights[-1]
+    async def _rollout_sizes(self) -> AsyncIterator[list[deletion.RolloutSize]]:
+        last: deletion.RolloutSize | None = None
+        while sizes := await self.read("prune", lambda connection, last=last: deletion.rollout_sizes(connection, last)):
+            yield sizes
+            last = sizes[-1]
 
     async def vacuum(self) -> None:
         async for unused in self._unused_blocks():
             while unused:  # then their parents
-                some, unused = unused[: prune.DROP_AT_ONCE], unused[prune.DROP_AT_ONCE :]
-                unused += await self.do("vacuum", lambda unit, some=some: prune.drop_blocks(unit, some))
+                some, unused = unused[: deletion.BLOCK_DELETE_BATCH], unused[deletion.BLOCK_DELETE_BATCH :]
+                unused += await self.do("vacuum", lambda unit, some=some: deletion.delete_blocks(unit, some))
         if not self.database.single:
-            await asyncio.to_thread(self._give_space_back)
+            await asyncio.to_thread(self._release_free_space)
 
     async def _unused_blocks(self) -> AsyncIterator[list[bytes]]:
         last: bytes | None = b""
         while last is not None:
             last, unused = await self.read(
-                "vacuum", lambda connection, after=last: prune.look_for_unused_blocks(connection, after)
+                "vacuum", lambda connection, after=last: deletion.unused_blocks(connection, after)
             )
             yield unused
 
-    def _give_space_back(self) -> None:
+    def _release_free_space(self) -> None:
         connection = self.database.connect(read_only=False)
         try:
             connection.vacuum()
@@ -218,22 +223,22 @@ class Upkeep(EmbeddedStore):
             connection.close()
 
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
-        mapping.check_texts(rollout_ids, "rollout_ids")
+        validation.check_texts(rollout_ids, "rollout_ids")
         ids = list(rollout_ids)
-        return await self.read("read_records", lambda connection: prune.read_records(connection, ids))
+        return await self.read("read_records", lambda connection: read_records(connection, ids))
 
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
-        ready = [prune.ready(record) for record in records]
-        ids = [record.rollout_id for record in ready]
-        return await self.do("add_records", lambda unit: prune.add_records(unit, ready), ids) if ready else 0
+        prepared = [prepare(record) for record in records]
+        ids = [record.rollout_id for record in prepared]
+        return await self.do("add_records", lambda unit: add_records(unit, prepared), ids) if prepared else 0
 
 
-def _next_version(unit: Unit) -> int:
+def _next_version(unit: UnitOfWork) -> int:
     return unit.connection.all(statements.LAST_VERSION)[0][0] + 1
 
 
-def _publish(unit: Unit, resources_id: str, body: str) -> Row:
-    """New resources, as the row of `statements.RESOURCES`."""
+def _publish(unit: UnitOfWork, resources_id: str, body: str) -> Row:
+    """Insert new resources; returns the row of `statements.RESOURCES`."""
     row = (resources_id, _next_version(unit), unit.wall, body, None)
     unit.connection.insert(statements.INSERT_RESOURCES, [row])
     return row

@@ -1,26 +1,28 @@
-"""Reading from the database what is not decided on: rollouts, attempts, resources, queues, counts."""
+"""Read-only queries of rollouts, attempts, resources, workers, queues and totals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
-from agentlightning.store.base import Queue
-from agentlightning.store.sql import counters
+from agentlightning.store import validation
+from agentlightning.store.sql.session.counters import ATTEMPTS, SPANS
+from agentlightning.store.sql.session.rows import OPEN
 from agentlightning.store.sql.sort_order import Order
 from agentlightning.store.sql.tables import mapping, statements
 from agentlightning.store.sql.tables.backend import Connection
-from agentlightning.store.sql.tables.rows import OPEN
 from agentlightning.store.sql.tables.schema import rollouts as rollouts_table
+from agentlightning.store.types import Queue, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilters:
-    """What `query_rollouts` and `count_rollouts` filter by. Raises ConfigError for what no filter can be."""
+    """The filters of `query_rollouts` and `count_rollouts`. Raises ConfigError for a value that is no filter."""
 
     status_in: Sequence[str] | None = None
     rollout_id_in: Sequence[str] | None = None
@@ -28,15 +30,15 @@ class RolloutFilters:
     queue_in: Sequence[str] | None = None
     mode_in: Sequence[str] | None = None
     any_of: bool = False
-    """One of them is enough."""
+    """Whether one of them is enough."""
 
     def __post_init__(self) -> None:
-        mapping.check_texts(self.status_in, "status_in")
-        mapping.check_texts(self.rollout_id_in, "rollout_id_in")
-        mapping.check_texts(self.queue_in, "queue_in")
-        mapping.check_texts(self.mode_in, "mode_in")
+        validation.check_texts(self.status_in, "status_in")
+        validation.check_texts(self.rollout_id_in, "rollout_id_in")
+        validation.check_texts(self.queue_in, "queue_in")
+        validation.check_texts(self.mode_in, "mode_in")
         if self.rollout_id_contains is not None:
-            mapping.check_text(self.rollout_id_contains, "rollout_id_contains")
+            validation.check_text(self.rollout_id_contains, "rollout_id_contains")
 
     @property
     def values(self) -> list[Any]:
@@ -45,7 +47,7 @@ class RolloutFilters:
         return [value for value in (status, ids, self.rollout_id_contains, queues, modes) if value is not None]
 
     @property
-    def given(self) -> statements.Filters:
+    def present(self) -> statements.Filters:
         fields = (self.status_in, self.rollout_id_in, self.rollout_id_contains, self.queue_in, self.mode_in)
         status, ids, part, queue, mode = (field is not None for field in fields)
         return status, ids, part, queue, mode
@@ -54,23 +56,22 @@ class RolloutFilters:
 def rollouts(
     connection: Connection, filters: RolloutFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Rollout]:
-    paged = order.natural and (after is not None or limit < mapping.NO_LIMIT)
-    last = connection.settled(rollouts_table) if paged else mapping.NO_LIMIT
+    paged = order.natural and (after is not None or limit < validation.NO_LIMIT)
+    last = connection.stable_key(rollouts_table) if paged else validation.NO_LIMIT
     values = filters.values
     if after is not None:
         values.append(rollout_key(connection, after))
     statement = statements.query_rollouts(
-        filters.given, after is not None, order.field, order.descending, filters.any_of
+        filters.present, after is not None, order.field, order.descending, filters.any_of
     )
     return [mapping.to_rollout(row) for row in connection.all(statement, *values, limit, offset) if row[0] <= last]
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
-    by_status, _, _, by_queue, _ = filters.given
-    counted = filters.rollout_id_in is None and filters.rollout_id_contains is None and filters.mode_in is None
-    if counted and not (filters.any_of and by_status and by_queue):
-        return counters.total(connection, filters.status_in, filters.queue_in)
-    return int(connection.all(statements.count_rollouts(filters.given, filters.any_of), *filters.values)[0][0])
+    by_status, by_id, by_part, by_queue, by_mode = filters.present
+    if not (by_id or by_part or by_mode or (filters.any_of and by_status and by_queue)):
+        return _total(connection, filters)
+    return int(connection.all(statements.count_rollouts(filters.present, filters.any_of), *filters.values)[0][0])
 
 
 def rollout_key(connection: Connection, rollout_id: str) -> int:
@@ -142,16 +143,91 @@ def resources_page(
 
 
 def queues(connection: Connection) -> list[Queue]:
-    waiting, unfinished = counters.by_queue(connection, WAITING), counters.by_queue(connection, OPEN)
+    waiting, unfinished = _totals_by_queue(connection, WAITING), _totals_by_queue(connection, OPEN)
     return [
         Queue(name, limit, waiting.get(name, 0), unfinished.get(name, 0))
         for name, limit in connection.all(statements.ALL_QUEUES)
     ]
 
 
+# -- totals ----------------------------------------------------------------------------------------------------------
+
+
 def statistics(connection: Connection) -> dict[str, int]:
-    counted = counters.by_name(connection)
-    found = {f"rollouts.{status}": counted.get(status, 0) for status in ROLLOUT_TRANSITIONS}
-    found |= {name: counted.get(name, 0) for name in (counters.ATTEMPTS, counters.SPANS)}
+    totals = {name: int(number) for name, number in connection.all(statements.COUNTS_BY_NAME)}
+    found = {f"rollouts.{status}": totals.get(status, 0) for status in ROLLOUT_TRANSITIONS}
+    found |= {name: totals.get(name, 0) for name in (ATTEMPTS, SPANS)}
     found |= {name: int(connection.all(statement)[0][0]) for name, statement in statements.ROWS_OF.items()}
     return {**found, "bytes": connection.size()}
+
+
+def _totals_by_queue(connection: Connection, statuses: Iterable[str]) -> dict[str, int]:
+    """The number of rollouts with one of these statuses, by queue."""
+    return {queue: int(number) for queue, number in connection.all(statements.COUNTS_BY_QUEUE, list(statuses))}
+
+
+def _total(connection: Connection, filters: RolloutFilters) -> int:
+    """The number of rollouts that fit filters by status and queue."""
+    statuses = [each for each in ROLLOUT_TRANSITIONS if filters.status_in is None or each in filters.status_in]
+    totals = _totals_by_queue(connection, statuses)
+    return sum(number for queue, number in totals.items() if filters.queue_in is None or queue in filters.queue_in)
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFilters:
+    """The filters of `query_workers`. Raises ConfigError for values that cannot be filtered by."""
+
+    status_in: Sequence[str] | None = None
+    worker_id_contains: str | None = None
+    any_of: bool = False
+    """Whether one of them is enough."""
+
+    def __post_init__(self) -> None:
+        validation.check_texts(self.status_in, "status_in")
+        if self.worker_id_contains is not None:
+            validation.check_text(self.worker_id_contains, "worker_id_contains")
+
+    @property
+    def present(self) -> bool:
+        return self.status_in is not None or self.worker_id_contains is not None
+
+    def match(self, worker: Worker) -> bool:
+        tests: list[bool] = []
+        if self.status_in is not None:
+            tests.append(worker.status in self.status_in)
+        if self.worker_id_contains is not None:
+            tests.append(self.worker_id_contains in worker.worker_id)
+        return not tests or (any(tests) if self.any_of else all(tests))
+
+
+def worker(connection: Connection, worker_id: str) -> Worker | None:
+    found = _with_open_attempts(connection, connection.all(statements.FIND_WORKER, worker_id))
+    return found[0] if found else None
+
+
+def workers(
+    connection: Connection, filters: WorkerFilters, order: Order, after: str | None, limit: int, offset: int
+) -> list[Worker]:
+    """A page of workers. Their status depends on several tables, so the filters are applied here."""
+    key = -1
+    if after is not None:
+        rows = connection.all(statements.WORKER_KEY, after)
+        if not rows:
+            raise NotFoundError(f"no worker {after!r} in this store to go on after")
+        key = rows[0][0]
+    if order.natural and not filters.present and not offset:
+        count = validation.NO_LIMIT if limit < 0 else limit
+        return _with_open_attempts(connection, connection.all(statements.QUERY_WORKERS, key, count))
+    every = _with_open_attempts(connection, connection.all(statements.QUERY_WORKERS, key, validation.NO_LIMIT))
+    return order.page([worker for worker in every if filters.match(worker)], limit, offset)
+
+
+def _with_open_attempts(connection: Connection, rows: list[mapping.Row]) -> list[Worker]:
+    ids = [row[0] for row in rows]
+    found = connection.all(statements.OPEN_ATTEMPTS_OF_WORKERS, ids) if ids else []
+    newest = {worker_id: (rollout_id, attempt_id) for worker_id, rollout_id, attempt_id in found}
+    counts = Counter(worker_id for worker_id, _, _ in found)
+    return [mapping.to_worker(row, newest.get(row[0]), counts[row[0]]) for row in rows]

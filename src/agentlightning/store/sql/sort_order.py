@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Final, Self, TypeVar
 
 from agentlightning.errors import ConfigError
-from agentlightning.store.base import FilterLogic, SortOrder
+from agentlightning.store.types import FilterLogic, SortOrder
 
 Item = TypeVar("Item")
 

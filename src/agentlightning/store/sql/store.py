@@ -1,7 +1,7 @@
-"""The contract of base.py over a SQL database: SQLite in a file or in memory, PostgreSQL.
+"""The store contract over a SQL database: SQLite in a file or in memory, PostgreSQL.
 
-Values are checked and packed in the caller's event loop; what changes the database is a call handed to the writer
-(engine.py), which decides in memory (unit.py) by the rules of lifecycle.py; what only looks goes to the reader.
+Arguments are validated and spans packed in the caller's event loop. What changes the database is submitted to the
+writer (execution/writer.py) as a command, which decides in memory by the rules of lifecycle/; queries go to the reader.
 """
 
 from __future__ import annotations
@@ -24,26 +24,40 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
-from agentlightning.store.base import UNSET, FilterLogic, SortOrder, Unset
+from agentlightning.store import validation
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.sql import queries
-from agentlightning.store.sql.administration import Upkeep
-from agentlightning.store.sql.commands.rollouts import AddSpans, Claim, Enqueue, Start, UpdateAttempt, repeated
-from agentlightning.store.sql.commands.wait import Wait
-from agentlightning.store.sql.execution.unit_of_work import Unit
+from agentlightning.store.sql.administration import SqlAdministration
+from agentlightning.store.sql.commands.rollouts import (
+    ClaimRollouts,
+    EnqueueRollouts,
+    StartRollout,
+    UpdateAttempt,
+    claimed_before,
+)
+from agentlightning.store.sql.commands.spans import AddSpans, reserve_sequence_ids
+from agentlightning.store.sql.commands.wait import WaitForRollouts
 from agentlightning.store.sql.lifecycle import transitions
 from agentlightning.store.sql.queries import RolloutFilters
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.sort_order import Order, check_logic
-from agentlightning.store.sql.spans import read, write
+from agentlightning.store.sql.spans import read
+from agentlightning.store.sql.spans.attempt_spans import (
+    AttemptSpans,
+    PackedSpans,
+    SpanWriteResult,
+    group_by_attempt,
+)
 from agentlightning.store.sql.spans.read import SpanQuery
 from agentlightning.store.sql.tables import mapping
 from agentlightning.store.sql.tables.mapping import Row
+from agentlightning.store.types import UNSET, FilterLogic, SortOrder, Unset
 
-CHUNK: Final = 32
+ITER_BATCH: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
 
 
-class SqlStore(Upkeep):
+class SqlStore(SqlAdministration):
     """A store in one database. Any number of tasks, event loops and threads may use one object at the same time.
 
     Raises StoreError where the database cannot be opened, and StoreClosedError once `close` was called.
@@ -66,8 +80,8 @@ class SqlStore(Upkeep):
     ) -> AttemptedRollout:
         _check_claimer(worker_id, claim_id)
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
-        made = mapping.new_rollout(request, self.clock.wall())
-        return await self.write(Start(made, rollout_id is not None, worker_id, claim_id))
+        new = mapping.new_rollout(request, self.clock.wall())
+        return await self.write(StartRollout(new, rollout_id is not None, worker_id, claim_id))
 
     async def enqueue_rollout(
         self,
@@ -82,15 +96,15 @@ class SqlStore(Upkeep):
         priority: int = 0,
     ) -> Rollout:
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
-        made = mapping.new_rollout(request, self.clock.wall())
-        named = () if rollout_id is None else (rollout_id,)
-        return await self.write(Enqueue("enqueue_rollout", (made,), named), itemgetter(0))
+        new = mapping.new_rollout(request, self.clock.wall())
+        with_id = () if rollout_id is None else (rollout_id,)
+        return await self.write(EnqueueRollouts("enqueue_rollout", (new,), with_id), itemgetter(0))
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         now = self.clock.wall()
-        made = [mapping.new_rollout(request, now) for request in rollouts]
-        named = [request.rollout_id for request in rollouts if request.rollout_id is not None]
-        return await self.write(Enqueue("enqueue_many_rollouts", made, named)) if made else []
+        new = [mapping.new_rollout(request, now) for request in rollouts]
+        with_id = [request.rollout_id for request in rollouts if request.rollout_id is not None]
+        return await self.write(EnqueueRollouts("enqueue_many_rollouts", new, with_id)) if new else []
 
     async def dequeue_rollout(
         self,
@@ -101,8 +115,9 @@ class SqlStore(Upkeep):
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
         _check_claimer(worker_id, claim_id)
-        mapping.check_texts(queues, "queues")
-        claimed = await self.await_parked(Claim("dequeue_rollout", 1, worker_id, queues, claim_id), timeout or 0.0)
+        validation.check_texts(queues, "queues")
+        command = ClaimRollouts("dequeue_rollout", 1, worker_id, queues, claim_id)
+        claimed = await self.write_and_wait(command, timeout or 0.0)
         return claimed[0] if claimed else None
 
     async def dequeue_many_rollouts(
@@ -119,18 +134,18 @@ class SqlStore(Upkeep):
         if limit == 0:
             return []
         _check_claimer(worker_id, claim_id)
-        mapping.check_texts(queues, "queues")
-        call = Claim("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
-        return await self.await_parked(call, timeout or 0.0)
+        validation.check_texts(queues, "queues")
+        command = ClaimRollouts("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
+        return await self.write_and_wait(command, timeout or 0.0)
 
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
-        mapping.check_text(rollout_id, "rollout_id")
+        validation.check_text(rollout_id, "rollout_id")
         _check_claimer(worker_id, claim_id)
 
-        def start(unit: Unit) -> AttemptedRollout:
-            before = repeated(unit, claim_id, 1)
+        def start(unit: UnitOfWork) -> AttemptedRollout:
+            before = claimed_before(unit, claim_id, 1)
             if before:
                 return before[0].rollout.to_attempted(before[0])
             attempt_id = None if claim_id is None else claimed_id(claim_id, 0)
@@ -139,10 +154,10 @@ class SqlStore(Upkeep):
         return await self.do("start_attempt", start, [rollout_id], [] if worker_id is None else [worker_id])
 
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
-        mapping.check_text(rollout_id, "rollout_id")
-        mapping.dump(reason, "reason")
+        validation.check_text(rollout_id, "rollout_id")
+        validation.to_json(reason, "reason")
 
-        def requeue(unit: Unit) -> Rollout:
+        def requeue(unit: UnitOfWork) -> Rollout:
             rollout = unit.rollout(rollout_id)
             if rollout.status not in WAITING:
                 transitions.requeue(unit, rollout, reason)
@@ -151,9 +166,9 @@ class SqlStore(Upkeep):
         return await self.do("requeue_rollout", requeue, [rollout_id])
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        mapping.check_text(rollout_id, "rollout_id")
+        validation.check_text(rollout_id, "rollout_id")
 
-        def cancel(unit: Unit) -> Rollout:
+        def cancel(unit: UnitOfWork) -> Rollout:
             rollout = unit.rollout(rollout_id)
             if rollout.status not in FINISHED:
                 transitions.cancel(unit, rollout)
@@ -161,7 +176,7 @@ class SqlStore(Upkeep):
 
         return await self.do("cancel_rollout", cancel, [rollout_id])
 
-    # -- rollouts: looking and changing ----------------------------------------------------------------------------
+    # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
     async def query_rollouts(
         self,
@@ -181,7 +196,7 @@ class SqlStore(Upkeep):
     ) -> list[Rollout]:
         any_of = check_logic(filter_logic)
         filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
-        many, skip = mapping.check_cursor(after, limit, offset)
+        many, skip = validation.check_cursor(after, limit, offset)
         newest_first = newest_first and sort_by is None
         order = Order.of("rollouts", sort_by, "desc" if newest_first else sort_order, after)
         return await self.read(
@@ -204,7 +219,7 @@ class SqlStore(Upkeep):
         return await self.read("count_rollouts", lambda connection: queries.count_rollouts(connection, filters))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        mapping.check_text(rollout_id, "rollout_id")
+        validation.check_text(rollout_id, "rollout_id")
         return await self.read("get_rollout_by_id", lambda connection: queries.rollout(connection, rollout_id))
 
     async def update_rollout(
@@ -218,29 +233,29 @@ class SqlStore(Upkeep):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Rollout:
-        mapping.check_text(rollout_id, "rollout_id")
+        validation.check_text(rollout_id, "rollout_id")
         for name, value in (("mode", mode), ("resources_id", resources_id)):
             if not isinstance(value, Unset) and value is not None:
-                mapping.check_text(value, name)
+                validation.check_text(value, name)
         new: dict[str, Any] = {
-            "input": input if isinstance(input, Unset) else mapping.dump(input, "input"),
+            "input": input if isinstance(input, Unset) else validation.to_json(input, "input"),
             "mode": mode,
             "resources_id": resources_id,
             "config": config if isinstance(config, Unset) else mapping.config_text(config),
-            "metadata": metadata if isinstance(metadata, Unset) else mapping.dump_dict(metadata, "metadata"),
+            "metadata": metadata if isinstance(metadata, Unset) else validation.dict_to_json(metadata, "metadata"),
         }
-        given = {name: value for name, value in new.items() if not isinstance(value, Unset)}
+        changes = {name: value for name, value in new.items() if not isinstance(value, Unset)}
 
-        def change(unit: Unit) -> Rollout:
+        def change(unit: UnitOfWork) -> Rollout:
             rollout = unit.rollout(rollout_id)
             if isinstance(resources_id, str):
-                unit.known_resources(resources_id)
-            if given:
-                unit.touch_rollout(rollout, described=True)
-                for name, value in given.items():
+                unit.check_resources(resources_id)
+            if changes:
+                unit.modify_rollout(rollout, fields_changed=True)
+                for name, value in changes.items():
                     setattr(rollout, name, value)
             if not isinstance(status, Unset):
-                transitions.set_status(unit, rollout, mapping.check_rollout_status(status))
+                transitions.update_rollout_status(unit, rollout, validation.check_rollout_status(status))
             return rollout.to_rollout()
 
         return await self.do("update_rollout", change, [rollout_id])
@@ -248,7 +263,7 @@ class SqlStore(Upkeep):
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
-        rows: list[Row] = await self.await_parked(Wait(rollout_ids, minimum), timeout)
+        rows: list[Row] = await self.write_and_wait(WaitForRollouts(rollout_ids, minimum), timeout)
         return [mapping.to_rollout(row) for row in rows]
 
     # -- attempts --------------------------------------------------------------------------------------------------
@@ -262,24 +277,24 @@ class SqlStore(Upkeep):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Attempt]:
-        mapping.check_text(rollout_id, "rollout_id")
-        mapping.check_page(limit, offset)
+        validation.check_text(rollout_id, "rollout_id")
+        validation.check_page(limit, offset)
         order = Order.of("attempts", sort_by, sort_order)
         found = await self.read("query_attempts", lambda connection: queries.attempts(connection, rollout_id))
         return order.page(found, limit, offset)
 
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
-        mapping.check_texts(rollout_ids, "rollout_ids")
+        validation.check_texts(rollout_ids, "rollout_ids")
         return await self.read(
             "get_latest_attempts", lambda connection: queries.latest_attempts(connection, rollout_ids)
         )
 
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
-        mapping.check_text(attempt_id, "attempt_id")
+        validation.check_text(attempt_id, "attempt_id")
         return await self.read("get_attempt", lambda connection: queries.attempt(connection, attempt_id))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        mapping.check_text(rollout_id, "rollout_id")
+        validation.check_text(rollout_id, "rollout_id")
         return await self.read("get_latest_attempt", lambda connection: queries.latest_attempt(connection, rollout_id))
 
     async def update_attempt(
@@ -292,16 +307,16 @@ class SqlStore(Upkeep):
         last_heartbeat_time: float | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Attempt:
-        mapping.check_text(rollout_id, "rollout_id")
-        mapping.check_text(attempt_id, "attempt_id")
+        validation.check_text(rollout_id, "rollout_id")
+        validation.check_text(attempt_id, "attempt_id")
         if status is not UNSET:
-            mapping.check_attempt_status(status)
+            validation.check_attempt_status(status)
         if worker_id is not UNSET:
-            mapping.check_text(worker_id, "worker_id")
+            validation.check_text(worker_id, "worker_id")
         if last_heartbeat_time is not UNSET:
-            mapping.check_time(last_heartbeat_time, "last_heartbeat_time")
+            validation.check_time(last_heartbeat_time, "last_heartbeat_time")
         if metadata is not UNSET:
-            mapping.dump_dict(metadata, "metadata")
+            validation.dict_to_json(metadata, "metadata")
         return await self.write(UpdateAttempt(rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata))
 
     # -- spans -----------------------------------------------------------------------------------------------------
@@ -315,28 +330,30 @@ class SqlStore(Upkeep):
     async def _add_spans(self, name: str, added: Sequence[Span], alone: bool = False) -> Any:
         if not added:
             return []
-        groups = write.group_by_attempt(added)
+        groups = group_by_attempt(added)
 
-        def finish(kept: list[write.Kept]) -> list[Span] | Span:
-            answers: list[Any] = [None] * len(added)
-            for group, each in zip(groups, kept, strict=True):
-                group.read(each, answers)
-            return answers[0] if alone else answers
+        def convert(results: list[SpanWriteResult]) -> list[Span] | Span:
+            stored: list[Any] = [None] * len(added)
+            for group, result in zip(groups, results, strict=True):
+                group.read_result(result, stored)
+            return stored[0] if alone else stored
 
-        return await self.write(AddSpans(name, groups), finish)
+        return await self.write(AddSpans(name, groups), convert)
 
-    async def add_packs(self, packed: Sequence[write.PackedSpans]) -> list[tuple[str, str]]:
-        """`add_many_spans` for spans that somebody has packed; returns the ids of superseded attempts among theirs."""
+    async def add_packs(self, packed: Sequence[PackedSpans]) -> list[tuple[str, str]]:
+        """`add_many_spans` for packed spans; returns the ids of the attempts among theirs that are superseded."""
         if not packed:
             return []
-        kept = await self.write(AddSpans("add_packs", [write.SpanGroup.of(each) for each in packed]))
-        everything = zip(packed, kept, strict=True)
-        return [(each.rollout_id, each.attempt_id) for each, said in everything if said.superseded]
+        results = await self.write(AddSpans("add_packs", [AttemptSpans.of(each) for each in packed]))
+        pairs = zip(packed, results, strict=True)
+        return [(each.rollout_id, each.attempt_id) for each, result in pairs if result.superseded]
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         _check_pair((rollout_id, attempt_id))
         return await self.do(
-            "get_next_span_sequence_id", lambda unit: _reserve(unit, [(rollout_id, attempt_id)])[0], [rollout_id]
+            "get_next_span_sequence_id",
+            lambda unit: reserve_sequence_ids(unit, [(rollout_id, attempt_id)])[0],
+            [rollout_id],
         )
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
@@ -344,7 +361,7 @@ class SqlStore(Upkeep):
         for pair in pairs:
             _check_pair(pair)
         ids = list(dict.fromkeys(rollout_id for rollout_id, _ in pairs))
-        return await self.do("get_many_span_sequence_ids", lambda unit: _reserve(unit, pairs), ids)
+        return await self.do("get_many_span_sequence_ids", lambda unit: reserve_sequence_ids(unit, pairs), ids)
 
     async def query_spans(
         self,
@@ -366,10 +383,10 @@ class SqlStore(Upkeep):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Span]:
-        mapping.check_text(rollout_id, "rollout_id")
+        validation.check_text(rollout_id, "rollout_id")
         if attempt_id is not None:
-            mapping.check_text(attempt_id, "attempt_id")
-        mapping.check_cursor(after, limit, offset)
+            validation.check_text(attempt_id, "attempt_id")
+        validation.check_cursor(after, limit, offset)
         exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
         parts = {
             "name": name_contains,
@@ -378,18 +395,18 @@ class SqlStore(Upkeep):
             "parent_id": parent_id_contains,
         }
         any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
-        asked = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order)
-        if self.hot is not None and after is None and attempt_id != "latest":
+        query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order)
+        if self.recent_spans is not None and after is None and attempt_id != "latest":
             self.writer.check_open()
-            found = self.hot.spans(rollout_id, attempt_id)
-            if found is not None:
-                return asked.page(found)
-        return await self.read("query_spans", lambda connection: read.query(connection, asked))
+            recent = self.recent_spans.spans(rollout_id, attempt_id)
+            if recent is not None:
+                return query.page(recent)
+        return await self.read("query_spans", lambda connection: read.query_spans(connection, query))
 
     async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
-        mapping.check_texts(rollout_ids, "rollout_ids")
-        for start in range(0, len(rollout_ids), CHUNK):
-            chunk = list(rollout_ids[start : start + CHUNK])
+        validation.check_texts(rollout_ids, "rollout_ids")
+        for start in range(0, len(rollout_ids), ITER_BATCH):
+            chunk = list(rollout_ids[start : start + ITER_BATCH])
             found = await self.read("iter_spans", lambda connection, chunk=chunk: read.latest_spans(connection, chunk))
             for rollout_id in chunk:
                 yield rollout_id, found[rollout_id]
@@ -397,23 +414,13 @@ class SqlStore(Upkeep):
 
 def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
     if worker_id is not None:
-        mapping.check_text(worker_id, "worker_id")
+        validation.check_text(worker_id, "worker_id")
     if claim_id is not None:
-        mapping.check_text(claim_id, "claim_id")
+        validation.check_text(claim_id, "claim_id")
 
 
 def _check_pair(pair: tuple[str, str]) -> None:
     if isinstance(pair, str) or len(pair) != 2:
         raise ConfigError(f"rollout_attempt_ids: {pair!r} is no pair of a rollout_id and an attempt_id")
-    mapping.check_text(pair[0], "rollout_id")
-    mapping.check_text(pair[1], "attempt_id")
-
-
-def _reserve(unit: Unit, pairs: Sequence[tuple[str, str]]) -> list[int]:
-    """The next sequence number of each attempt, by the ids of its rollout and its own."""
-    numbers: list[int] = []
-    for state in [unit.attempt(rollout_id, attempt_id) for rollout_id, attempt_id in pairs]:
-        unit.touch_attempt(state)
-        state.last_span += 1
-        numbers.append(state.last_span)
-    return numbers
+    validation.check_text(pair[0], "rollout_id")
+    validation.check_text(pair[1], "attempt_id")

@@ -15,7 +15,8 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.journal.store import journaled
-from agentlightning.store.sql import answered_calls, counters
+from agentlightning.store.sql.session import answered_calls
+from agentlightning.store.sql.tables import statements
 from agentlightning.testing.store_hub import Hub
 
 Store = LightningStoreBase
@@ -60,7 +61,8 @@ async def serve(hub: Hub) -> AsyncIterator[Serve]:
 
 async def remembered(store: Any) -> int:
     """Bytes, about."""
-    return (await store.read("counts", counters.by_name)).get(answered_calls.ANSWERED_BYTES, 0)
+    rows = await store.read("counts", lambda connection: connection.all(statements.COUNTS_BY_NAME))
+    return dict(rows).get(answered_calls.ANSWERED_BYTES, 0)
 
 
 async def test_a_repeated_requeue_leaves_the_attempt_alone_that_was_claimed_meanwhile(
@@ -145,8 +147,8 @@ async def test_the_same_call_twice_in_one_request_is_done_once(store: Store, ser
 
 
 async def test_what_is_remembered_is_bounded(store: Store, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answered_calls, "KEPT_BYTES", 8_000)
-    monkeypatch.setattr(answered_calls, "TRIM_EVERY", 8)
+    monkeypatch.setattr(answered_calls, "MAX_BYTES", 8_000)
+    monkeypatch.setattr(answered_calls, "TRIM_INTERVAL", 8)
     server = serve(store)
     await store.start_rollout("a task", rollout_id="ro-1")
 
@@ -157,7 +159,7 @@ async def test_what_is_remembered_is_bounded(store: Store, serve: Serve, monkeyp
         await asyncio.gather(*(repeatable(f"k{number}", number) for number in range(start, start + 20)))
     assert 5_000 < await remembered(store) < 25_000
     assert (await repeatable("k79", 79))["metadata"] == {"number": 79}  # the last ones are known
-    later = store.clock.wall() + 2 * answered_calls.KEPT_SECONDS  # type: ignore[attr-defined]
+    later = store.clock.wall() + 2 * answered_calls.RETENTION_SECONDS  # type: ignore[attr-defined]
     monkeypatch.setattr(store.clock, "wall", lambda: later)  # type: ignore[attr-defined]
     await asyncio.gather(*(repeatable(f"later {number}", number) for number in range(8)))
     assert 0 < await remembered(store) < 5_000

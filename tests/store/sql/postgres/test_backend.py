@@ -278,10 +278,10 @@ def test_servers_agree_on_the_time_of_deadlines_whatever_their_own_clocks_say(
     database = PostgresDatabase(postgres_url)
     database.prepare()
     connection = database.connect(read_only=False)
-    connection.keep_time(right)
+    connection.sync_clock(right)
     monkeypatch.setattr(time, "time", lambda: right.steady() - 3_600)
     wrong = Clock()
-    connection.keep_time(wrong)
+    connection.sync_clock(wrong)
     assert abs(wrong.steady() - right.steady()) < 1.0
     connection.close()
 

@@ -13,12 +13,12 @@ from sqlalchemy import delete, select
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.connection import PostgresConnection
 from agentlightning.store.sql.tables.backend import Insert, Statement, Update
-from agentlightning.store.sql.tables.schema import given, queues
+from agentlightning.store.sql.tables.schema import param, queues
 
 ADD = Insert(queues, ("name", "max_open"), unique=("name",))
 PUT = Insert(queues, ("name", "max_open"), unique=("name",), replace=("max_open",))
 CHANGE = Update(queues, ("key", "max_open"))
-TAKE = Statement(select(queues.c.key).where(queues.c.name == given("name")).with_for_update(), ("the_name",))
+TAKE = Statement(select(queues.c.key).where(queues.c.name == param("name")).with_for_update(), ("the_name",))
 ALL = Statement(select(queues.c.name, queues.c.max_open).order_by(queues.c.name))
 
 

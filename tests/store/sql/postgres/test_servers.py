@@ -16,7 +16,7 @@ from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rol
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.sql.execution import writer
-from agentlightning.store.sql.postgres import backend
+from agentlightning.store.sql.postgres import server
 from agentlightning.store.sql.store import SqlStore
 
 Store = LightningStoreBase
@@ -25,7 +25,7 @@ Store = LightningStoreBase
 @pytest.fixture
 async def servers(postgres_store_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Store, Store]]:
     """Two, that learn of one another by NOTIFY only: they would look for themselves after an hour."""
-    monkeypatch.setattr(writer, "IDLE_SECONDS", 3_600.0)
+    monkeypatch.setattr(writer, "POLL_SECONDS", 3_600.0)
     pair = LightningStore(postgres_store_url), LightningStore(postgres_store_url)
     yield pair
     for store in pair:
@@ -370,7 +370,7 @@ async def test_calls_get_through_a_connection_that_is_cut_again_and_again(relay:
 
 
 async def test_while_the_server_is_away_calls_wait_and_then_say_so(relay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "RECONNECT_SECONDS", 0.3)
     store = LightningStore(relay.url)
     await store.enqueue_rollout("task")
     relay.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
-from agentlightning.store.sql.spans.codec import Pack, heads_of, join_ids, pack, select, split_ids, unpack
+from agentlightning.store.sql.spans.codec import SpanPack, heads_of, join_ids, pack, select, split_ids, unpack
 from agentlightning.store.sql.spans.token_blocks import BLOCK, join_blocks
 
 IDS = ("ro-1", "at-1")
@@ -57,7 +57,7 @@ spans = st.lists(
 )
 
 
-def read(whole: Pack, **changes: Any) -> list[Span]:
+def read(whole: SpanPack, **changes: Any) -> list[Span]:
     """As a store does it: from the body, the compact ids and the rows of blocks."""
     rows = [(block.digest, block.parent, block.ids) for block in whole.blocks()]
     arguments: dict[str, Any] = {

@@ -11,26 +11,26 @@ from hypothesis import strategies as st
 
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store.sql.spans import token_blocks
-from agentlightning.store.sql.spans.codec import Pack, pack
+from agentlightning.store.sql.spans.codec import SpanPack, pack
 from agentlightning.store.sql.spans.token_blocks import BLOCK, ChainCache, TokenChain, blocks_of, join_blocks
 
 
-def call(prompt: list[int], response: list[int], attempt_id: str = "at-1") -> Pack:
+def call(prompt: list[int], response: list[int], attempt_id: str = "at-1") -> SpanPack:
     attributes = {PROMPT_TOKEN_IDS: prompt, RESPONSE_TOKEN_IDS: response}
     return pack([Span("ro-1", attempt_id, "chat", 1.0, attributes=attributes)])
 
 
-def stored(packs: list[Pack]) -> int:
+def stored(packs: list[SpanPack]) -> int:
     """Bytes of tokens that a store keeps for some packs: each block once."""
     blocks = {block.digest: len(block.ids) for each in packs for block in each.blocks()}
     return sum(blocks.values()) + sum(len(each.numbers) for each in packs)
 
 
-def conversation(turns: int, new: int, seed: int = 0, attempt_id: str = "at-1") -> list[Pack]:
+def conversation(turns: int, new: int, seed: int = 0, attempt_id: str = "at-1") -> list[SpanPack]:
     """Each turn's prompt is all that was said before, and `new` tokens of it are new."""
     source = random.Random(seed)
     said: list[int] = []
-    packs: list[Pack] = []
+    packs: list[SpanPack] = []
     for _ in range(turns):
         said = said + [source.randrange(100_000) for _ in range(new // 2)]
         answer = [source.randrange(100_000) for _ in range(new // 2)]

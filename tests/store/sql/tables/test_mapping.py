@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import RolloutConfig
+from agentlightning.store import validation
 from agentlightning.store.sql.tables import mapping
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -23,7 +24,7 @@ json = st.recursive(
 
 @given(json)
 def test_json_comes_back_as_it_was(value: Any) -> None:
-    assert mapping.load(mapping.dump(value, "value")) == value
+    assert mapping.load(validation.to_json(value, "value")) == value
 
 
 @pytest.mark.parametrize(
@@ -32,18 +33,18 @@ def test_json_comes_back_as_it_was(value: Any) -> None:
 )
 def test_a_number_json_cannot_hold_is_refused_by_its_place(value: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        mapping.dump(value, "task")
+        validation.to_json(value, "task")
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), {1: 2}, 2**70, b"bytes"])
 def test_what_is_not_json_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="task cannot be stored as JSON"):
-        mapping.dump(value, "task")
+        validation.to_json(value, "task")
 
 
 def test_none_and_the_word_null_are_no_trouble() -> None:
     value = {"a": None, "b": "null", "c": [None, {"d": None}]}
-    assert mapping.load(mapping.dump(value, "value")) == value
+    assert mapping.load(validation.to_json(value, "value")) == value
 
 
 def test_the_default_configuration_takes_no_space() -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.store.base import UNSET, LightningStoreBase
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client.transport import ClientTransport
 from agentlightning.store.http.encoding import encode, to_wire
 from agentlightning.store.http.operations import CALLS, CURSORS, RESULTS, SLOW, parameters_of, sends_key
 from agentlightning.store.ids import new_hex, new_id
+from agentlightning.store.types import UNSET
 
 SLOW_CALL_SECONDS: Final = 3600.0
 """How much longer than others a call of a slow method may take."""

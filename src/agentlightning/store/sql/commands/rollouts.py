@@ -1,96 +1,94 @@
-"""The calls that a store answers most: enqueue, claim, add spans, update an attempt. Each decides in memory."""
+"""The most frequent commands on rollouts and attempts: enqueue, start, claim, update an attempt."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agentlightning.errors import ConflictError
 from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
-from agentlightning.store.base import UNSET, Unset
 from agentlightning.store.ids import claimed_id
-from agentlightning.store.sql.commands.base import Call
-from agentlightning.store.sql.execution.unit_of_work import Unit, Wants
-from agentlightning.store.sql.execution.waiters import PARK, Parked
+from agentlightning.store.sql.commands.base import Command
+from agentlightning.store.sql.commands.waiters import WAIT, Waiters
 from agentlightning.store.sql.lifecycle import transitions
-from agentlightning.store.sql.spans import write
-from agentlightning.store.sql.spans.write import Kept, SpanGroup
+from agentlightning.store.sql.session.rows import AttemptRow
+from agentlightning.store.sql.session.unit_of_work import Prefetch, UnitOfWork
 from agentlightning.store.sql.tables.mapping import Row
-from agentlightning.store.sql.tables.rows import AttemptState
+from agentlightning.store.types import UNSET, Unset
 
 
-class Enqueue(Call):
-    """Queue rollouts; those whose id is there already are returned as they are."""
+class EnqueueRollouts(Command):
+    """Queues rollouts. Those whose id exists already are returned unchanged."""
 
-    __slots__ = ("_made", "_named", "_resources")
+    __slots__ = ("_new", "_resources", "_with_id")
 
-    def __init__(self, name: str, made: Sequence[tuple[Rollout, Row]], named: Iterable[str]) -> None:
+    def __init__(self, name: str, new: Sequence[tuple[Rollout, Row]], with_id: Iterable[str]) -> None:
         super().__init__(name)
-        self._made = made
-        self._named = frozenset(named)
-        """The ids that were made by the caller."""
-        self._resources = {rollout.resources_id for rollout, _ in made}
+        self._new = new
+        self._with_id = frozenset(with_id)
+        """The ids chosen by the caller: only these can exist already."""
+        self._resources = {rollout.resources_id for rollout, _ in new}
 
-    def want(self, wants: Wants) -> None:
-        wants.rollouts.update(self._named)
-        wants.new_rollouts += len(self._made)
+    def prefetch(self, needs: Prefetch) -> None:
+        needs.rollouts.update(self._with_id)
+        needs.new_rollouts += len(self._new)
 
-    def run(self, unit: Unit) -> list[Rollout]:
+    def run(self, unit: UnitOfWork) -> list[Rollout]:
         for resources_id in self._resources:
-            unit.known_resources(resources_id)
-        answers: list[Rollout] = []
-        for rollout, row in self._made:
-            there = unit.find_rollout(rollout.rollout_id) if rollout.rollout_id in self._named else None
-            if there is not None:
-                answers.append(there.to_rollout())
+            unit.check_resources(resources_id)
+        results: list[Rollout] = []
+        for rollout, columns in self._new:
+            existing = unit.find_rollout(rollout.rollout_id) if rollout.rollout_id in self._with_id else None
+            if existing is not None:
+                results.append(existing.to_rollout())
                 continue
-            unit.add_rollout(row)
-            answers.append(rollout)
-        return answers
+            unit.add_rollout(columns)
+            results.append(rollout)
+        return results
 
 
-class Start(Call):
-    """Make a rollout and claim it at once."""
+class StartRollout(Command):
+    """Creates a rollout and claims it."""
 
-    __slots__ = ("_claim_id", "_made", "_named", "_worker_id")
+    __slots__ = ("_claim_id", "_has_id", "_new", "_worker_id")
 
-    def __init__(self, made: tuple[Rollout, Row], named: bool, worker_id: str | None, claim_id: str | None) -> None:
+    def __init__(self, new: tuple[Rollout, Row], has_id: bool, worker_id: str | None, claim_id: str | None) -> None:
         super().__init__("start_rollout")
-        self._made = made
-        self._named = named
+        self._new = new
+        self._has_id = has_id
+        """The caller chose the id of the rollout."""
         self._worker_id = worker_id
         self._claim_id = claim_id
 
-    def want(self, wants: Wants) -> None:
-        wants.new_rollouts += 1
-        if self._named:
-            wants.rollouts.add(self._made[0].rollout_id)
+    def prefetch(self, needs: Prefetch) -> None:
+        needs.new_rollouts += 1
+        if self._has_id:
+            needs.rollouts.add(self._new[0].rollout_id)
         if self._claim_id is not None:
-            wants.attempts.add(claimed_id(self._claim_id, 0))
+            needs.attempts.add(claimed_id(self._claim_id, 0))
         if self._worker_id is not None:
-            wants.workers.add(self._worker_id)
+            needs.workers.add(self._worker_id)
 
-    def run(self, unit: Unit) -> AttemptedRollout:
-        rollout, row = self._made
-        unit.known_resources(rollout.resources_id)
-        before = repeated(unit, self._claim_id, 1)
+    def run(self, unit: UnitOfWork) -> AttemptedRollout:
+        rollout, columns = self._new
+        unit.check_resources(rollout.resources_id)
+        before = claimed_before(unit, self._claim_id, 1)
         if before:
             return before[0].rollout.to_attempted(before[0])
-        if self._named and unit.find_rollout(rollout.rollout_id) is not None:
+        if self._has_id and unit.find_rollout(rollout.rollout_id) is not None:
             raise ConflictError(f"rollout {rollout.rollout_id!r} exists already; use start_attempt")
         if self._worker_id is not None:
             unit.worker(self._worker_id)
-        state = unit.add_rollout(row)
+        row = unit.add_rollout(columns)
         attempt_id = None if self._claim_id is None else claimed_id(self._claim_id, 0)
-        return transitions.claim(unit, state, self._worker_id, attempt_id)
+        return transitions.claim(unit, row, self._worker_id, attempt_id)
 
 
-class Claim(Call):
-    """Claim waiting rollouts; parks while there is none, and behind those that wait already."""
+class ClaimRollouts(Command):
+    """Claims waiting rollouts. Waits while there is none, and behind the claims that already wait."""
 
-    __slots__ = ("_answered", "_claim_id", "_limit", "_queues", "_since", "_worker_id")
+    __slots__ = ("_answer_counts", "_claim_id", "_first_transaction", "_limit", "_queues", "_worker_id")
 
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
@@ -100,58 +98,58 @@ class Claim(Call):
         self._worker_id = worker_id
         self._queues = None if queues is None else tuple(dict.fromkeys(queues))
         self._claim_id = claim_id
-        self._answered: list[int] = []
-        """For each attempt that this call was given: how often its claim had been answered by then."""
-        self._since: int | None = None
-        """The transaction it came in."""
+        self._answer_counts: list[int] = []
+        """For each attempt of the result: how often its claim had been answered by then."""
+        self._first_transaction: int | None = None
 
-    def want(self, wants: Wants) -> None:
-        wants.claims += self._limit
+    def prefetch(self, needs: Prefetch) -> None:
+        needs.claims += self._limit
         if self._claim_id is not None:
-            wants.attempts.add(claimed_id(self._claim_id, 0))
+            needs.attempts.add(claimed_id(self._claim_id, 0))
         if self._worker_id is not None:
-            wants.workers.add(self._worker_id)
+            needs.workers.add(self._worker_id)
 
-    def run(self, unit: Unit) -> Any:
-        before = repeated(unit, self._claim_id, self._limit)
+    def run(self, unit: UnitOfWork) -> Any:
+        before = claimed_before(unit, self._claim_id, self._limit)
         if before:
-            answer = [transitions.hand_out_again(unit, attempt) for attempt in before]
-            self._answered = [attempt.claims for attempt in before]
-            return answer
-        if self._since is None:
-            self._since = unit.number
-        if self._worker_id is not None and unit.worker(self._worker_id).lost and self._since != unit.number:
-            return []  # it fell silent while it waited: it would take what its own lease has just given back
-        if len(unit.line):
-            unit.lined_up = True
-            return PARK
+            result = [transitions.repeat_claim(unit, attempt) for attempt in before]
+            self._answer_counts = [attempt.claims for attempt in before]
+            return result
+        if self._first_transaction is None:
+            self._first_transaction = unit.number
+        waited = self._first_transaction != unit.number
+        if waited and self._worker_id is not None and unit.worker(self._worker_id).lost:
+            return []  # its lease ran out while it waited: it would claim what that has just given back
+        if len(unit.waiting_ahead):
+            unit.claims_queued = True
+            return WAIT
         found = unit.queues.take(self._queues, self._limit)
         if not found:
-            return PARK
-        self._answered = [1] * len(found)
+            return WAIT
+        self._answer_counts = [1] * len(found)
         return [
             transitions.claim(
-                unit, state, self._worker_id, None if self._claim_id is None else claimed_id(self._claim_id, index)
+                unit, rollout, self._worker_id, None if self._claim_id is None else claimed_id(self._claim_id, index)
             )
-            for index, state in enumerate(found)
+            for index, rollout in enumerate(found)
         ]
 
-    def at_timeout(self, unit: Unit) -> list[AttemptedRollout]:
-        self._answered = []
+    def on_timeout(self, unit: UnitOfWork) -> list[AttemptedRollout]:
+        self._answer_counts = []
         return []
 
-    def undo(self, unit: Unit, answer: Any) -> None:
-        transitions.unclaim(unit, zip(answer, self._answered, strict=True))
+    def undo(self, unit: UnitOfWork, result: Any) -> None:
+        transitions.release_claim(unit, zip(result, self._answer_counts, strict=True))
 
-    def park(self, parked: Parked) -> None:
-        parked.add_claim(self, self._queues)
+    def wait(self, waiters: Waiters[Command]) -> None:
+        waiters.add_claim(self, self._queues)
 
 
-def repeated(unit: Unit, claim_id: str | None, limit: int) -> list[AttemptState]:
-    """What an earlier call with the same claim_id claimed."""
+def claimed_before(unit: UnitOfWork, claim_id: str | None, limit: int) -> list[AttemptRow]:
+    """What an earlier command with the same claim_id claimed."""
     if claim_id is None:
         return []
-    found: list[AttemptState] = []
+    found: list[AttemptRow] = []
     for index in range(limit):
         attempt = unit.attempt_by_id(claimed_id(claim_id, index))
         if attempt is None:
@@ -160,25 +158,8 @@ def repeated(unit: Unit, claim_id: str | None, limit: int) -> list[AttemptState]
     return found
 
 
-class AddSpans(Call):
-    """Keep the spans of one call, all or none."""
-
-    __slots__ = ("_groups",)
-
-    def __init__(self, name: str, groups: Sequence[SpanGroup]) -> None:
-        super().__init__(name)
-        self._groups = groups
-
-    def want(self, wants: Wants) -> None:
-        for group in self._groups:
-            wants.rollouts.add(group.rollout_id)
-
-    def run(self, unit: Unit) -> list[Kept]:
-        return write.add(unit, self._groups)
-
-
-class UpdateAttempt(Call):
-    """Change an attempt that speaks for its rollout; another is returned as it stands."""
+class UpdateAttempt(Command):
+    """Changes a current attempt; any other is returned unchanged."""
 
     __slots__ = ("_attempt_id", "_heartbeat", "_metadata", "_rollout_id", "_status", "_worker_id")
 
@@ -199,34 +180,29 @@ class UpdateAttempt(Call):
         self._heartbeat = last_heartbeat_time
         self._metadata = metadata
 
-    def want(self, wants: Wants) -> None:
-        wants.rollouts.add(self._rollout_id)
+    def prefetch(self, needs: Prefetch) -> None:
+        needs.rollouts.add(self._rollout_id)
         if isinstance(self._worker_id, str):
-            wants.workers.add(self._worker_id)
+            needs.workers.add(self._worker_id)
 
-    def run(self, unit: Unit) -> Attempt:
-        state = unit.attempt(self._rollout_id, self._attempt_id)
-        if state.superseded or (state.status == "unresponsive" and not state.speaks):
-            attempt = state.to_attempt()
+    def run(self, unit: UnitOfWork) -> Attempt:
+        row = unit.attempt(self._rollout_id, self._attempt_id)
+        if row.superseded or (row.status == "unresponsive" and not row.is_current):
+            attempt = row.to_attempt()
             return replace(attempt, metadata={**attempt.metadata, "superseded": True})
         worker_id, status = self._worker_id, self._status
-        failed = status in transitions.FAILURES and status != state.status
-        worker = transitions.worker_of(unit, state) if failed else None
+        failed = status in transitions.FAILURES and status != row.status
+        worker = transitions.worker_of(unit, row) if failed else None
         if isinstance(worker_id, str):
             worker = unit.worker(worker_id)
         if not isinstance(self._heartbeat, Unset):
-            transitions.hear(unit, state, self._heartbeat)
+            transitions.record_heartbeat(unit, row, self._heartbeat)
         if not isinstance(status, Unset):
-            transitions.move_attempt(unit, state, status)
+            transitions.set_attempt_status(unit, row, status)
         if worker_id is not UNSET or self._metadata is not UNSET:
-            transitions.describe(unit, state, worker_id, self._metadata)
+            transitions.update_fields(unit, row, worker_id, self._metadata)
         if isinstance(worker_id, str) and worker is not None:
-            transitions.hear_worker(unit, worker)
+            transitions.record_worker_heartbeat(unit, worker)
         if failed:
-            transitions.note_failure(unit, worker, state)
-        return state.to_attempt()
-
-
-def until(timeout: float | None, now: float) -> float:
-    """When a call that waits `timeout` seconds gives up; None: never."""
-    return math.inf if timeout is None else now + max(0.0, timeout)
+            transitions.record_failure(unit, worker, row)
+        return row.to_attempt()

@@ -1,4 +1,4 @@
-"""Waiting for rollouts to finish, without looking at the database each time something else happens."""
+"""The command that waits for rollouts to finish."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.store.sql.commands.base import Call
-from agentlightning.store.sql.execution.unit_of_work import Unit
-from agentlightning.store.sql.execution.waiters import PARK, Parked
-from agentlightning.store.sql.tables import mapping, statements
+from agentlightning.store import validation
+from agentlightning.store.sql.commands.base import Command
+from agentlightning.store.sql.commands.waiters import WAIT, Waiters
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
+from agentlightning.store.sql.tables import statements
 from agentlightning.store.sql.tables.mapping import Row
 
 
-class Wait(Call):
-    """One `wait_for_rollouts`. Its answer: the rows of the finished ones, in the order asked for."""
+class WaitForRollouts(Command):
+    """One `wait_for_rollouts`. The result: rows of the finished rollouts, in the order asked for."""
 
     __slots__ = ("_ids", "_minimum", "_missing", "_pending")
 
@@ -22,7 +23,7 @@ class Wait(Call):
 
     def __init__(self, rollout_ids: Sequence[str], minimum: int | None) -> None:
         super().__init__("wait_for_rollouts")
-        mapping.check_texts(rollout_ids, "rollout_ids")
+        validation.check_texts(rollout_ids, "rollout_ids")
         self._ids = list(dict.fromkeys(rollout_ids))
         self._minimum = len(self._ids) if minimum is None else minimum
         if not 0 <= self._minimum <= len(self._ids):
@@ -32,24 +33,24 @@ class Wait(Call):
         self._pending: set[str] = set()
         self._missing = 0
 
-    def run(self, unit: Unit) -> Any:
-        rows = self.at_timeout(unit)
+    def run(self, unit: UnitOfWork) -> Any:
+        rows = self.on_timeout(unit)
         if len(rows) >= self._minimum:
             return rows
         self._pending = set(self._ids).difference(row[1] for row in rows)
         self._missing = self._minimum - len(rows)
-        return PARK
+        return WAIT
 
-    def at_timeout(self, unit: Unit) -> list[Row]:
+    def on_timeout(self, unit: UnitOfWork) -> list[Row]:
         rows = {row[1]: row for row in unit.connection.all(statements.FINISHED_AMONG, self._ids)}
         if len(rows) < len(self._ids):
             self._check_known(unit)
         return [rows[rollout_id] for rollout_id in self._ids if rollout_id in rows]
 
-    def park(self, parked: Parked) -> None:
-        parked.add_wait(self, self._pending, self._missing)
+    def wait(self, waiters: Waiters[Command]) -> None:
+        waiters.add_wait(self, self._pending, self._missing)
 
-    def _check_known(self, unit: Unit) -> None:
+    def _check_known(self, unit: UnitOfWork) -> None:
         known = {row[0] for row in unit.connection.all(statements.KNOWN_AMONG, self._ids)}
         unknown = [rollout_id for rollout_id in self._ids if rollout_id not in known]
         if unknown:

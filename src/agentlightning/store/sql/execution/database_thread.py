@@ -1,6 +1,6 @@
-"""A thread that owns a connection and answers the calls handed over to it. Used as it is, it reads.
+"""A thread that owns a database connection and runs the commands submitted to it. Used as it is, it runs queries.
 
-A caller in any event loop hands over a `Call` and awaits its future. Answers for one event loop travel in one wake-up.
+Callers in any event loop submit a command and await its future. Results for one event loop travel in one wake-up.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError
-from agentlightning.store.sql.commands.base import Call, Read
+from agentlightning.store.sql.commands.base import Command, ReadCommand
 from agentlightning.store.sql.tables.backend import Connection, Database
 
 logger = logging.getLogger(__name__)
 
-TOGETHER_SECONDS: Final = 0.002
-"""Answers to reads travel together when they take no longer than this."""
-TRIES: Final = 5
-"""How often a transaction is tried that failed for a reason that passes."""
+READ_BATCH_SECONDS: Final = 0.002
+"""Results of queries are delivered together when they take no longer than this."""
+MAX_ATTEMPTS: Final = 5
+"""How often a transaction is attempted that fails for a transient reason."""
 
-Observer = Callable[[str, float, float, int], None]
-"""(name of the call, seconds it waited to be taken, seconds its batch took, calls in the batch)"""
+CommandObserver = Callable[[str, float, float, int], None]
+"""(name of the command, seconds it was queued, seconds its batch took, commands in the batch)"""
 
-Answer = tuple[Call, Any, BaseException | None]
+Result = tuple[Command, Any, BaseException | None]
 
 
-class Lane:
-    """A thread, its connection, and the calls handed over to it."""
+class DatabaseThread:
+    """The thread, its connection, and the queue of commands."""
 
     def __init__(self, name: str, database: Database, connection: Connection) -> None:
         self._database = database
         self._connection = connection
-        self._calls: deque[Call] = deque()
+        self._queue: deque[Command] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Lock()
-        """Free when the thread is to wake up."""
+        """Released to wake the thread."""
         self._wake.acquire()
         self._asleep = False
-        self._rung = False
+        self._notified = False
         self._closed = False
         self._reading = False
-        """A transaction is open that only looks."""
-        self._fault: BaseException | None = None
-        """What ended the thread before its time."""
-        self._taken: list[Call] = []
-        """Calls that are being answered."""
+        """A read-only transaction is open."""
+        self._crash: BaseException | None = None
+        """The error that ended the thread."""
+        self._running: list[Command] = []
+        """The batch that is being run."""
         self._process_id = os.getpid()
-        self.observe: Observer | None = None
+        self.observe: CommandObserver | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -62,24 +62,24 @@ class Lane:
         return self._database.name
 
     @property
-    def failed(self) -> bool:
-        """Its thread has ended before its time."""
-        return self._fault is not None
+    def crashed(self) -> bool:
+        """Whether an error has ended the thread."""
+        return self._crash is not None
 
     @property
     def thread(self) -> threading.Thread:
         return self._thread
 
-    def submit(self, call: Call) -> None:
-        """Hand over a call; its future is settled in its own event loop."""
+    def submit(self, command: Command) -> None:
+        """Queue a command; its future is resolved in its own event loop."""
         if self.observe is not None:
-            call.since = time.perf_counter()
+            command.submitted_at = time.perf_counter()
         if self._process_id != os.getpid():
-            raise self._refusal()
+            raise self._closed_error()
         with self._lock:
             if self._closed:
-                raise self._refusal()
-            self._calls.append(call)
+                raise self._closed_error()
+            self._queue.append(command)
             if self._asleep:
                 self._asleep = False
                 self._wake.release()
@@ -87,118 +87,108 @@ class Lane:
     def check_open(self) -> None:
         """Raises StoreClosedError where `submit` would."""
         if self._closed or self._process_id != os.getpid():
-            raise self._refusal()
+            raise self._closed_error()
 
-    def _refusal(self) -> StoreClosedError:
+    def _closed_error(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self._fault is not None:
-            return StoreClosedError(f"{self.name}: its thread ended with {self._fault!r}; open it again")
+        if self._crash is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self._crash!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
-    def _ring(self) -> None:
-        """Wake the thread. Any number of times is as good as once."""
+    def _notify(self) -> None:
+        """Wake the thread."""
         with self._lock:
-            self._rung = True
+            self._notified = True
             if self._asleep:
                 self._asleep = False
                 self._wake.release()
 
     def _sleep(self, seconds: float | None) -> None:
-        """Until something is there to do, `seconds` at most."""
+        """Sleep until there is something to do, `seconds` at most."""
         with self._lock:
-            if self._calls or self._rung or self._closed:
-                self._rung = False
+            if self._queue or self._notified or self._closed:
+                self._notified = False
                 return
             self._asleep = True
         timeout = -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
         if not self._wake.acquire(timeout=timeout):
             with self._lock:
-                if not self._asleep:  # rung at the last moment
+                if not self._asleep:  # woken in the moment of the timeout
                     self._wake.acquire()
                 self._asleep = False
-        self._rung = False
+        self._notified = False
 
     def stop(self) -> None:
-        """Have the thread end once everything handed over is done. Does not wait."""
-        if self._process_id != os.getpid():  # a forked child has no thread to end, and perhaps a lock held for ever
+        """End the thread once the queue is empty. Does not wait for that."""
+        if self._process_id != os.getpid():  # a forked child has no thread to end, and may have a lock held for ever
             return
         with self._lock:
             self._closed = True
-        self._ring()
+        self._notify()
 
     def _run(self) -> None:
-        """The boundary of the thread: whatever ends it, nobody waits for it for ever."""
+        """The error boundary of the thread: whatever ends it, no caller waits for ever."""
         try:
             self._work()
         except BaseException as error:  # noqa: BLE001  every caller raises it
-            self._die(error)
+            self._on_crash(error)
 
     def _work(self) -> None:
-        while not self._closed or self._calls:
-            if not self._calls:
+        while not self._closed or self._queue:
+            if not self._queue:
                 self._sleep(None)
-            self._answer_some()
+            self._run_queries()
         self._connection.close()
-        self._abandon(f"{self.name} was closed while this call waited")
+        self._reject_all(f"{self.name} was closed while this call waited")
 
-    def _die(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
         logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
         with self._lock:
-            self._fault = error
+            self._crash = error
             self._closed = True
-        taken, self._taken = self._taken, []
+        running, self._running = self._running, []
         reason = f"{self.name}: its thread ended with {error!r} before it answered this call"
-        self._refuse(taken, f"{reason}; look before calling again")
-        self._abandon(f"{reason}; open the store again")
+        self._reject(running, f"{reason}; look before calling again")
+        self._reject_all(f"{reason}; open the store again")
         with contextlib.suppress(*self._database.errors):
             self._connection.close()
 
-    def _answer_some(self) -> None:
-        """The calls that are there now, in one transaction: it begins after them, so it shows what each may expect."""
-        answers: list[Answer] = []
-        enough = time.monotonic() + TOGETHER_SECONDS
-        for _ in range(len(self._calls)):
-            call = self._calls.popleft()
-            if not call.future.cancelled():
-                self._taken.append(call)
-                answers.append(self._answer(call))
-            if time.monotonic() > enough:
+    # -- queries ---------------------------------------------------------------------------------------------------
+
+    def _run_queries(self) -> None:
+        """Run the queued queries in one transaction. It begins after they were submitted, so each sees what its caller
+        may expect."""
+        results: list[Result] = []
+        deadline = time.monotonic() + READ_BATCH_SECONDS
+        for _ in range(len(self._queue)):
+            command = self._queue.popleft()
+            if not command.future.cancelled():
+                self._running.append(command)
+                started = time.perf_counter()
+                results.append(self._run_query(command))
+                if self.observe is not None:
+                    self._notify_observer(command, started, time.perf_counter() - started, 1)
+            if time.monotonic() > deadline:
                 break
         self._end_reading()
-        if answers:
-            self._settle(answers)
-        self._taken = []
+        if results:
+            self._deliver(results)
+        self._running = []
 
-    def _answer(self, call: Call) -> Answer:
-        started = time.perf_counter()
-        answer = self._look_at(call)
-        if self.observe is not None:
-            self._tell_observer(call, started, time.perf_counter() - started, 1)
-        return answer
-
-    def _tell_observer(self, call: Call, started: float, took: float, batch: int) -> None:
-        """Its failures are its own."""
-        try:
-            if self.observe is not None:
-                self.observe(call.name, started - call.since, took, batch)
-        except Exception:
-            logger.exception("the observer of %s failed and is asked no more", self.name)
-            self.observe = None
-
-    def _look_at(self, call: Call) -> Answer:
-        for last in (False,) * (TRIES - 1) + (True,):
+    def _run_query(self, command: Command) -> Result:
+        for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
             try:
-                if not isinstance(call, Read):
-                    raise TypeError(f"{call.name} is no read")
+                if not isinstance(command, ReadCommand):
+                    raise TypeError(f"{command.name} is no query")
                 if not self._reading:
                     self._connection.begin(False)
                     self._reading = True
-                return call, call.look(self._connection), None
-            except Exception as error:  # noqa: BLE001  the caller's thread raises it
+                return command, command.query(self._connection), None
+            except Exception as error:  # noqa: BLE001  the caller raises it
                 self._end_reading()
                 if last or not self._database.may_retry(error):
-                    return call, None, self._explain(error)
+                    return command, None, self._explain(error)
         raise AssertionError("unreachable")
 
     def _end_reading(self) -> None:
@@ -209,42 +199,52 @@ class Lane:
     def _explain(self, error: Exception) -> Exception:
         return self._database.explain(error) if isinstance(error, self._database.errors) else error
 
-    def _settle(self, answers: list[Answer]) -> None:
-        """Answer the callers: one wake-up for each event loop."""
-        loops: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
-        for answer in answers:
-            loop = answer[0].loop
-            if loop in loops:
-                loops[loop].append(answer)
-            else:
-                loops[loop] = [answer]
-        for loop, ours in loops.items():
-            try:
-                loop.call_soon_threadsafe(self._resolve, ours)
-            except RuntimeError:  # the loop is closed: nobody is left to hear
-                for call, result, error in ours:
-                    if error is None:
-                        self._lost(call, result)
+    def _notify_observer(self, command: Command, started: float, seconds: float, batch: int) -> None:
+        try:
+            if self.observe is not None:
+                self.observe(command.name, started - command.submitted_at, seconds, batch)
+        except Exception:
+            logger.exception("the observer of %s failed and is asked no more", self.name)
+            self.observe = None
 
-    def _resolve(self, answers: list[Answer]) -> None:
-        for call, result, error in answers:
-            future = call.future
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def _deliver(self, results: list[Result]) -> None:
+        """Hand results over to the event loops of their callers: one wake-up for each loop."""
+        loops: dict[asyncio.AbstractEventLoop, list[Result]] = {}
+        for result in results:
+            loop = result[0].loop
+            if loop in loops:
+                loops[loop].append(result)
+            else:
+                loops[loop] = [result]
+        for loop, its_results in loops.items():
+            try:
+                loop.call_soon_threadsafe(self._resolve, its_results)
+            except RuntimeError:  # the loop is closed, and its callers are gone
+                for command, value, error in its_results:
+                    if error is None:
+                        self._on_undelivered(command, value)
+
+    def _resolve(self, results: list[Result]) -> None:
+        for command, value, error in results:
+            future = command.future
             if future.done():
                 if error is None:
-                    self._lost(call, result)
+                    self._on_undelivered(command, value)
             elif error is not None:
                 future.set_exception(error)
             else:
-                future.set_result(result)
+                future.set_result(value)
 
-    def _lost(self, call: Call, result: Any) -> None:
-        """An answer came too late for its caller."""
+    def _on_undelivered(self, command: Command, value: Any) -> None:
+        """The caller of a command was cancelled before the result arrived."""
 
-    def _abandon(self, reason: str) -> None:
-        """The end: those still waiting are told why."""
-        calls = list(self._calls)
-        self._calls.clear()
-        self._refuse(calls, reason)
+    def _reject_all(self, reason: str) -> None:
+        """Fail everything that is queued: the thread ends."""
+        commands = list(self._queue)
+        self._queue.clear()
+        self._reject(commands, reason)
 
-    def _refuse(self, calls: Iterable[Call], reason: str) -> None:
-        self._settle([(call, None, StoreClosedError(reason)) for call in calls])
+    def _reject(self, commands: Iterable[Command], reason: str) -> None:
+        self._deliver([(command, None, StoreClosedError(reason)) for command in commands])

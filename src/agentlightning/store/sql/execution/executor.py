@@ -1,9 +1,10 @@
-"""Opening a database in this process, and the way to it: who writes, who reads, who waits."""
+"""Opens a database in this process and submits commands to its threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 import weakref
@@ -16,13 +17,11 @@ from agentlightning.store import idempotency
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import queries
-from agentlightning.store.sql.commands.base import Call, Do, Read
-from agentlightning.store.sql.commands.rollouts import until
-from agentlightning.store.sql.execution.database_thread import Lane, Observer
-from agentlightning.store.sql.execution.unit_of_work import Unit
-from agentlightning.store.sql.execution.writer import Writer
-from agentlightning.store.sql.lifecycle import transitions
-from agentlightning.store.sql.spans.recent import HotSpans
+from agentlightning.store.sql.commands.base import Command, FunctionCommand, ReadCommand
+from agentlightning.store.sql.execution.database_thread import CommandObserver, DatabaseThread
+from agentlightning.store.sql.execution.recent_spans import RecentSpans
+from agentlightning.store.sql.execution.writer import GroupCommitWriter
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.sqlite.backend import SqliteConnection, SqliteDatabase, locate
 from agentlightning.store.sql.tables.backend import Connection, Database
 
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 
 def find_database(url: str | Path | None) -> Database:
-    """The database that `url` means. Raises ConfigError for one that means none."""
+    """The database at `url`. Raises ConfigError for a URL that names none."""
     if str(url).startswith(("postgresql:", "postgres:", "postgresql+")):
         from agentlightning.store.sql.postgres import PostgresDatabase
 
@@ -40,8 +39,9 @@ def find_database(url: str | Path | None) -> Database:
     return SqliteDatabase(locate(url))
 
 
-class EmbeddedStore(LightningStoreBase):
-    """A store in one database. Any number of tasks, event loops and threads may use one object at the same time.
+class SqlExecutor(LightningStoreBase):
+    """The part of a SQL store that owns its threads. Any number of tasks, event loops and threads may use one object
+    at the same time.
 
     Raises StoreError where the database cannot be opened, and StoreClosedError once `close` was called.
     """
@@ -53,39 +53,41 @@ class EmbeddedStore(LightningStoreBase):
         self.database.prepare()
         self.clock = Clock() if clock is None else clock
         connection = self.database.connect(read_only=False)
-        self.hot = HotSpans(connection.fresh) if isinstance(connection, SqliteConnection) else None
-        self.writer = Writer("agl-store-writer", self.database, connection, self.clock, transitions.expire, self.hot)
-        self.reader: Lane = self.writer
+        self.recent_spans = RecentSpans(connection.fresh) if isinstance(connection, SqliteConnection) else None
+        self.writer = GroupCommitWriter("agl-store-writer", self.database, connection, self.clock, self.recent_spans)
+        self.reader: DatabaseThread = self.writer
         if not self.database.single:
-            self.reader = Lane("agl-store-reader", self.database, self.database.connect(read_only=True))
-        self._finalizer = weakref.finalize(self, _shut, self.reader, self.writer)
+            read_only = self.database.connect(read_only=True)
+            self.reader = DatabaseThread("agl-store-reader", self.database, read_only)
+        self._finalizer = weakref.finalize(self, _stop, self.reader, self.writer)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.database.name}>"
 
     @property
-    def observe(self) -> Observer | None:
-        """Called in the store's threads after each call: (name, seconds it waited to be taken, seconds its batch took,
-        calls in the batch)."""
+    def observe(self) -> CommandObserver | None:
+        """Called in the store's threads after each command: (name, seconds it was queued, seconds its batch took,
+        commands in the batch)."""
         return self.writer.observe
 
     @observe.setter
-    def observe(self, observer: Observer | None) -> None:
+    def observe(self, observer: CommandObserver | None) -> None:
         self.writer.observe = self.reader.observe = observer
 
     def counters(self) -> dict[str, int]:
         """Since the store was opened: `calls` that change something, `batches` they were taken in, `commits`."""
-        return {"calls": self.writer.calls, "batches": self.writer.batches, "commits": self.writer.commits}
+        return {"calls": self.writer.commands, "batches": self.writer.batches, "commits": self.writer.commits}
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         try:
-            await self.write(Read("close", lambda connection: None))  # what was answered has arrived once this has
+            # The last command: once its result has arrived, all results before it have.
+            await self.write(ReadCommand("close", lambda connection: None))
         except StoreClosedError:
-            if not self.writer.failed:
+            if not self.writer.crashed:
                 return
-        except StoreError as error:  # it was the last call, and nothing of it is missed
+        except StoreError as error:  # nothing of a read is lost
             logger.warning("the store was closed while its database could not be reached: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
 
@@ -96,45 +98,47 @@ class EmbeddedStore(LightningStoreBase):
     async def statistics(self) -> dict[str, int]:
         return await self.read("statistics", queries.statistics)
 
-    # -- the way to the database -----------------------------------------------------------------------------------
+    # -- submitting commands ---------------------------------------------------------------------------------------
 
-    async def write(self, call: Call, finish: Callable[[Any], Any] | None = None) -> Any:
-        """Its answer, as `finish` makes it. Raises AlreadyAnsweredError for an idempotent call that was made before."""
-        once = idempotency.current()
-        if once is not None:
-            call.idempotent, call.finish = once, finish
-        self.writer.submit(call)
-        answer = await call.future
-        return answer if finish is None else finish(answer)
+    async def write(self, command: Command, convert: Callable[[Any], Any] | None = None) -> Any:
+        """The result of a command, converted. Raises AlreadyAnsweredError where the command has an idempotency key
+        that was used before."""
+        key = idempotency.current()
+        if key is not None:
+            command.idempotent, command.convert = key, convert
+        self.writer.submit(command)
+        result = await command.future
+        return result if convert is None else convert(result)
 
     async def do(
-        self, name: str, function: Callable[[Unit], T], rollouts: Sequence[str] = (), workers: Sequence[str] = ()
+        self, name: str, function: Callable[[UnitOfWork], T], rollouts: Sequence[str] = (), workers: Sequence[str] = ()
     ) -> T:
-        return await self.write(Do(name, function, rollouts, workers))
+        """Run a function of the unit of work, with these rollouts and workers loaded."""
+        return await self.write(FunctionCommand(name, function, rollouts, workers))
 
-    async def read(self, name: str, look: Callable[[Connection], T]) -> T:
-        call = Read(name, look)
-        self.reader.submit(call)
-        return await call.future
+    async def read(self, name: str, query: Callable[[Connection], T]) -> T:
+        command = ReadCommand(name, query)
+        self.reader.submit(command)
+        return await command.future
 
-    async def await_parked(self, call: Call, timeout: float | None) -> Any:
-        """Like `write`, for a call that may park: it ends at its timeout and when its caller is cancelled."""
-        call.deadline = until(timeout, time.monotonic())
-        self.writer.submit(call)
+    async def write_and_wait(self, command: Command, timeout: float | None) -> Any:
+        """Like `write`, for a command that may wait: until its timeout, or until its caller is cancelled."""
+        command.deadline = math.inf if timeout is None else time.monotonic() + max(0.0, timeout)
+        self.writer.submit(command)
         try:
-            return await call.future
+            return await command.future
         except asyncio.CancelledError:
-            if call.future.cancelled():
-                self.writer.give_up(call)
+            if command.future.cancelled():
+                self.writer.cancel_waiter(command)
             else:
-                self.writer.take_back(call)
+                self.writer.return_result(command)
             raise
 
 
-def _shut(*lanes: Lane) -> None:
-    """End the threads once all that was handed over is done. Also runs at exit, and when the store is forgotten."""
-    for lane in lanes:
-        lane.stop()
-    for lane in lanes:
-        if lane.thread is not threading.current_thread():
-            lane.thread.join()
+def _stop(*threads: DatabaseThread) -> None:
+    """End the threads once their queues are empty. Also runs at exit, and when the store is garbage-collected."""
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        if thread.thread is not threading.current_thread():
+            thread.thread.join()

@@ -1,11 +1,11 @@
-"""The thread that writes: group commit.
+"""The thread that writes: group commit, waiting commands, deadlines.
 
-It takes all calls that are there as one batch: it loads what they need at once, has each decide in memory, writes
-everything at once (unit.py), commits, and only then answers: an answer is durable. Long reads run on a thread and a
-connection of their own (lane.py), which see everything that was answered.
+Everything queued is taken as one batch: the rows it needs are loaded at once, each command decides in memory, the
+changes are flushed and committed, and only then are the results delivered: a result is durable. Long queries run on a
+thread and a connection of their own (database_thread.py), which see everything that was answered.
 
-A call that finds nothing to do yet may return PARK: it is run again after each batch that could concern it, until it
-answers or its time is up. Nothing polls, except for what other processes write to the same file.
+A command that finds nothing to do yet may return WAIT. It runs again after each batch that may concern it, until it
+returns a result or its deadline passes. Nothing polls, except for what other processes write to the same file.
 """
 
 from __future__ import annotations
@@ -16,90 +16,91 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from agentlightning.errors import StoreError
 from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql.commands.base import Call
-from agentlightning.store.sql.execution.database_thread import TRIES, Answer, Lane
-from agentlightning.store.sql.execution.unit_of_work import Unit, Wants
-from agentlightning.store.sql.execution.waiters import PARK, Group, Parked
-from agentlightning.store.sql.spans.recent import HotSpans
+from agentlightning.store.sql.commands.base import Command
+from agentlightning.store.sql.commands.waiters import WAIT, QueueNames, Waiters
+from agentlightning.store.sql.execution.database_thread import MAX_ATTEMPTS, DatabaseThread, Result
+from agentlightning.store.sql.execution.recent_spans import RecentSpans
+from agentlightning.store.sql.lifecycle.expiry import expire
+from agentlightning.store.sql.session.unit_of_work import Prefetch, UnitOfWork
 from agentlightning.store.sql.tables.backend import Connection, Database
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH: Final = 1024
-"""Calls in one transaction at most: bounds the wait of the first one."""
+"""Commands in one transaction at most, which bounds the latency of the first one."""
 TICK_SECONDS: Final = 0.25
-"""The clock looks for expired attempts no more often than this."""
-IDLE_SECONDS: Final = 0.5
-"""How often a quiet store looks for what other processes wrote."""
+"""Deadlines are checked no more often than this."""
+POLL_SECONDS: Final = 0.5
+"""How often an idle store checks what other processes wrote."""
+
+Notification = tuple[bool, Sequence[str] | None]
+"""Of another process: (rollouts were queued, ids of those that finished; None: any may have)."""
 
 
-class _Done(NamedTuple):
-    """A transaction that was committed."""
+class _Committed(NamedTuple):
+    """What a committed transaction did."""
 
-    taken_back: int
-    """Answers that nobody was left to take."""
-    looked: bool
-    """The deadlines were looked at."""
-    next_due: float | None
-    """The next of them, without those that this transaction set."""
+    undone_results: int
+    """Results whose callers were gone."""
+    deadlines_checked: bool
+    next_deadline: float | None
+    """Without the deadlines set by this transaction."""
 
 
-class Writer(Lane):
-    """The lane of the connection that writes: group commit, parked calls, and the clock of the store."""
+class GroupCommitWriter(DatabaseThread):
+    """The thread of the connection that writes."""
 
     def __init__(
-        self,
-        name: str,
-        database: Database,
-        connection: Connection,
-        clock: Clock,
-        expire: Callable[[Unit], float | None],
-        hot: HotSpans | None,
+        self, name: str, database: Database, connection: Connection, clock: Clock, recent_spans: RecentSpans | None
     ) -> None:
         self._clock = clock
-        self._hot = hot
-        self._expire = expire
-        self._unit = Unit(connection, clock, database.shared)
-        self._due: float | None = clock.steady()
+        self._recent_spans = recent_spans
+        self._unit = UnitOfWork(connection, clock, database.shared)
+        self._next_deadline: float | None = clock.steady()
         self._last_tick = clock.steady() - TICK_SECONDS
-        self._looked = -math.inf
-        """When this last looked for what other servers wrote, on time.monotonic."""
-        self._parked = Parked()
-        self._again: deque[Call] = deque()
-        """Parked calls whose time is up or whose callers are gone."""
-        self._lost_answers: deque[tuple[Call, Any]] = deque()
-        self._heard: deque[tuple[bool, Sequence[str] | None]] = deque()
-        """What other processes told."""
-        self._hearing: list[tuple[bool, Sequence[str] | None]] = []
-        """Of that, what the transaction under way goes by."""
-        self._said = ""
-        """The last failure, which is not said again for each look at the clock."""
-        self._last: list[Answer] = []
-        """Answers that are durable, and not told yet."""
+        self._last_poll = -math.inf
+        """When it last checked what other servers wrote, on time.monotonic."""
+        self._waiters: Waiters[Command] = Waiters()
+        self._cancelled: deque[Command] = deque()
+        """Waiting commands whose callers are gone."""
+        self._undelivered: deque[tuple[Command, Any]] = deque()
+        """Committed results that no caller took, to be undone."""
+        self._notifications: deque[Notification] = deque()
+        self._accepted: list[Notification] = []
+        """The notifications that the current transaction acts on."""
+        self._last_failure = ""
+        """Logged once, not for each tick that fails the same way."""
+        self._committed: list[Result] = []
+        """Durable results that are not delivered yet."""
         self.batches = 0
         self.commits = 0
-        self.calls = 0
+        self.commands = 0
         super().__init__(name, database, connection)
-        self._listener = database.listen(self._hear)
+        self._listener = database.listen(self._on_notification)
 
-    def give_up(self, call: Call) -> None:
-        """Look at a parked call for the last time: its caller is gone."""
-        self._again.append(call)
-        self._ring()
+    def cancel_waiter(self, command: Command) -> None:
+        """Remove a waiting command whose caller was cancelled."""
+        self._cancelled.append(command)
+        self._notify()
 
-    def take_back(self, call: Call) -> None:
-        """Undo an answer that arrived while its caller was being cancelled."""
-        if call.future.exception() is None:
-            self._lost(call, call.future.result())
+    def return_result(self, command: Command) -> None:
+        """Undo a result that arrived while its caller was being cancelled."""
+        if command.future.exception() is None:
+            self._on_undelivered(command, command.future.result())
 
-    def _hear(self, queued: bool, finished: Sequence[str] | None) -> None:
-        self._heard.append((queued, finished))
-        self._ring()
+    def _on_undelivered(self, command: Command, value: Any) -> None:
+        self._undelivered.append((command, value))
+        self._notify()
+
+    def _on_notification(self, queued: bool, finished: Sequence[str] | None) -> None:
+        self._notifications.append((queued, finished))
+        self._notify()
 
     def stop(self) -> None:
         if self._process_id == os.getpid() and self._listener is not None:
@@ -107,97 +108,96 @@ class Writer(Lane):
         super().stop()
 
     def _work(self) -> None:
-        while not self._closed or self._calls or self._lost_answers:
-            if not (self._calls or self._again or self._heard):
-                self._sleep(self._patience())
+        while not self._closed or self._queue or self._undelivered:
+            if not (self._queue or self._cancelled or self._notifications):
+                self._sleep(self._idle_seconds())
             self._next_batch()
-            self._process(self._taken)
-            self._taken = []
-            if not self._calls or self._at_once:
-                self._settle_last()
+            self._process(self._running)
+            self._running = []
+            if not self._queue or self._deliver_at_once:
+                self._deliver_committed()
         self._connection.close()
-        self._abandon(f"{self.name} was closed while this call waited")
+        self._reject_all(f"{self.name} was closed while this call waited")
 
-    # -- what to do next -------------------------------------------------------------------------------------------
+    # -- scheduling ------------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> None:
-        calls, taken = self._calls, self._taken
-        for _ in range(min(len(calls), MAX_BATCH)):
-            taken.append(calls.popleft())
-        while self._again:
-            taken.append(self._again.popleft())
+        queue, batch = self._queue, self._running
+        for _ in range(min(len(queue), MAX_BATCH)):
+            batch.append(queue.popleft())
+        while self._cancelled:
+            batch.append(self._cancelled.popleft())
 
-    def _patience(self) -> float | None:
-        """Seconds until something has to be done unasked; None: never."""
-        waits = [] if self._database.single else [IDLE_SECONDS]
-        if self._lost_answers:  # they failed once, with the disk full perhaps
-            waits.append(TICK_SECONDS)
-        if self._due is not None:
+    def _idle_seconds(self) -> float | None:
+        """How long to sleep without being notified; None: for ever."""
+        pauses = [] if self._database.single else [POLL_SECONDS]
+        if self._undelivered:  # undoing them failed, with the disk full perhaps
+            pauses.append(TICK_SECONDS)
+        if self._next_deadline is not None:
             clock = self._clock
-            pause = min(TICK_SECONDS, self._last_tick + TICK_SECONDS - clock.steady())
-            waits.append(max(min(self._due - clock.steady(), clock.next_mark), pause))
-        if self._parked.deadline < math.inf:
-            waits.append(self._parked.deadline - time.monotonic())
-        return max(0.0, min(waits)) if waits else None
+            until_tick = min(TICK_SECONDS, self._last_tick + TICK_SECONDS - clock.steady())
+            pauses.append(max(min(self._next_deadline - clock.steady(), clock.fresh_seconds), until_tick))
+        if self._waiters.deadline < math.inf:
+            pauses.append(self._waiters.deadline - time.monotonic())
+        return max(0.0, min(pauses)) if pauses else None
 
     def _is_due(self) -> bool:
-        """Whether the clock has to look for expired attempts, or to be told that this server is alive to do so."""
-        if self._due is None:
+        """Whether to check deadlines, or to record that this server is alive in order to do so."""
+        if self._next_deadline is None:
             return False
         now = self._clock.steady()
-        return (now >= self._due or self._clock.stale) and abs(now - self._last_tick) >= TICK_SECONDS
+        return (now >= self._next_deadline or self._clock.stale) and abs(now - self._last_tick) >= TICK_SECONDS
+
+    @property
+    def _deliver_at_once(self) -> bool:
+        """Whether durable results are delivered before the next batch. Otherwise, while commands are queued, results
+        are delivered just before the next commit: a commit releases the interpreter lock, so the callers of one batch
+        run while the next is written. Not where another process may hold up the next batch."""
+        return self._database.shared or self._unit.changed_elsewhere
+
+    def _deliver_committed(self) -> None:
+        if self._committed:
+            results, self._committed = self._committed, []
+            self._deliver(results)
 
     # -- one batch -------------------------------------------------------------------------------------------------
 
-    def _process(self, batch: list[Call]) -> None:
+    def _process(self, batch: list[Command]) -> None:
         started = time.perf_counter()
-        answers = self._attempt(batch)
-        self._last += answers
+        results = self._try_batch(batch)
+        self._committed += results
         self.batches += 1
-        self.calls += len(batch)
+        self.commands += len(batch)
         if self.observe is not None:
-            took = time.perf_counter() - started
-            for call, _, _ in answers:
-                self._tell_observer(call, started, took, len(batch))
+            seconds = time.perf_counter() - started
+            for command, _, _ in results:
+                self._notify_observer(command, started, seconds, len(batch))
 
-    @property
-    def _at_once(self) -> bool:
-        """Whether what is durable is answered at once. Otherwise, where more calls wait, their transaction is made
-        ready to commit first: a commit leaves the interpreter to others, so the callers of one batch run while the
-        next is written. Not where somebody else may hold the next one up."""
-        return self._database.shared or self._unit.foreign
-
-    def _settle_last(self) -> None:
-        """Answer the callers of the transactions that are done."""
-        if self._last:
-            answers, self._last = self._last, []
-            self._settle(answers)
-
-    def _attempt(self, batch: list[Call]) -> list[Answer]:
-        """Answer a batch in one transaction; where that fails for the fault of one call perhaps, each in its own."""
-        for last in (False,) * (TRIES - 1) + (True,):
-            answers: list[Answer] = []
+    def _try_batch(self, batch: list[Command]) -> list[Result]:
+        """Run a batch in one transaction. If that fails, possibly through one command, run each in its own."""
+        for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
+            results: list[Result] = []
             try:
-                done = self._transact(batch, answers)
+                committed = self._transact(batch, results)
             except Exception as error:  # noqa: BLE001  every caller of the batch raises it
                 self._roll_back()
-                for call, _, _ in answers:
-                    call.answered = False
+                for command, _, _ in results:
+                    command.done = False
                 if not last and self._database.may_retry(error):
                     continue
                 fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
                 if len(batch) > 1 and not fatal:
                     logger.warning("a transaction of %d calls was undone, each is tried alone: %r", len(batch), error)
-                    return [answer for call in batch for answer in self._attempt([call])]
-                return self._fail(batch, answers, error)
+                    return [result for command in batch for result in self._try_batch([command])]
+                return self._failures(batch, results, error)
             try:
-                self._conclude(done)
-            except Exception:  # what is durable must not be done again
+                self._after_commit(committed)
+            except Exception:  # what is durable must not run again
                 logger.exception("%s: a transaction is done, and what is kept in memory is read anew", self.name)
-                self._start_over()
-            for call, _, _ in answers:
-                self._parked.remove(call)
-            return answers
+                self._reset()
+            for command, _, _ in results:
+                self._waiters.remove(command)
+            return results
         raise AssertionError("unreachable")
 
     def _roll_back(self) -> None:
@@ -206,196 +206,205 @@ class Writer(Lane):
         except self._database.errors as error:
             logger.warning("the store could not undo a transaction: %s", self._database.explain(error))
         self._unit.rolled_back()
-        self._clock.doubt()
+        self._clock.invalidate()
 
-    def _fail(self, batch: list[Call], answers: list[Answer], error: Exception) -> list[Answer]:
-        """What to tell the callers of a transaction that was undone."""
+    def _failures(self, batch: list[Command], results: list[Result], error: Exception) -> list[Result]:
+        """The results of a transaction that was rolled back for good."""
         self._last_tick = self._clock.steady()
         known = isinstance(error, (*self._database.errors, StoreError))
         fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
-        calls = dict.fromkeys([*batch, *(call for call, _, _ in answers)])
-        if calls or str(fault) != self._said:  # the clock tries again several times a second
-            what = "a transaction was undone" if calls else "the store could not apply its time limits, and tries again"
+        commands = dict.fromkeys([*batch, *(command for command, _, _ in results)])
+        if commands or str(fault) != self._last_failure:
+            if commands:
+                what = "a transaction was undone"
+            else:
+                what = "the store could not apply its time limits, and tries again"
             logger.warning("%s: %s", what, fault, exc_info=error)
-        self._said = str(fault)
-        for call in calls:
-            call.answered = True
-            self._parked.remove(call)
-        return [(call, None, type(fault)(*fault.args)) for call in calls]
+        self._last_failure = str(fault)
+        for command in commands:
+            command.done = True
+            self._waiters.remove(command)
+        return [(command, None, type(fault)(*fault.args)) for command in commands]
 
-    def _transact(self, batch: list[Call], answers: list[Answer]) -> _Done:
-        """Up to the commit."""
+    def _transact(self, batch: list[Command], results: list[Result]) -> _Committed:
+        """Run one transaction up to and including its commit."""
         unit, connection = self._unit, self._connection
-        self._hearing += [self._heard.popleft() for _ in range(len(self._heard))]
+        self._accepted += [self._notifications.popleft() for _ in range(len(self._notifications))]
         due = self._is_due()
-        writing = [call for call in batch if call.writes]
-        lost = list(self._lost_answers)
-        writes, foreign = self._begin(bool(batch), due or bool(writing or lost or self._hearing))
-        if foreign and self._hot is not None:  # before the commit makes it look fresh
-            self._hot.clear()
-        unit.begin(foreign)
+        writing = [command for command in batch if command.writes]
+        undelivered = list(self._undelivered)
+        writes, changed_elsewhere = self._begin(bool(batch), due or bool(writing or undelivered or self._accepted))
+        if changed_elsewhere and self._recent_spans is not None:  # before the commit makes them look fresh
+            self._recent_spans.clear()
+        unit.begin(changed_elsewhere)
         self._prefetch(writing)
-        for call, answer in lost:
-            call.undo(unit, answer)
-            unit.settle()
-        unit.line = self._parked.claims
-        for call in writing:
-            self._take(call, answers)
-        if due or foreign:
-            unit.write_first()
-            next_due = self._expire(unit)
+        for command, value in undelivered:
+            command.undo(unit, value)
+            unit.release_savepoint()
+        unit.waiting_ahead = self._waiters.claims
+        for command in writing:
+            self._run_command(command, results)
+        if due or changed_elsewhere:
+            unit.flush()
+            next_deadline = expire(unit)
         else:
-            next_due = self._due
-        news = unit.queued, list(unit.finished)
-        self._learn(foreign)
-        self._claim_parked(answers)
-        unit.write_first()
-        unit.write_counts()
-        self._look(batch, answers)
+            next_deadline = self._next_deadline
+        notification = unit.queues.claimable, list(unit.finished)
+        self._apply_notifications(changed_elsewhere)
+        self._serve_claims(results)
+        unit.flush()
+        unit.write_totals()
+        self._run_reads(batch, results)
         if writes:
-            connection.notify(*news)
-            self._settle_last()
+            connection.notify(*notification)
+            self._deliver_committed()
             connection.commit()
             self.commits += 1
         else:
-            self._settle_last()
+            self._deliver_committed()
             connection.rollback()
-        return _Done(len(lost), due or foreign, next_due)
+        return _Committed(len(undelivered), due or changed_elsewhere, next_deadline)
 
     def _begin(self, called: bool, writes: bool) -> tuple[bool, bool]:
-        """Begin a transaction with the time it is; returns whether it writes, and whether to look at everything for
-        what other processes wrote. On a shared database, on time however busy this server is."""
+        """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
+        because another process may have written; on a shared database that is done in time however busy this server
+        is."""
         connection, clock = self._connection, self._clock
         if self._database.shared:
             now = time.monotonic()
-            foreign = not (called or self._hearing) or now - self._looked >= IDLE_SECONDS
-            if foreign:
-                self._looked = now
-            writes |= foreign
+            poll = not (called or self._accepted) or now - self._last_poll >= POLL_SECONDS
+            if poll:
+                self._last_poll = now
+            writes |= poll
             if writes and clock.stale:
-                connection.keep_time(clock)
+                connection.sync_clock(clock)
             connection.begin(writes)
-            return writes, foreign
+            return writes, poll
         connection.begin(writes)
-        foreign = connection.changed()
-        if foreign and not writes:  # what expired elsewhere may have to be seen to
+        changed = connection.changed()
+        if changed and not writes:  # the other process may have left something that is due
             connection.rollback()
             connection.begin(True)
             writes = True
             connection.changed()
-        if foreign or (writes and clock.stale):
-            connection.keep_time(clock)
-        return writes, foreign
+        if changed or (writes and clock.stale):
+            connection.sync_clock(clock)
+        return writes, changed
 
-    def _conclude(self, done: _Done) -> None:
-        """After the commit."""
+    def _after_commit(self, committed: _Committed) -> None:
         unit = self._unit
         unit.committed()
-        self._hearing.clear()
-        if self._hot is not None and (unit.written or unit.dropped):
-            self._hot.committed(unit.written, unit.dropped)
-        for _ in range(done.taken_back):
-            self._lost_answers.popleft()
-        if done.looked:
+        self._accepted.clear()
+        if self._recent_spans is not None and (unit.packs or unit.deleted_rollouts):
+            self._recent_spans.committed(unit.packs, unit.deleted_rollouts)
+        for _ in range(committed.undone_results):
+            self._undelivered.popleft()
+        if committed.deadlines_checked:
             self._last_tick = self._clock.steady()
-        deadlines = [each for each in (done.next_due, unit.deadline) if each is not None]
-        self._due = min(deadlines, default=None)
+        deadlines = [each for each in (committed.next_deadline, unit.deadline) if each is not None]
+        self._next_deadline = min(deadlines, default=None)
 
-    def _start_over(self) -> None:
-        """Nothing in memory is relied on any more: what it says may not be what was committed."""
+    def _reset(self) -> None:
+        """Drop everything in memory, which may differ from what was committed."""
         self._unit.rolled_back()
-        if self._hot is not None:
-            self._hot.clear()
-        self._hearing.clear()
-        self._due = self._clock.steady()
+        if self._recent_spans is not None:
+            self._recent_spans.clear()
+        self._accepted.clear()
+        self._next_deadline = self._clock.steady()
 
-    def _learn(self, foreign: bool) -> None:
-        """Have those who wait look at what other processes did. What they told is not told again."""
+    def _apply_notifications(self, changed_elsewhere: bool) -> None:
+        """Let waiting commands see what other processes did. Comes after this server's own notification, so that
+        theirs is not sent again."""
         unit = self._unit
-        unit.foreign = foreign
-        unit.queued |= foreign
-        for queued, finished in self._hearing:
-            unit.queued |= queued
-            unit.foreign |= finished is None
+        unit.changed_elsewhere = changed_elsewhere
+        unit.queues.claimable |= changed_elsewhere
+        for queued, finished in self._accepted:
+            unit.queues.claimable |= queued
+            unit.changed_elsewhere |= finished is None
             unit.finished.update(finished or ())
 
-    def _prefetch(self, calls: list[Call]) -> None:
-        wants = Wants()
-        for call in calls:
-            call.want(wants)
-            if call.idempotent is not None:
-                wants.keys.add(call.idempotent.key)
-        if self._unit.queued or wants.claims or self._parked.claims:
-            wants.claims += len(self._parked.claims)
-        self._unit.prefetch(wants)
+    def _prefetch(self, commands: list[Command]) -> None:
+        needs = Prefetch()
+        for command in commands:
+            command.prefetch(needs)
+            if command.idempotent is not None:
+                needs.keys.add(command.idempotent.key)
+        if self._unit.queues.claimable or needs.claims or self._waiters.claims:
+            needs.claims += len(self._waiters.claims)
+        self._unit.prefetch(needs)
 
-    def _claim_parked(self, answers: list[Answer]) -> None:
-        """Give what waits to be claimed to those who wait for it, the first ones first."""
-        self._unit.line = ()
-        if not (self._unit.queued or self._unit.lined_up):
+    # -- running commands ------------------------------------------------------------------------------------------
+
+    def _serve_claims(self, results: list[Result]) -> None:
+        """Run the waiting claims, in order of arrival."""
+        self._unit.waiting_ahead = ()
+        if not (self._unit.queues.claimable or self._unit.claims_queued):
             return
-        in_vain: set[Group] = set()
-        for call, group in list(self._parked.claims.items()):
-            hopeless = group in in_vain or (None in in_vain and not _names_private_queue(group))
-            if not hopeless and not self._take(call, answers):
-                in_vain.add(group)  # the others of the group want the same
+        empty: set[QueueNames] = set()
+        for command, queues in list(self._waiters.claims.items()):
+            hopeless = queues in empty or (None in empty and not _names_private_queue(queues))
+            if not hopeless and not self._run_command(command, results):
+                empty.add(queues)  # other claims of the same queues would find nothing either
 
-    def _look(self, batch: list[Call], answers: list[Answer]) -> None:
-        """Answer those who only look, those parked whom it concerns, and those whose time is up."""
-        for call in self._parked.concerned(self._unit):
-            self._take(call, answers)
-        for call in batch:
-            if not call.writes:
-                self._take(call, answers)
-        for call in self._parked.expired():
-            if not call.answered:
-                self._answer_call(call, call.at_timeout, answers)
+    def _run_reads(self, batch: list[Command], results: list[Result]) -> None:
+        """Run the waiting commands that are affected, the queries of the batch, and what has timed out."""
+        unit = self._unit
+        waiters = self._waiters
+        for command in waiters.rollout_waits() if unit.changed_elsewhere else waiters.affected(unit.finished):
+            self._run_command(command, results)
+        for command in batch:
+            if not command.writes:
+                self._run_command(command, results)
+        for command in waiters.expired():
+            if not command.done:
+                self._execute(command, command.on_timeout, results)
 
-    def _take(self, call: Call, answers: list[Answer]) -> bool:
-        """Run a call; False where it found nothing to do."""
-        if call.answered or call.future.cancelled():
-            self._parked.remove(call)
+    def _run_command(self, command: Command, results: list[Result]) -> bool:
+        """Returns False where it has to wait."""
+        if command.done or command.future.cancelled():
+            self._waiters.remove(command)
             return True
-        return self._answer_call(call, call.run, answers)
+        return self._execute(command, command.run, results)
 
-    def _answer_call(self, call: Call, run: Callable[[Unit], Any], answers: list[Answer]) -> bool:
+    def _execute(self, command: Command, run: Callable[[UnitOfWork], Any], results: list[Result]) -> bool:
         unit = self._unit
         try:
-            result = run(unit) if call.idempotent is None else unit.answered.run(call, run, unit)
+            if command.idempotent is None:
+                value = run(unit)
+            else:
+                value = unit.answered.run(command.idempotent, partial(run, unit), command.convert)
         except self._database.errors:
             raise
-        except Exception as error:  # noqa: BLE001  the caller's thread raises it
-            unit.undo()
-            call.answered = True
-            answers.append((call, None, error))
+        except Exception as error:  # noqa: BLE001  the caller raises it
+            unit.rollback_to_savepoint()
+            command.done = True
+            results.append((command, None, error))
             return True
-        unit.settle()
-        if result is PARK:
-            call.park(self._parked)
+        unit.release_savepoint()
+        if value is WAIT:
+            command.wait(self._waiters)
             return False
-        call.answered = True
-        answers.append((call, result, None))
+        command.done = True
+        results.append((command, value, None))
         return True
 
-    def _lost(self, call: Call, result: Any) -> None:
-        self._lost_answers.append((call, result))
-        self._ring()
+    # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _die(self, error: BaseException) -> None:
-        durable = {call for call, _, _ in self._last}
-        self._settle_last()
-        self._taken = [call for call in self._taken if call not in durable]
-        super()._die(error)
+    def _on_crash(self, error: BaseException) -> None:
+        durable = {command for command, _, _ in self._committed}
+        self._deliver_committed()
+        self._running = [command for command in self._running if command not in durable]
+        super()._on_crash(error)
 
-    def _abandon(self, reason: str) -> None:
-        parked = self._parked.all()
-        for call in parked:
-            self._parked.remove(call)
-        self._settle_last()
-        self._refuse(parked, reason)
-        super()._abandon(reason)
+    def _reject_all(self, reason: str) -> None:
+        waiting = self._waiters.all()
+        for command in waiting:
+            self._waiters.remove(command)
+        self._deliver_committed()
+        self._reject(waiting, reason)
+        super()._reject_all(reason)
 
 
-def _names_private_queue(group: Group) -> bool:
+def _names_private_queue(queues: QueueNames) -> bool:
     """Whether a claim may find what one that names no queue does not."""
-    return group is not None and any(map(is_private_queue, group))
+    return queues is not None and any(map(is_private_queue, queues))

@@ -1,140 +1,157 @@
-"""How rollouts and attempts change status: the tables of rollouts.py, applied to what a unit holds in memory.
+"""The state machine of rollouts and attempts: the only place where their status changes.
 
-An attempt *speaks* for its rollout while it is the latest one, has not been fenced off (by a cancel or a requeue) and
-the rollout has not finished. Only then does what it does move the rollout.
+The tables of legal transitions are those of rollouts.py. An attempt is *current* while it is the latest one, is not
+superseded (by a cancel or a requeue) and its rollout has not finished. Only a current attempt changes its rollout.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from agentlightning.errors import ConflictError, StoreError
+from agentlightning.errors import ConflictError
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANSITIONS, WAITING, AttemptedRollout
-from agentlightning.store.base import Unset
+from agentlightning.store import validation
 from agentlightning.store.ids import new_id
-from agentlightning.store.sql.tables import mapping, statements
-from agentlightning.store.sql.tables.rows import OPEN, AttemptState, RolloutState, WorkerState
+from agentlightning.store.sql.session.rows import OPEN, AttemptRow, RolloutRow, WorkerRow, worker_columns
+from agentlightning.store.sql.session.unit_of_work import UnitOfWork
+from agentlightning.store.sql.tables import mapping
+from agentlightning.store.types import Unset, Worker
 
-if TYPE_CHECKING:
-    from agentlightning.store.sql.execution.unit_of_work import Unit
-
-logger = logging.getLogger(__name__)
-
-EXPIRE_AT_ONCE: Final = 200
-"""Attempts ended in one transaction at most; the rest follow at the next tick."""
 FAILURES: Final = frozenset({"failed", "timeout", "unresponsive"})
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------
 
 
-def move_attempt(unit: Unit, state: AttemptState, status: str, error: dict[str, str] | None = None) -> None:
-    """Change the status of an attempt that speaks; its rollout follows."""
-    if status == state.status:
+def set_attempt_status(unit: UnitOfWork, attempt: AttemptRow, status: str, error: dict[str, str] | None = None) -> None:
+    """Change the status of a current attempt; its rollout follows."""
+    if status == attempt.status:
         return
-    if status not in ATTEMPT_TRANSITIONS[state.status]:
+    if status not in ATTEMPT_TRANSITIONS[attempt.status]:
         raise ConflictError(
-            f"attempt {state.attempt_id!r} of rollout {state.rollout.rollout_id!r} is {state.status!r} and cannot "
-            f"become {status!r}; from there it may become: {_named(ATTEMPT_TRANSITIONS[state.status])}"
+            f"attempt {attempt.attempt_id!r} of rollout {attempt.rollout.rollout_id!r} is {attempt.status!r} and "
+            f"cannot become {status!r}; from there it may become: {_listed(ATTEMPT_TRANSITIONS[attempt.status])}"
         )
-    unit.touch_attempt(state)
-    if state.status == "unresponsive":
-        _forget_error(state)
+    unit.modify_attempt(attempt)
+    if attempt.status == "unresponsive":
+        _clear_error(attempt)
     if error is not None:
-        _record_error(state, error)
-    before, state.status = state.status, status
-    target = _rollout_status(state)
-    if status == "timeout" and before == "unresponsive" and state.rollout.status == "requeuing":
-        target = "requeuing"  # the retry that was promised when it was lost is not taken back because time passes
-    _set_times(unit, state, keep_timeout=target not in FINISHED)
-    move_rollout(unit, state.rollout, target)
+        _set_error(attempt, error)
+    old, attempt.status = attempt.status, status
+    target = _rollout_status(attempt)
+    if status == "timeout" and old == "unresponsive" and attempt.rollout.status == "requeuing":
+        target = "requeuing"  # the loss of the attempt already earned a retry, and the timeout does not revoke it
+    _set_times(unit, attempt, keep_timeout=target not in FINISHED)
+    set_rollout_status(unit, attempt.rollout, target)
 
 
-def _set_times(unit: Unit, state: AttemptState, keep_timeout: bool) -> None:
-    """After a change of status."""
-    is_open = state.status in OPEN
-    state.silent_at = None
-    if is_open and state.silence is not None:
-        state.silent_at = unit.steady + state.silence
-        unit.remind(state.silent_at)
-    if not keep_timeout or not (is_open or state.status == "unresponsive"):
-        state.timeout_at = None
-    state.end_time = None if is_open else unit.wall
-    if state.worker_id is not None:
-        unit.changed_work(state)
+def _set_times(unit: UnitOfWork, attempt: AttemptRow, keep_timeout: bool) -> None:
+    """Update end time and deadlines after a change of status."""
+    is_open = attempt.status in OPEN
+    attempt.silent_at = None
+    if is_open and attempt.silence is not None:
+        attempt.silent_at = unit.steady + attempt.silence
+        unit.note_deadline(attempt.silent_at)
+    if not keep_timeout or not (is_open or attempt.status == "unresponsive"):
+        attempt.timeout_at = None
+    attempt.end_time = None if is_open else unit.wall
+    if attempt.worker_id is not None:
+        unit.attempt_changed(attempt)
 
 
-def _rollout_status(state: AttemptState) -> str:
-    """What a rollout is when its latest attempt is in `state`."""
-    if state.status in ("preparing", "running", "succeeded"):
-        return state.status
-    config = state.rollout.read_config()
-    retry = state.status in config.retry_condition and state.sequence_id < config.max_attempts
+def _rollout_status(attempt: AttemptRow) -> str:
+    """The status of a rollout whose latest attempt this is."""
+    if attempt.status in ("preparing", "running", "succeeded"):
+        return attempt.status
+    config = attempt.rollout.read_config()
+    retry = attempt.status in config.retry_condition and attempt.sequence_id < config.max_attempts
     return "requeuing" if retry else "failed"
 
 
-def _record_error(state: AttemptState, error: dict[str, str]) -> None:
-    state.metadata = mapping.dump({**state.read_metadata(), "error": error}, "attempt metadata")
+def _set_error(attempt: AttemptRow, error: dict[str, str]) -> None:
+    attempt.metadata = validation.to_json({**attempt.read_metadata(), "error": error}, "attempt metadata")
 
 
-def _forget_error(state: AttemptState) -> None:
-    """It was thought lost and is not."""
-    metadata = state.read_metadata()
+def _clear_error(attempt: AttemptRow) -> None:
+    """The attempt was taken for lost, and is not."""
+    metadata = attempt.read_metadata()
     if metadata.pop("error", None) is not None:
-        state.metadata = mapping.dump(metadata, "attempt metadata")
+        attempt.metadata = validation.to_json(metadata, "attempt metadata")
 
 
-def hear(unit: Unit, state: AttemptState, time: float) -> None:
-    """A sign of life: what was preparing or thought lost is running."""
-    if state.status in ("preparing", "unresponsive") and state.speaks:
-        move_attempt(unit, state, "running")
-    unit.touch_attempt(state)
-    state.last_heartbeat_time = time
-    if state.silence is not None and state.status in OPEN:
-        state.silent_at = unit.steady + state.silence
+def failure(kind: str, message: str) -> dict[str, str]:
+    """The `error` in the metadata of an attempt that the store ended."""
+    return {"type": kind, "message": message, "traceback": ""}
 
 
-def describe(unit: Unit, state: AttemptState, worker_id: str | Unset, metadata: dict[str, Any] | Unset) -> None:
-    """Change who runs an attempt, and add to its metadata."""
-    unit.touch_attempt(state)
+def record_heartbeat(unit: UnitOfWork, attempt: AttemptRow, time: float) -> None:
+    """A current attempt that was preparing or unresponsive is running."""
+    if attempt.status in ("preparing", "unresponsive") and attempt.is_current:
+        set_attempt_status(unit, attempt, "running")
+    unit.modify_attempt(attempt)
+    attempt.last_heartbeat_time = time
+    if attempt.silence is not None and attempt.status in OPEN:
+        attempt.silent_at = unit.steady + attempt.silence
+
+
+def update_fields(
+    unit: UnitOfWork, attempt: AttemptRow, worker_id: str | Unset, metadata: dict[str, Any] | Unset
+) -> None:
+    """Change the worker that runs an attempt, and merge into its metadata."""
+    unit.modify_attempt(attempt)
     if not isinstance(worker_id, Unset):
-        before, state.worker_id = state.worker_id, worker_id
-        unit.changed_work(state, before)
+        before, attempt.worker_id = attempt.worker_id, worker_id
+        unit.attempt_changed(attempt, before)
     if not isinstance(metadata, Unset):
-        if state.metadata != "{}":
-            metadata = {**state.read_metadata(), **metadata}
-        state.metadata = mapping.dump(metadata, "metadata")
+        if attempt.metadata != "{}":
+            metadata = {**attempt.read_metadata(), **metadata}
+        attempt.metadata = validation.to_json(metadata, "metadata")
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------
 
 
-def move_rollout(unit: Unit, rollout: RolloutState, status: str) -> None:
-    """Change the status of a rollout, along the table. What was queued again for a lost attempt is claimed anew when
-    the attempt comes back."""
+def set_rollout_status(unit: UnitOfWork, rollout: RolloutRow, status: str) -> None:
+    """Change the status of a rollout along the table. A rollout that waits for a retry of a lost attempt counts as
+    claimed again when that attempt comes back."""
     old = rollout.status
     if status == old:
         return
-    steps = ROLLOUT_TRANSITIONS[old]
+    allowed = ROLLOUT_TRANSITIONS[old]
     if old == "requeuing" and status in ("running", "succeeded"):
-        steps = ROLLOUT_TRANSITIONS["preparing"]
-    if status not in steps:
+        allowed = ROLLOUT_TRANSITIONS["preparing"]
+    if status not in allowed:
         raise _illegal(rollout.rollout_id, old, status)
-    unit.move_rollout(rollout, status)
+    _apply(unit, rollout, status)
+
+
+def _apply(unit: UnitOfWork, rollout: RolloutRow, status: str) -> None:
+    """Change the status and notify the queues and those who wait."""
+    old = rollout.status
+    unit.modify_rollout(rollout)
+    rollout.status = status
+    if status in FINISHED:
+        rollout.end_time = unit.wall
+        unit.finished.add(rollout.rollout_id)
+    else:
+        rollout.end_time = None
+    unit.queues.status_changed(rollout, old, status)
 
 
 def _illegal(rollout_id: str, old: str, new: str) -> ConflictError:
     return ConflictError(
         f"rollout {rollout_id!r} is {old!r} and cannot become {new!r}; from there it may become: "
-        f"{_named(ROLLOUT_TRANSITIONS[old])}"
+        f"{_listed(ROLLOUT_TRANSITIONS[old])}"
     )
 
 
-def set_status(unit: Unit, rollout: RolloutState, status: str) -> None:
-    """What `update_rollout(status=...)` asks for."""
+def _listed(statuses: frozenset[str]) -> str:
+    return ", ".join(sorted(statuses)) or "nothing, it has ended"
+
+
+def update_rollout_status(unit: UnitOfWork, rollout: RolloutRow, status: str) -> None:
+    """Set the status that `update_rollout` was given."""
     old = rollout.status
     if status == old:
         return
@@ -151,67 +168,70 @@ def set_status(unit: Unit, rollout: RolloutState, status: str) -> None:
         )
     if status not in ROLLOUT_TRANSITIONS[old]:
         raise _illegal(rollout.rollout_id, old, status)
-    _finish_by_hand(unit, rollout, status)
-
-
-def _finish_by_hand(unit: Unit, rollout: RolloutState, status: str) -> None:
-    """Running, succeeded or failed, said of the rollout: its open attempt shares the fate, and is not tried again."""
-    move_rollout(unit, rollout, status)
+    set_rollout_status(unit, rollout, status)
     latest = rollout.latest
-    if latest is not None and not latest.superseded and latest.status in OPEN:
-        unit.touch_attempt(latest)
+    if latest is not None and not latest.superseded and latest.status in OPEN:  # it follows, and is not retried
+        unit.modify_attempt(latest)
         latest.status = status
         _set_times(unit, latest, keep_timeout=status not in FINISHED)
     elif status in FINISHED:
         fence(unit, rollout)
 
 
-def requeue(unit: Unit, rollout: RolloutState, reason: str) -> None:
-    """Queue a claimed or finished rollout again; its attempts are fenced off."""
-    close(unit, rollout, reason)
-    move_rollout(unit, rollout, "requeuing")
+def requeue(unit: UnitOfWork, rollout: RolloutRow, reason: str) -> None:
+    """Queue a claimed or finished rollout again; its attempts are superseded."""
+    close_attempts(unit, rollout, reason)
+    set_rollout_status(unit, rollout, "requeuing")
 
 
-def cancel(unit: Unit, rollout: RolloutState) -> None:
-    """Cancel a rollout that has not finished; its attempts are fenced off."""
-    close(unit, rollout, "the rollout was cancelled")
-    move_rollout(unit, rollout, "cancelled")
+def cancel(unit: UnitOfWork, rollout: RolloutRow) -> None:
+    """Cancel a rollout that has not finished; its attempts are superseded."""
+    close_attempts(unit, rollout, "the rollout was cancelled")
+    set_rollout_status(unit, rollout, "cancelled")
 
 
-def close(unit: Unit, rollout: RolloutState, reason: str) -> None:
-    """Fence off every attempt of a rollout. One still open becomes unresponsive."""
+def give_up(unit: UnitOfWork, rollout: RolloutRow) -> None:
+    """Cancel a rollout whose row is damaged, whatever its status."""
+    fence(unit, rollout)
+    _apply(unit, rollout, "cancelled")
+
+
+def close_attempts(unit: UnitOfWork, rollout: RolloutRow, reason: str) -> None:
+    """Supersede every attempt of a rollout. One that is open becomes unresponsive."""
     latest = rollout.latest
     if latest is not None and latest.status in OPEN:
-        unit.touch_attempt(latest)
-        _record_error(latest, failure("Superseded", reason))
+        unit.modify_attempt(latest)
+        _set_error(latest, failure("Superseded", reason))
         latest.status = "unresponsive"
         _set_times(unit, latest, keep_timeout=False)
     fence(unit, rollout)
 
 
-def fence(unit: Unit, rollout: RolloutState) -> None:
-    """Only the latest attempt can be without a fence: each claim fences off those before it."""
+def fence(unit: UnitOfWork, rollout: RolloutRow) -> None:
+    """Mark the latest attempt as superseded; each claim has marked those before it."""
     latest = rollout.latest
     if latest is not None and not latest.superseded:
-        unit.touch_attempt(latest)
+        unit.modify_attempt(latest)
         latest.superseded = 1
         latest.timeout_at = latest.silent_at = None
-        unit.changed_work(latest)
+        unit.attempt_changed(latest)
 
 
-# -- claiming --------------------------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------------------------
 
 
-def claim(unit: Unit, rollout: RolloutState, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
+def claim(
+    unit: UnitOfWork, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None
+) -> AttemptedRollout:
     """Start the next attempt of a rollout."""
     old = rollout.status
     if "preparing" not in ROLLOUT_TRANSITIONS[old] and "requeuing" not in ROLLOUT_TRANSITIONS[old]:
         raise ConflictError(f"rollout {rollout.rollout_id!r} has {old}; enqueue the task as a new rollout")
     worker = None if worker_id is None else unit.worker(worker_id)
-    if rollout.attempts:
-        close(unit, rollout, f"attempt {rollout.attempts + 1} was started")
-    unit.move_rollout(rollout, "preparing")
-    rollout.attempts += 1
+    if rollout.attempt_count:
+        close_attempts(unit, rollout, f"attempt {rollout.attempt_count + 1} was started")
+    _apply(unit, rollout, "preparing")
+    rollout.attempt_count += 1
     config = mapping.DEFAULT_CONFIG if rollout.config is None else rollout.read_config()
     steady = unit.steady
     timeout_at = None if config.timeout_seconds is None else steady + config.timeout_seconds
@@ -219,22 +239,22 @@ def claim(unit: Unit, rollout: RolloutState, worker_id: str | None, attempt_id: 
     attempt = unit.add_attempt(
         rollout,
         (
-            *(rollout.attempts, attempt_id or new_id("at"), "preparing", unit.wall, None, worker_id, None),
+            *(rollout.attempt_count, attempt_id or new_id("at"), "preparing", unit.wall, None, worker_id, None),
             *("{}", 0, 0, 0, 0, timeout_at, config.unresponsive_seconds, silent_at),
         ),
     )
     if timeout_at is not None:
-        unit.remind(timeout_at)
+        unit.note_deadline(timeout_at)
     if silent_at is not None:
-        unit.remind(silent_at)
+        unit.note_deadline(silent_at)
     if worker is not None:
-        hear_worker(unit, worker)
+        record_worker_heartbeat(unit, worker)
     return rollout.to_attempted(attempt)
 
 
-def unclaim(unit: Unit, claimed: Iterable[tuple[AttemptedRollout, int]]) -> None:
-    """Put back what was claimed for a caller that is gone, unless the claim was answered again meanwhile, to one who
-    repeated it: otherwise nobody has seen these attempts. With each, how often its claim had been answered by then."""
+def release_claim(unit: UnitOfWork, claimed: Iterable[tuple[AttemptedRollout, int]]) -> None:
+    """Revert a claim whose caller is gone, unless the claim was answered again meanwhile, to a caller that repeated
+    it: otherwise nobody has seen these attempts. With each comes how often its claim had been answered."""
     for each, claims in claimed:
         rollout = unit.find_rollout(each.rollout_id)
         latest = None if rollout is None else rollout.latest
@@ -243,139 +263,72 @@ def unclaim(unit: Unit, claimed: Iterable[tuple[AttemptedRollout, int]]) -> None
         if latest.status != "preparing" or latest.superseded or latest.claims != claims:
             continue
         unit.remove_attempt(latest)
-        rollout.attempts -= 1
-        unit.move_rollout(rollout, "requeuing" if rollout.attempts else "queuing")
+        rollout.attempt_count -= 1
+        _apply(unit, rollout, "requeuing" if rollout.attempt_count else "queuing")
 
 
-def hand_out_again(unit: Unit, state: AttemptState) -> AttemptedRollout:
-    """The answer to a claim that is repeated. Whoever made it before does not take it back from now on."""
-    if state.status == "preparing" and not state.superseded:
-        unit.touch_attempt(state)
-        state.claims += 1
-    return state.rollout.to_attempted(state)
+def repeat_claim(unit: UnitOfWork, attempt: AttemptRow) -> AttemptedRollout:
+    """Answer a repeated claim. From now on, the first caller no longer releases it."""
+    if attempt.status == "preparing" and not attempt.superseded:
+        unit.modify_attempt(attempt)
+        attempt.claims += 1
+    return attempt.rollout.to_attempted(attempt)
 
 
 # -- workers ---------------------------------------------------------------------------------------------------------
 
 
-def hear_worker(unit: Unit, worker: WorkerState) -> None:
-    """A sign of life of a worker."""
-    unit.touch_worker(worker)
+def update_worker(unit: UnitOfWork, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
+    """The heartbeat of a worker, which keeps its open attempts alive. stats is JSON."""
+    worker = unit.worker(worker_id)
+    unit.load(set(worker.open_attempts.values()))
+    unit.modify_worker(worker)
+    if stats is not None:
+        worker.stats = stats
+    if lease_seconds is not None:
+        worker.lease_seconds = lease_seconds
+    record_worker_heartbeat(unit, worker)
+    for attempt_id, rollout_id in worker.open_attempts.items():
+        attempt = unit.rollout(rollout_id).attempts[attempt_id]
+        if attempt.status in OPEN:
+            unit.modify_attempt(attempt)
+            attempt.last_heartbeat_time = unit.wall
+            if attempt.silence is not None:
+                attempt.silent_at = unit.steady + attempt.silence
+    latest = next(reversed(worker.open_attempts.items()), None)
+    current = None if latest is None else (latest[1], latest[0])
+    return mapping.to_worker(worker_columns(worker), current, len(worker.open_attempts))
+
+
+def record_worker_heartbeat(unit: UnitOfWork, worker: WorkerRow) -> None:
+    unit.modify_worker(worker)
     worker.last_heartbeat_time = unit.wall
     worker.lost = 0
     worker.lost_at = None
     if worker.lease_seconds is not None:
         worker.lost_at = unit.steady + worker.lease_seconds
-        unit.remind(worker.lost_at)
+        unit.note_deadline(worker.lost_at)
 
 
-def note_failure(unit: Unit, worker: WorkerState | None, state: AttemptState) -> None:
-    """Remember how the last failed attempt of a worker ended."""
+def record_failure(unit: UnitOfWork, worker: WorkerRow | None, attempt: AttemptRow) -> None:
+    """Set the last error of a worker to that of an attempt."""
     if worker is None:
         return
-    error = state.read_metadata().get("error")
-    told = error if isinstance(error, dict) else {}
-    unit.touch_worker(worker)
-    worker.last_error = mapping.dump(
+    error = attempt.read_metadata().get("error")
+    details = error if isinstance(error, dict) else {}
+    unit.modify_worker(worker)
+    worker.last_error = validation.to_json(
         {
-            "rollout_id": state.rollout.rollout_id,
-            "attempt_id": state.attempt_id,
-            "type": told.get("type", state.status),
-            "message": told.get("message", f"the attempt became {state.status}"),
+            "rollout_id": attempt.rollout.rollout_id,
+            "attempt_id": attempt.attempt_id,
+            "type": details.get("type", attempt.status),
+            "message": details.get("message", f"the attempt became {attempt.status}"),
             "time": unit.wall,
         },
         "last_error",
     )
 
 
-def worker_of(unit: Unit, state: AttemptState) -> WorkerState | None:
-    """Before the call changes anything."""
-    return None if state.worker_id is None else unit.worker(state.worker_id)
-
-
-# -- the clock -------------------------------------------------------------------------------------------------------
-
-
-def expire(unit: Unit) -> float | None:
-    """End the attempts whose time is up, and those of workers whose lease has run out; returns the next deadline on the
-    steady clock."""
-    now = unit.steady
-    _expire_timeouts(unit, now)
-    _expire_silent(unit, now)
-    _expire_leases(unit, now)
-    unit.write_first()
-    nexts: list[Any] = [
-        unit.connection.all(statement)[0][0]
-        for statement in (statements.NEXT_TIMEOUT, statements.NEXT_SILENCE, statements.NEXT_LOST)
-    ]
-    return min((deadline for deadline in nexts if deadline is not None), default=None)
-
-
-def _expire_timeouts(unit: Unit, now: float) -> None:
-    for state in _due(unit, statements.TIMED_OUT, now):
-        if state.timeout_at is not None and state.timeout_at <= now:
-            _end(unit, state, "timeout", failure("Timeout", f"did not end {_within(state)}"))
-
-
-def _expire_silent(unit: Unit, now: float) -> None:
-    for state in _due(unit, statements.FELL_SILENT, now):
-        if state.silent_at is not None and state.silent_at <= now:
-            message = f"gave no sign of life for {state.silence or 0:g} s"
-            _end(unit, state, "unresponsive", failure("Unresponsive", message))
-
-
-def _due(unit: Unit, statement: statements.Statement, now: float) -> list[AttemptState]:
-    unit.write_first()
-    rows = unit.connection.all(statement, now, EXPIRE_AT_ONCE)
-    unit.load({rollout_id for _, rollout_id in rows})
-    found = [unit.rollout(rollout_id).tries.get(attempt_id) for attempt_id, rollout_id in rows]
-    states = [state for state in found if state is not None]
-    unit.load_workers({state.worker_id for state in states if state.worker_id is not None})
-    return states
-
-
-def _expire_leases(unit: Unit, now: float) -> None:
-    unit.write_first()
-    names = [row[0] for row in unit.connection.all(statements.LOST_WORKERS, now, EXPIRE_AT_ONCE)]
-    unit.load_workers(names)
-    unit.load({rollout_id for name in names for rollout_id in unit.worker(name).work.values()})
-    for worker in map(unit.worker, names):
-        if worker.lost_at is None or worker.lost_at > now:
-            continue
-        unit.touch_worker(worker)
-        worker.lost_at, worker.lost = None, 1
-        unit.settle()
-        message = f"its worker {worker.worker_id!r} gave no sign of life for {worker.lease_seconds or 0:g} s"
-        for attempt_id, rollout_id in list(worker.work.items()):
-            state = unit.rollout(rollout_id).tries[attempt_id]
-            _end(unit, state, "unresponsive", failure("WorkerLost", message))
-
-
-def _within(state: AttemptState) -> str:
-    with contextlib.suppress(StoreError):
-        limit = state.rollout.read_config().timeout_seconds
-        if limit is not None:
-            return f"within {limit:g} s"
-    return "in its time"
-
-
-def _end(unit: Unit, state: AttemptState, status: str, error: dict[str, str]) -> None:
-    """One that is damaged is let be, so that it holds up no other."""
-    worker = worker_of(unit, state)
-    try:
-        move_attempt(unit, state, status, error)
-        note_failure(unit, worker, state)
-    except StoreError as refusal:
-        unit.undo()
-        logger.error("an attempt whose time is up cannot be ended: %s", refusal)
-        unit.touch_attempt(state)
-        state.timeout_at = state.silent_at = None
-    unit.settle()
-
-
-def failure(kind: str, message: str) -> dict[str, str]:
-    return {"type": kind, "message": message, "traceback": ""}
-
-
-def _named(statuses: frozenset[str]) -> str:
-    return ", ".join(sorted(statuses)) or "nothing, it has ended"
+def worker_of(unit: UnitOfWork, attempt: AttemptRow) -> WorkerRow | None:
+    """The worker that runs an attempt. Must come before the first change of a command."""
+    return None if attempt.worker_id is None else unit.worker(attempt.worker_id)

@@ -1,120 +1,40 @@
-"""Finding, checking and opening a PostgreSQL database."""
+"""The PostgreSQL backend: prepares a database, connects to it and listens to other servers."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import threading
-import time
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+from typing import Any, Final
 
 import psycopg
-from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
-from sqlalchemy.engine import Dialect
 
-from agentlightning.errors import ConfigError, StoreError
-from agentlightning.store.ids import new_hex
+from agentlightning.errors import StoreError
 from agentlightning.store.sql.migrations import migrate
-from agentlightning.store.sql.postgres import errors
-from agentlightning.store.sql.postgres.connection import PostgresConnection, value
-from agentlightning.store.sql.postgres.dialect import DIALECT
-from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
-from agentlightning.store.sql.postgres.listener import RETRY_SECONDS, PostgresListener
-from agentlightning.store.sql.postgres.schema import ALLOW, PostgresSchema
+from agentlightning.store.sql.postgres.connection import PostgresConnection, fetch_value
+from agentlightning.store.sql.postgres.listener import PostgresListener
+from agentlightning.store.sql.postgres.schema import PostgresSchema
+from agentlightning.store.sql.postgres.server import PostgresServer
 from agentlightning.store.sql.tables.backend import Wake
 
-PATIENCE_SECONDS: Final = 60.0
-"""How long a call waits for a lost server to come back."""
-SUSPENDED_SECONDS: Final = 30
-"""A server silent for so long within a transaction (suspended, say) loses it, so that others can go on."""
-OLDEST: Final = 130_000
+MIN_VERSION: Final = 130_000
 """PostgreSQL 13."""
-MAX_NAME_BYTES: Final = 63
-"""Of a schema, a channel or anything else."""
-_SETTINGS: Final = (
-    ALLOW + "SET statement_timeout = 0; SET lock_timeout = '120s'; SET client_min_messages = warning; "
-    f"SET idle_in_transaction_session_timeout = '{SUSPENDED_SECONDS}s'; "
-    # A stronger setting than "on" is the administrator's choice, a weaker one would lose what was acknowledged.
-    "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') IN "
-    "('off', 'local'); "
-)
-_LINK: Final = {
-    "application_name": "agentlightning",
-    "connect_timeout": "10",
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
-}
-"""Of libpq, where the URL says nothing else: a server that vanished is noticed within half a minute."""
 
 
-class PostgresDatabase:
-    """The PostgreSQL database at `url`: `postgresql://USER:PASSWORD@HOST:PORT/DATABASE`, with libpq's parameters and
-    `schema=NAME` (made where there is none). Raises ConfigError for a URL that is none.
-
-    Sources of what the URL leaves out: libpq's environment (PGUSER, PGPASSWORD, ...) and files. Give it the server
-    itself or a pooler that keeps sessions: LISTEN and prepared statements do not pass one that does not.
-    """
-
-    shared = True
-    single = False
-    errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error, ConnectError, UnknownOutcomeError)
-
-    def __init__(self, url: str) -> None:
-        self._parameters, self._schema = _read_url(url)
-        self.name = _name_of(self._parameters, self._schema)
-        self.dialect: Dialect = DIALECT
-        self.server = new_hex()
-        """Which of the servers of the database this is."""
-        self._closing = threading.Event()
-        """Set with the listener's end, which is that of the store: nothing waits for a lost server any more."""
-
-    # -- opening -----------------------------------------------------------------------------------------------------
+class PostgresDatabase(PostgresServer):
+    """See tables/backend.py for each method."""
 
     def prepare(self) -> None:
         try:
             with contextlib.closing(self.open()) as connection:
                 self._check(connection)
-                migrate(PostgresSchema(connection, self.name, self._schema))
+                migrate(PostgresSchema(connection, self.name, self.schema))
         except self.errors as error:
             raise self.explain(error) from error
 
     def _check(self, connection: psycopg.Connection[Any]) -> None:
-        if connection.info.server_version < OLDEST:
+        if connection.info.server_version < MIN_VERSION:
             raise StoreError(f"{self.name} is PostgreSQL {connection.info.server_version // 10_000}; use 13 or newer")
-        if value(connection, "SELECT pg_is_in_recovery()"):
+        if fetch_value(connection, "SELECT pg_is_in_recovery()"):
             raise StoreError(f"{self.name} is a standby, which takes no writes; give the address of the primary")
-
-    def open(self) -> psycopg.Connection[Any]:
-        """One connection, outside of any transaction. Raises ConnectError."""
-        try:
-            connection = psycopg.connect(**self._parameters, autocommit=True)
-        except (psycopg.Error, UnicodeError) as error:
-            raise ConnectError(error) from None
-        try:
-            place = sql.SQL("SET search_path = {}").format(sql.Identifier(self._schema)).as_string(connection)
-            connection.execute((_SETTINGS + (place if self._schema else "")).encode())
-        except psycopg.Error as error:
-            connection.close()
-            raise ConnectError(error) from None
-        return connection
-
-    def reopen(self) -> psycopg.Connection[Any]:
-        """Like `open`, for a connection that was lost: tries for as long as a call may wait."""
-        give_up = time.monotonic() + PATIENCE_SECONDS
-        failures = 0
-        while True:
-            try:
-                return self.open()
-            except ConnectError as error:
-                pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
-                if error.hopeless or time.monotonic() + pause > give_up or self._closing.wait(pause):
-                    raise
-                failures += 1
 
     def connect(self, read_only: bool) -> PostgresConnection:
         try:
@@ -124,66 +44,6 @@ class PostgresDatabase:
 
     def listen(self, wake: Wake) -> PostgresListener:
         try:
-            return PostgresListener(self.open, self.channel, self.server, wake, self._closing)
+            return PostgresListener(self.open, self.channel, self.id, wake, self.closing)
         except self.errors as error:
             raise self.explain(error) from error
-
-    @property
-    def channel(self) -> str:
-        """Where servers tell one another what they committed."""
-        if not self._schema:
-            return "agentlightning"
-        name = f"agentlightning_{self._schema}"
-        if len(name.encode()) <= MAX_NAME_BYTES:
-            return name
-        return f"agentlightning_{hashlib.blake2b(self._schema.encode(), digest_size=16).hexdigest()}"
-
-    # -- errors ------------------------------------------------------------------------------------------------------
-
-    def explain(self, error: Exception) -> StoreError:
-        return errors.explain(error, self.name)
-
-    def is_fatal(self, error: BaseException) -> bool:
-        return errors.is_fatal(error)
-
-    def may_retry(self, error: BaseException) -> bool:
-        return errors.may_retry(error)
-
-
-_LOOKS: Final = "an address looks like postgresql://USER:PASSWORD@HOST:5432/DATABASE"
-
-
-def _read_url(url: str) -> tuple[dict[str, Any], str]:
-    """(libpq's parameters, the schema; empty for the default one). No error of it shows what may be a password."""
-    scheme, rest = url.split("://", 1) if "://" in url else ("", url)
-    if scheme.split("+")[0] not in ("postgresql", "postgres"):
-        raise ConfigError(f"this is no address of a PostgreSQL database; {_LOOKS}")
-    parts = urlsplit(f"postgresql://{rest}")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    schema = query.pop("schema", "")
-    if len(schema.encode()) > MAX_NAME_BYTES:
-        raise ConfigError(f"schema={schema!r} is longer than the {MAX_NAME_BYTES} bytes that PostgreSQL's names have")
-    unknown = sorted(query.keys() - _parameter_names())
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r} is neither schema nor a parameter of libpq; leave it out of the address")
-    try:
-        given = conninfo_to_dict(urlunsplit(parts._replace(query=urlencode(query, quote_via=quote))))
-    except psycopg.ProgrammingError:
-        given = {"dbname": "@"}
-    if "@" in str(given.get("dbname", "")) or not str(given.get("port", "0")).replace(",", "").isdigit():
-        raise ConfigError(
-            "the address of the PostgreSQL database cannot be read; write @ : / % ? # in a user or password as "
-            f"%40 %3A %2F %25 %3F %23; {_LOOKS}"
-        )
-    return {**_LINK, **given}, schema
-
-
-def _parameter_names() -> set[str]:
-    return {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
-
-
-def _name_of(parameters: Mapping[str, Any], schema: str) -> str:
-    host = parameters.get("host") or parameters.get("hostaddr") or "localhost"
-    port = f":{parameters['port']}" if "port" in parameters else ""
-    database = parameters.get("dbname") or parameters.get("user") or ""
-    return f"postgresql://{host}{port}/{database}{f'?schema={schema}' if schema else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psycopg
 from psycopg import ClientCursor, pq, sql
@@ -13,7 +13,7 @@ from psycopg.adapt import Transformer
 from sqlalchemy import Table, text
 
 from agentlightning.errors import StoreError
-from agentlightning.store.clock import GAP_SECONDS, Clock
+from agentlightning.store.clock import OUTAGE_SECONDS, Clock
 from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.dialect import (
     DIALECT,
@@ -26,12 +26,10 @@ from agentlightning.store.sql.postgres.dialect import (
 )
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import payloads
+from agentlightning.store.sql.postgres.server import PostgresServer
 from agentlightning.store.sql.tables import statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update
 from agentlightning.store.sql.tables.schema import rollouts
-
-if TYPE_CHECKING:
-    from agentlightning.store.sql.postgres.backend import PostgresDatabase
 
 STEPS: Final = (64, 32, 16, 8)
 """Rows in one statement: few different ones, so that each is prepared once."""
@@ -73,7 +71,7 @@ _KEEP_TIME: Final = Statement(
     ),
     ("gap", "witnessed"),
 )
-"""`Clock.carry_on`, by the database's own clock: those of its servers are never compared. A server that waited for
+"""`Clock.advance`, by the database's own clock: those of its servers are never compared. A server that waited for
 another here sees a little less than nothing pass."""
 _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -83,9 +81,9 @@ _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 class PostgresConnection:
     """One connection, made again when it is lost. Raises ConnectError where it cannot be had."""
 
-    def __init__(self, database: PostgresDatabase, read_only: bool) -> None:
-        self._database = database
-        self.shard = database.server
+    def __init__(self, server: PostgresServer, read_only: bool) -> None:
+        self._server = server
+        self.writer_id = server.id
         self._read_only = read_only
         self._number = 0
         """Of the last transaction that writes."""
@@ -94,7 +92,7 @@ class PostgresConnection:
         self._wrote = False
         """Something, in this transaction."""
         self._notices: list[str] = []
-        self._use(database.open())
+        self._use(server.open())
         if not read_only:
             self._forget_servers()
 
@@ -103,7 +101,9 @@ class PostgresConnection:
         self._loader = Transformer(connection)
         self._statements: dict[Statement, bytes] = {}
         self._prepared: dict[tuple[Insert | Update, int], tuple[bytes, list[int]]] = {}
-        self._backend = row(connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+        self._backend = fetch_row(
+            connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+        )
 
     def _forget_servers(self) -> None:
         """Of those that were killed, nobody will ask any more. What servers that are gone counted is kept."""
@@ -122,7 +122,7 @@ class PostgresConnection:
         for again in (True, False):
             try:
                 if self._connection.closed:
-                    self._use(self._database.reopen())
+                    self._use(self._server.reopen())
                 self._tell(start)
                 return
             except psycopg.Error as error:
@@ -160,10 +160,10 @@ class PostgresConnection:
             "INSERT INTO servers (server, number) VALUES (%s, %s) "
             "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
         ]
-        values: list[Any] = [self._database.server, self._number]
+        values: list[Any] = [self._server.id, self._number]
         for notice in self._notices:
             script.append("SELECT pg_notify(%s, %s)")
-            values += [self._database.channel, notice]
+            values += [self._server.channel, notice]
         text = "; ".join([*script, "COMMIT"])
         self._tell(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
 
@@ -174,10 +174,10 @@ class PostgresConnection:
     def _was_committed(self) -> bool:
         backend = self._backend
         try:
-            self._use(self._database.reopen())
+            self._use(self._server.reopen())
             self._end_backend(backend)
             query = "SELECT (SELECT number FROM servers WHERE server = %s)"
-            return value(self._connection, query, self._database.server) == self._number
+            return fetch_value(self._connection, query, self._server.id) == self._number
         except (psycopg.Error, ConnectError) as error:
             raise UnknownOutcomeError(
                 f"the connection was lost while this call was committed, and the server did not come back to say "
@@ -201,7 +201,7 @@ class PostgresConnection:
     def close(self) -> None:
         if not self._read_only:
             with contextlib.suppress(psycopg.Error):
-                self._connection.execute("DELETE FROM servers WHERE server = %s", [self._database.server])
+                self._connection.execute("DELETE FROM servers WHERE server = %s", [self._server.id])
         self._connection.close()
 
     # -- statements --------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ class PostgresConnection:
             _check(wire.prepare(name, compiled.sql.encode()))
             self._statements[statement] = name
         arranged = compiled.arrange(values)
-        given: list[Any] = [encode(value) for value in arranged]
-        return _check(wire.exec_prepared(name, given, [int(type(value) is bytes) for value in arranged], 1))
+        param: list[Any] = [encode(value) for value in arranged]
+        return _check(wire.exec_prepared(name, param, [int(type(value) is bytes) for value in arranged], 1))
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
         return sum(self._many(insert, insert_sql, chunk) for chunk in _chunks(rows))
@@ -261,18 +261,18 @@ class PostgresConnection:
     def check_files(self) -> None:
         """They are the server's own."""
 
-    def settled(self, table: Table) -> int:
+    def stable_key(self, table: Table) -> int:
         """The last key that was given, once every transaction has ended that may have been given one before."""
         self.rollback()
-        last = int(value(self._connection, f"SELECT last_value FROM {table.name}_key_seq"))
-        give_up = time.monotonic() + SETTLE_SECONDS
+        last = int(fetch_value(self._connection, f"SELECT last_value FROM {table.name}_key_seq"))
+        cancel_waiter = time.monotonic() + SETTLE_SECONDS
         under_way = self._under_way(table)
-        while under_way and time.monotonic() < give_up:
+        while under_way and time.monotonic() < cancel_waiter:
             time.sleep(_POLL_SECONDS)
             under_way &= self._under_way(table)
         if under_way:
             raise StoreError(
-                f"{self._database.name}: another server has not ended a transaction for {SETTLE_SECONDS:g} s, and what "
+                f"{self._server.name}: another server has not ended a transaction for {SETTLE_SECONDS:g} s, and what "
                 "it adds would be missing in this page; call again"
             )
         self.begin(False)
@@ -284,32 +284,32 @@ class PostgresConnection:
     def lock(self, table: Table) -> None:
         self._tell(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
 
-    def keep_time(self, clock: Clock) -> None:
+    def sync_clock(self, clock: Clock) -> None:
         """One statement, which is a transaction of its own: a server that is suspended in this moment holds up no
         other."""
         if self._connection.closed:
-            self._use(self._database.reopen())
+            self._use(self._server.reopen())
         asked = clock.reading()
-        while not (rows := self.all(_KEEP_TIME, GAP_SECONDS, clock.witnessed())):
+        while not (rows := self.all(_KEEP_TIME, OUTAGE_SECONDS, clock.certain_seconds())):
             ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
             ((now,),) = self.all(_NOW)
             self.insert(statements.START_CLOCK, [("", now, now if seen is None else seen)])
         told = clock.reading()
-        clock.agree((asked + told) / 2, rows[0][0])
+        clock.sync((asked + told) / 2, rows[0][0])
 
     def changed(self) -> bool:
         return True
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         if queued or finished:
-            self._notices += payloads(self._database.server, queued, finished)
+            self._notices += payloads(self._server.id, queued, finished)
 
     # -- the whole database ------------------------------------------------------------------------------------------
 
     def size(self) -> int:
         """Of our tables with their indexes."""
         query = "SELECT sum(pg_total_relation_size(to_regclass(n))) FROM unnest(%s::text[]) n"
-        return int(value(self._connection, query, list(TABLES)))
+        return int(fetch_value(self._connection, query, list(TABLES)))
 
     def vacuum(self) -> None:
         """Beside those who read and write. What is free at the end of a table goes back to the system, the rest is used
@@ -343,11 +343,11 @@ def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
     raise kind(text)
 
 
-def value(connection: psycopg.Connection[Any], query: str, *values: Any) -> Any:
-    return row(connection, query, *values)[0]
+def fetch_value(connection: psycopg.Connection[Any], query: str, *values: Any) -> Any:
+    return fetch_row(connection, query, *values)[0]
 
 
-def row(connection: psycopg.Connection[Any], query: str, *values: Any) -> tuple[Any, ...]:
+def fetch_row(connection: psycopg.Connection[Any], query: str, *values: Any) -> tuple[Any, ...]:
     row = connection.execute(query.encode(), values).fetchone()
     assert row is not None
     return row

@@ -14,7 +14,7 @@ from agentlightning.errors import StoreError, StoreFullError
 
 RETRY: Final = frozenset({"40001", "40P01"})
 """Serialization failure, deadlock: PostgreSQL undid the transaction so that another could go on."""
-TAKEN: Final = "23505"
+DUPLICATE_KEY: Final = "23505"
 """Another server inserted the same id in this moment: decided afresh, it is found."""
 LOST: Final = frozenset({"25P03", "57P01", "57P02", "57P03", "57P05"})
 """The server ended the connection: it shuts down, crashed, starts, or an administrator said so."""
@@ -87,13 +87,13 @@ def may_retry(error: BaseException) -> bool:
     """The same transaction may succeed when tried again."""
     if isinstance(error, ConnectError):
         return False  # it was tried for as long as anyone should wait
-    return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, TAKEN))
+    return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, DUPLICATE_KEY))
 
 
 def is_fatal(error: BaseException) -> bool:
     """Nothing of the transaction can succeed, whatever call of it was at fault."""
     code = error.sqlstate if isinstance(error, psycopg.Error) else None
-    if isinstance(error, (ConnectError, UnknownOutcomeError)) or (may_retry(error) and code != TAKEN):
+    if isinstance(error, (ConnectError, UnknownOutcomeError)) or (may_retry(error) and code != DUPLICATE_KEY):
         return True
     return code is not None and (code in _ADVICE or code[:2] in ("53", "57", "58", "XX"))
 

@@ -60,7 +60,7 @@ _SHORT: Final = {8}
 _chains = ChainCache()
 
 
-class Pack(Struct, frozen=True, gc=False):
+class SpanPack(Struct, frozen=True, gc=False):
     """Some spans of one attempt, ready to be stored."""
 
     span_ids: tuple[str, ...]
@@ -99,11 +99,11 @@ class Pack(Struct, frozen=True, gc=False):
 # -- spans to bytes --------------------------------------------------------------------------------------------------
 
 
-def pack(spans: Sequence[Span]) -> Pack:
+def pack(spans: Sequence[Span]) -> SpanPack:
     """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
     it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
     rows: list[tuple[Any, ...]] = []
-    given: list[str] = []
+    param: list[str] = []
     sequence_ids: list[int] = []
     texts: list[str] = []
     numbers: list[bytes] = []
@@ -114,7 +114,7 @@ def pack(spans: Sequence[Span]) -> Pack:
         _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
             fields
         )
-        given.append(span_id)
+        param.append(span_id)
         sequence_ids.append(sequence_id)
         texts += (name, trace_id, parent or "")
         row = (
@@ -133,12 +133,12 @@ def pack(spans: Sequence[Span]) -> Pack:
             row = _long_row(row, span, before, numbers, chains)
         before = resource
         rows.append(row)
-    made = b"" if any(given) else b"\0" + new_random(8 * len(given))
-    span_ids = split_ids(made) if made else tuple([span_id or new_hex() for span_id in given])
+    made = b"" if any(param) else b"\0" + new_random(8 * len(param))
+    span_ids = split_ids(made) if made else tuple([span_id or new_hex() for span_id in param])
     check_text(spans, span_ids, texts)
     check_sequence_ids(spans, sequence_ids)
     ids = made or join_ids(span_ids)
-    return Pack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(chains))
+    return SpanPack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(chains))
 
 
 def _long_row(
@@ -202,7 +202,7 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
     return json
 
 
-def select(whole: Pack, indexes: Iterable[int]) -> Pack:
+def select(whole: SpanPack, indexes: Iterable[int]) -> SpanPack:
     """The spans at `indexes` alone: what is left where some are stored already."""
     spans = unpack(
         whole.body,

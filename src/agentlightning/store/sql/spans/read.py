@@ -1,5 +1,4 @@
-"""Reading the spans of attempts from their packs: by rollout, by filters, page by page. packs.py says what is in a
-pack."""
+"""Queries of spans: by rollout, by filters, page by page. See codec.py for what a pack holds."""
 
 from __future__ import annotations
 
@@ -18,14 +17,13 @@ from agentlightning.store.sql.spans import codec, token_blocks
 from agentlightning.store.sql.tables import mapping, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.mapping import Row
-from agentlightning.store.sql.tables.rows import AttemptState
 
-PACKS_AT_ONCE: Final = 16
-"""Packs of an attempt that are read at once."""
+PACK_BATCH: Final = 16
+"""Packs read at once."""
 
 
 def sequence_ids_of(row: Row) -> Sequence[int]:
-    """Of a row that begins as those of `statements.PACK` do."""
+    """From a row that begins with the columns of `statements.PACK`."""
     first, count, sequences = row[2], row[3], row[5]
     return range(first, first + count) if sequences is None else orjson.loads(sequences)
 
@@ -53,7 +51,7 @@ def unpack_rows(connection: Connection, rows: Sequence[Row], rollout_id: str, at
 
 
 def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[bytes]) -> dict[bytes, bytes]:
-    """The tokens of the long prompts of some packs."""
+    """The prompt tokens that packs share, by the digest of their last block."""
     heads: dict[bytes, None] = {}
     keys: list[int] = []
     for row, body in zip(rows, bodies, strict=True):
@@ -69,15 +67,17 @@ def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[by
     return token_blocks.join_blocks(heads, blocks)
 
 
-def spans_by_id(connection: Connection, attempt: AttemptState, span_ids: set[str]) -> dict[str, Span]:
-    """Those of an attempt that are in the database."""
+def spans_by_id(
+    connection: Connection, attempt_key: int, rollout_id: str, attempt_id: str, span_ids: set[str]
+) -> dict[str, Span]:
+    """The spans of an attempt that have one of these ids."""
     keys = [
         row[0]
-        for row in connection.all(statements.HEADERS_OF, attempt.key)
+        for row in connection.all(statements.HEADERS_OF, attempt_key)
         if not span_ids.isdisjoint(codec.split_ids(bytes(row[6])))
     ]
     rows = connection.all(statements.PACKS_BY_KEY, keys)
-    unpacked = unpack_rows(connection, rows, attempt.rollout.rollout_id, attempt.attempt_id)
+    unpacked = unpack_rows(connection, rows, rollout_id, attempt_id)
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
 
 
@@ -93,7 +93,7 @@ def _contains(name: str, part: str) -> Callable[[Span], bool]:
 
 @dataclass(frozen=True, slots=True)
 class SpanQuery:
-    """What `query_spans` asks for."""
+    """The arguments of `query_spans`."""
 
     rollout_id: str
     attempt_id: str | None
@@ -101,24 +101,24 @@ class SpanQuery:
     limit: int
     offset: int
     exact: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
-    """The value that a field of a span must have."""
-    parts: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
-    """The text that a field of a span must contain."""
+    """By field: the value it must have."""
+    contains: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """By field: the text it must contain."""
     any_of: bool = False
-    """One of these filters is enough."""
+    """Whether one of these filters is enough."""
     order: Order = NATURAL
 
     @property
     def filters(self) -> list[Callable[[Span], bool]]:
         exact = [_has(name, value) for name, value in self.exact.items() if value is not None]
-        return exact + [_contains(name, part) for name, part in self.parts.items() if part is not None]
+        return exact + [_contains(name, part) for name, part in self.contains.items() if part is not None]
 
     def page(self, spans: Iterable[Span]) -> list[Span]:
-        """What is asked of all the spans from the place of `after` on."""
+        """The page of these spans, which begin after the span `after`."""
         tests, enough = self.filters, any if self.any_of else all
         if not self.order.natural:
-            fitting = [span for span in spans if not tests or enough(test(span) for test in tests)]
-            return self.order.page(fitting, self.limit, self.offset)
+            matching = [span for span in spans if not tests or enough(test(span) for test in tests)]
+            return self.order.page(matching, self.limit, self.offset)
         skip, found = self.offset, list[Span]()
         if self.limit == -1 and not skip and not tests:
             return list(spans)
@@ -136,22 +136,22 @@ class SpanQuery:
         return found
 
 
-def query(connection: Connection, asked: SpanQuery) -> list[Span]:
-    """Spans from the database, in few reads and memory bounded by the answer."""
-    attempts = attempts_asked(connection, asked.rollout_id, asked.attempt_id)
-    if asked.after is None:
-        return asked.page(span for row in attempts for span in _stream(connection, asked.rollout_id, row, None))
-    index, place = _find(connection, attempts, asked)
+def query_spans(connection: Connection, query: SpanQuery) -> list[Span]:
+    """Spans from the database, with few queries and memory bounded by the result."""
+    attempts = attempts_of(connection, query.rollout_id, query.attempt_id)
+    if query.after is None:
+        return query.page(span for row in attempts for span in _stream(connection, query.rollout_id, row, None))
+    index, position = _find(connection, attempts, query)
     rest = attempts[index:]
-    places = [place, *[None] * (len(rest) - 1)]
-    return asked.page(
+    positions = [position, *[None] * (len(rest) - 1)]
+    return query.page(
         span
-        for row, start in zip(rest, places, strict=True)
-        for span in _stream(connection, asked.rollout_id, row, start)
+        for row, start in zip(rest, positions, strict=True)
+        for span in _stream(connection, query.rollout_id, row, start)
     )
 
 
-def attempts_asked(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[Row]:
+def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[Row]:
     """Rows of `statements.ATTEMPT`."""
     rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
     if not rows and not connection.all(statements.ROLLOUT_KEY, rollout_id):
@@ -166,35 +166,36 @@ def attempts_asked(connection: Connection, rollout_id: str, attempt_id: str | No
     return rows
 
 
-Place = tuple[int, int, int]
-"""Of a span within its attempt: (sequence_id, key of its pack, index in it)."""
+Position = tuple[int, int, int]
+"""Position of a span within its attempt: (sequence_id, key of its pack, index in the pack)."""
 
 
-def _find(connection: Connection, attempts: Sequence[Row], asked: SpanQuery) -> tuple[int, tuple[Place, int]]:
-    """(index of the attempt, (place, sequence number from which packs are to be read)) of the span `after`."""
+def _find(connection: Connection, attempts: Sequence[Row], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
+    """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
     for index, attempt in enumerate(attempts):
         headers = connection.all(statements.HEADERS_OF, attempt[0])
         for row in headers:
             span_ids = codec.split_ids(bytes(row[6]))
-            if asked.after in span_ids:
-                inner = span_ids.index(asked.after)
+            if query.after in span_ids:
+                inner = span_ids.index(query.after)
                 sequence_id = sequence_ids_of(row)[inner]
                 start = min(header[2] for header in headers if max(sequence_ids_of(header)) >= sequence_id)
                 return index, ((sequence_id, row[0], inner), start)
-    raise NotFoundError(f"rollout {asked.rollout_id!r} has no span {asked.after!r} to go on after")
+    raise NotFoundError(f"rollout {query.rollout_id!r} has no span {query.after!r} to go on after")
 
 
-def _stream(connection: Connection, rollout_id: str, attempt: Row, after: tuple[Place, int] | None) -> Iterator[Span]:
-    """The spans of an attempt by sequence number, those after a place only. Packs whose numbers interleave are merged;
-    others pass through one by one."""
-    ahead: list[tuple[Place, Span]] = []
-    place, start = after or (None, -1)
+def _stream(
+    connection: Connection, rollout_id: str, attempt: Row, after: tuple[Position, int] | None
+) -> Iterator[Span]:
+    """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
+    ahead: list[tuple[Position, Span]] = []
+    position, start = after or (None, -1)
     for row, spans in _packs(connection, rollout_id, attempt, start):
         while ahead and ahead[0][0][0] < row[2]:
             yield heappop(ahead)[1]
         for index, span in enumerate(spans):
             here = (span.sequence_id, row[0], index)
-            if place is None or here > place:
+            if position is None or here > position:
                 heappush(ahead, (here, span))
     while ahead:
         yield heappop(ahead)[1]
@@ -203,9 +204,9 @@ def _stream(connection: Connection, rollout_id: str, attempt: Row, after: tuple[
 def _packs(connection: Connection, rollout_id: str, attempt: Row, start: int) -> Iterator[tuple[Row, list[Span]]]:
     skip = 0
     while True:
-        rows = connection.all(statements.PACKS_OF, attempt[0], start, PACKS_AT_ONCE, skip)
+        rows = connection.all(statements.PACKS_OF, attempt[0], start, PACK_BATCH, skip)
         yield from zip(rows, unpack_rows(connection, rows, rollout_id, attempt[3]), strict=True)
-        if len(rows) < PACKS_AT_ONCE:
+        if len(rows) < PACK_BATCH:
             return
         last = rows[-1][2]
         skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
@@ -224,13 +225,13 @@ def latest_spans(connection: Connection, rollout_ids: list[str]) -> dict[str, li
         by_attempt.setdefault(row[1], []).append(row)
     for key, rows in by_attempt.items():
         rollout_id, attempt_id = owners[key]
-        places = [
+        positions = [
             ((span.sequence_id, row[0], index), span)
             for row, found in zip(rows, unpack_rows(connection, rows, rollout_id, attempt_id), strict=True)
             for index, span in enumerate(found)
         ]
-        places.sort(key=lambda each: each[0])
-        spans[rollout_id] = [span for _, span in places]
+        positions.sort(key=lambda each: each[0])
+        spans[rollout_id] = [span for _, span in positions]
     missing = [rollout_id for rollout_id, found in spans.items() if not found]
     if missing:
         known = {row[0] for row in connection.all(statements.KNOWN_AMONG, missing)}

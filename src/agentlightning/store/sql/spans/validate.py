@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from typing import Any, Final
 
 import orjson
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
+from agentlightning.store.validation import find_not_finite
 
 MAX_SEQUENCE_ID: Final = 2**53
 """Beyond it, JSON readers in other languages round."""
@@ -117,43 +116,14 @@ def refuse_unusual(span: Span) -> None:
 
 
 def refuse_not_finite(span: Span) -> None:
-    """Raise ConfigError for NaN or infinity, which orjson writes as null without a word."""
-    if _all_finite((span.start_time, span.end_time, span.attributes, span.resource)) and all(
-        _all_finite((event.timestamp, event.attributes)) for event in span.events
-    ):
+    """Raise ConfigError for NaN or infinity, which orjson writes as null."""
+    events = [(event.timestamp, event.attributes) for event in span.events]
+    if find_not_finite((span.start_time, span.end_time, span.attributes, span.resource, events)) is None:
         return
     for name, value in _parts(span):
-        place = _not_finite(value)
-        if place is not None:
+        found = find_not_finite(value)
+        if found is not None:
             raise ConfigError(
-                f"{name}{place[0]} is {place[1]} in span {span.name!r}, which JSON cannot hold; "
+                f"{name}{found[0]} is {found[1]} in span {span.name!r}, which JSON cannot hold; "
                 "leave it out or send it as text"
             )
-
-
-def _all_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(map(_all_finite, cast("dict[str, Any]", value).values()))
-    if isinstance(value, list | tuple):
-        return all(map(_all_finite, cast("Sequence[Any]", value)))
-    return not is_dataclass(value) or all(_all_finite(getattr(value, field.name)) for field in fields(value))
-
-
-def _not_finite(value: Any) -> tuple[str, float] | None:
-    """(where in `value` it is, the number), for the first that is not finite."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else ("", value)
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(cast("Sequence[Any]", value))
-    elif is_dataclass(value):
-        items = ((field.name, getattr(value, field.name)) for field in fields(value))
-    for key, item in items:
-        place = _not_finite(item)
-        if place is not None:
-            return f"[{key!r}]{place[0]}", place[1]
-    return None

@@ -22,10 +22,10 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.store.clock import MARK_SECONDS, Clock
+from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.sqlite import version_guard
-from agentlightning.store.sql.sqlite.checkpointer import Checkpoints
+from agentlightning.store.sql.sqlite.checkpointer import Checkpointer
 from agentlightning.store.sql.sqlite.errors import explain, is_fatal
 from agentlightning.store.sql.sqlite.open_files import OpenFiles
 from agentlightning.store.sql.sqlite.schema import SqliteSchema
@@ -123,7 +123,7 @@ class SqliteDatabase:
 class SqliteConnection:
     """One connection of the driver."""
 
-    shard = ""
+    writer_id = ""
 
     def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
         self.raw = connection
@@ -137,7 +137,7 @@ class SqliteConnection:
         self._glance_lock = threading.Lock()
         self._large = 0
         self._files = None if path is None else OpenFiles(path)
-        self._checkpoints = None if path is None else Checkpoints(lambda: _connect(path))
+        self._checkpoints = None if path is None else Checkpointer(lambda: _connect(path))
         self._version = -1
         self._writing = False
         self._before = 0
@@ -234,27 +234,27 @@ class SqliteConnection:
     def commit_in_order(self, table: Table) -> None:
         """Transactions that write follow one another."""
 
-    def settled(self, table: Table) -> int:
+    def stable_key(self, table: Table) -> int:
         """Transactions that write follow one another."""
         return 2**63 - 1
 
     def lock(self, table: Table) -> None:
         """A transaction that writes has every table to itself."""
 
-    def keep_time(self, clock: Clock) -> None:
+    def sync_clock(self, clock: Clock) -> None:
         now = clock.reading()
         rows = self.all(statements.CLOCK)
         if rows:
             reading, steady = rows[0]
-            if 0 <= now - reading < MARK_SECONDS:
-                clock.agree(reading, steady)
+            if 0 <= now - reading < SYNC_SECONDS:
+                clock.sync(reading, steady)
                 return
-            steady = clock.carry_on(reading, steady, now)
+            steady = clock.advance(reading, steady, now)
         else:
             ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
             steady = clock.wall() if seen is None else seen
         self.insert(statements.WRITE_CLOCK, [("", now, steady)])
-        clock.agree(now, steady)
+        clock.sync(now, steady)
 
     def changed(self) -> bool:
         if not self._watched:
@@ -378,11 +378,11 @@ def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _patiently(run: Callable[[], Any]) -> Any:
-    give_up = time.monotonic() + BUSY_SECONDS
+    cancel_waiter = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             return run()
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > cancel_waiter:
                 raise
             time.sleep(0.02)

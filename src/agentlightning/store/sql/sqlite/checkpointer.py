@@ -21,7 +21,7 @@ COMMIT_BYTES: Final = 12 * 4096
 """What a commit writes besides the bodies of packs, about."""
 
 
-class Checkpoints:
+class Checkpointer:
     """`connect` opens a connection of the thread's own. Used by the writer, but for `_work`."""
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:

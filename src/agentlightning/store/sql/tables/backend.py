@@ -84,7 +84,7 @@ class Update:
 class Connection(Protocol):
     """One connection, used by one thread at a time. It raises the driver's own errors."""
 
-    shard: str
+    writer_id: str
     """Where it counts (counts.py): "", or a name that no other connection which writes at the same time has."""
 
     def begin(self, write: bool) -> None:
@@ -131,7 +131,7 @@ class Connection(Protocol):
         """Raises StoreLostError where the files of the database are no longer those that were opened."""
         ...
 
-    def settled(self, table: Table) -> int:
+    def stable_key(self, table: Table) -> int:
         """The highest key of `table` below which no row can appear any more that is not there now, for tables whose
         rows have their keys from `keys`: what is read page by page in the order of keys must not go beyond. On a shared
         database this waits for transactions under way, and begins the transaction, which must be one that only reads,
@@ -142,7 +142,7 @@ class Connection(Protocol):
         """Nobody else writes to the table until the transaction ends."""
         ...
 
-    def keep_time(self, clock: Clock) -> None:
+    def sync_clock(self, clock: Clock) -> None:
         """Say that a server is alive, and have `clock` show the steady time that all processes of the database agree
         on. Within a transaction that writes; outside of any on databases that are `shared`, since the row it writes is
         that of all servers."""

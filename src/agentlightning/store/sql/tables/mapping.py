@@ -1,15 +1,9 @@
-"""Rows to dataclasses and back.
-
-JSON is written and read with orjson, and refused at the edge when it cannot be read back as it was: orjson would turn
-NaN into null without a word. Spans are the business of packs.py.
-"""
+"""Mapping between rows and the dataclasses of rollouts, attempts and resources. For spans, see spans/codec.py."""
 
 from __future__ import annotations
 
-import math
-import re
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -19,8 +13,6 @@ from pydantic import ValidationError
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
 from agentlightning.rollouts import (
-    ATTEMPT_TRANSITIONS,
-    ROLLOUT_TRANSITIONS,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
@@ -28,35 +20,13 @@ from agentlightning.rollouts import (
     Rollout,
     RolloutConfig,
 )
+from agentlightning.store import validation
 from agentlightning.store.ids import new_id
+from agentlightning.store.types import Worker
 
 Row = tuple[Any, ...]
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def dump(value: Any, what: str) -> str:
-    """`value` as JSON. `what` names it in the ConfigError raised where it is not JSON, or holds NaN or infinity."""
-    try:
-        text = orjson.dumps(value).decode()
-    except TypeError as error:
-        raise ConfigError(
-            f"{what} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
-        ) from error
-    if "null" in text:
-        _refuse_not_finite(value, what)
-    return text
-
-
-def _refuse_not_finite(value: Any, what: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{what} is {value}, which JSON cannot hold; leave it out or send it as text")
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[str, Any]", value).items():
-            _refuse_not_finite(item, f"{what}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(cast("Sequence[Any]", value)):
-            _refuse_not_finite(item, f"{what}[{index}]")
 
 
 def load(text: str) -> Any:
@@ -83,77 +53,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
-
-MAX_TEXT: Final = 512
-NO_LIMIT: Final = 2**62
-_id = re.compile(r"[A-Za-z0-9_:-]{1,128}")
-
-
-def check_text(value: Any, what: str) -> None:
-    """Raises ConfigError where `value` is not text that every database keeps."""
-    if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
-        return
-    if not isinstance(value, str):
-        raise ConfigError(f"{what}={value!r} is no text")
-    if len(value) > MAX_TEXT:
-        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
-    if "\0" in value:
-        raise ConfigError(f"{what}={value!r} holds a NUL character; leave it out")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{what}={value!r} is not Unicode text: {error.reason}") from error
-
-
-def check_texts(values: Sequence[Any] | None, what: str) -> None:
-    if values is None:
-        return
-    if isinstance(values, str):
-        raise ConfigError(f"{what}={values!r} is one text; give a list")
-    for value in values:
-        check_text(value, what)
-
-
-def check_new_id(value: Any, what: str) -> None:
-    """For an id or a name that becomes part of URLs."""
-    if not isinstance(value, str) or not _id.fullmatch(value):
-        raise ConfigError(f"{what}={value!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :")
-
-
-def check_time(value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{what}={value!r} is no time in seconds")
-
-
-def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
-    """(limit, offset) as a database takes them."""
-    for name, value, least in (("limit", limit, -1), ("offset", offset, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            advice = "-1 for no limit, or a number from 0" if name == "limit" else "a number from 0"
-            raise ConfigError(f"{name}={value!r} is out of range; use {advice}")
-    return (NO_LIMIT if limit == -1 else min(limit, NO_LIMIT)), min(offset, NO_LIMIT)
-
-
-def check_rollout_status(value: Any) -> str:
-    if value not in ROLLOUT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is none that a rollout has; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
-    return value
-
-
-def check_attempt_status(value: Any) -> str:
-    if value not in ATTEMPT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is none that an attempt has; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
-    return value
-
-
-def check_cursor(after: Any, limit: Any, offset: Any) -> tuple[int, int]:
-    """(limit, offset) as a database takes them, of a page that begins after the id `after`."""
-    if after is not None:
-        check_text(after, "after")
-    return check_page(limit, offset)
-
-
 # -- rollouts and attempts -------------------------------------------------------------------------------------------
 
 DEFAULT_CONFIG = RolloutConfig()
@@ -178,17 +77,17 @@ def load_config(text: str | None) -> RolloutConfig:
 def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, Row]:
     """A rollout that waits, and its columns after `key`. Raises ConfigError for what cannot be kept."""
     if request.rollout_id is not None:
-        check_new_id(request.rollout_id, "rollout_id")
+        validation.check_new_id(request.rollout_id, "rollout_id")
     if request.resources_id is not None:
-        check_text(request.resources_id, "resources_id")
+        validation.check_text(request.resources_id, "resources_id")
     queue = request.queue
     if queue is None:
         queue = request.mode or "default"
     if request.queue is not None or request.mode not in (None, "train", "val", "test"):
-        check_new_id(queue, "queue")
+        validation.check_new_id(queue, "queue")
     if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
         raise ConfigError(f"priority={request.priority!r} is no integer of 32 bits")
-    metadata = dump_dict(request.metadata, "metadata") if request.metadata else "{}"
+    metadata = validation.dict_to_json(request.metadata, "metadata") if request.metadata else "{}"
     config = DEFAULT_CONFIG if request.config is None else request.config
     rollout = Rollout(
         new_id("ro") if request.rollout_id is None else request.rollout_id,
@@ -203,7 +102,7 @@ def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, R
     )
     return rollout, (
         rollout.rollout_id,
-        dump(request.input, "input"),
+        validation.to_json(request.input, "input"),
         request.mode,
         request.resources_id,
         "queuing",
@@ -215,12 +114,6 @@ def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, R
         queue,
         request.priority,
     )
-
-
-def dump_dict(value: Any, what: str) -> str:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{what}={value!r} is no dict")
-    return dump(value, what)
 
 
 def to_rollout(row: Row) -> Rollout:
@@ -313,7 +206,7 @@ def dump_resources(resources: NamedResources) -> str:
     except ValidationError as error:
         raise ConfigError(f"these resources are no dict of LLM and PromptTemplate by name: {error}") from error
     try:
-        text = dump(named_resources.dump_python(checked, mode="json"), "resources")
+        text = validation.to_json(named_resources.dump_python(checked, mode="json"), "resources")
         named_resources.validate_json(text)
     except ValueError as error:  # nested too deeply to be read again, say
         raise ConfigError(f"these resources could not be read back from a store: {error}") from error
@@ -336,4 +229,24 @@ def to_resources(row: Row) -> ResourcesUpdate:
         create_time=create_time,
         resources=resources,
         update_time=update_time,
+    )
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+def to_worker(row: Row, current: tuple[str, str] | None, open_attempts: int) -> Worker:
+    """From the columns of `statements.WORKER`. current: the rollout id and id of its newest open attempt."""
+    worker_id, heartbeat_time, stats, lease_seconds, _, lost, last_error = row
+    rollout_id, attempt_id = current or (None, None)
+    return Worker(
+        worker_id,
+        heartbeat_time,
+        rollout_id,
+        attempt_id,
+        load_dict(stats),
+        "lost" if lost else "busy" if current else "idle",
+        lease_seconds,
+        None if last_error is None else load(last_error),
+        open_attempts,
     )

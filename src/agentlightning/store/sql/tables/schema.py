@@ -237,7 +237,7 @@ def ddl(dialect: Dialect) -> list[str]:
 # -- what the dialects say differently -------------------------------------------------------------------------------
 
 
-class is_one_of(ColumnElement[bool]):  # noqa: N801  reads like a function in a query
+class in_list(ColumnElement[bool]):  # noqa: N801  reads like a function in a query
     """`column` is in a list given as parameter `name`: one statement for lists of every length."""
 
     inherit_cache = False
@@ -247,14 +247,14 @@ class is_one_of(ColumnElement[bool]):  # noqa: N801  reads like a function in a 
         self.values = bindparam(name)
 
 
-@compiles(is_one_of, "sqlite")
-def _one_of_json(element: is_one_of, compiler: Any, **options: Any) -> str:
+@compiles(in_list, "sqlite")
+def _one_of_json(element: in_list, compiler: Any, **options: Any) -> str:
     column, values = compiler.process(element.column, **options), compiler.process(element.values, **options)
     return f"{column} IN (SELECT value FROM json_each({values}))"
 
 
-@compiles(is_one_of, "postgresql")
-def _one_of_array(element: is_one_of, compiler: Any, **options: Any) -> str:
+@compiles(in_list, "postgresql")
+def _one_of_array(element: in_list, compiler: Any, **options: Any) -> str:
     column, values = compiler.process(element.column, **options), compiler.process(element.values, **options)
     return f"{column} = ANY ({values})"
 
@@ -281,6 +281,6 @@ def _position(element: contains_text, compiler: Any, **options: Any) -> str:
     return f"position({part} IN {column}) > 0"
 
 
-def given(name: str) -> BindParameter[Any]:
+def param(name: str) -> BindParameter[Any]:
     """A parameter whose name may be that of a column."""
     return bindparam(f"the_{name}")

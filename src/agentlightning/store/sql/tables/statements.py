@@ -30,9 +30,9 @@ from agentlightning.store.sql.tables.schema import (
     clocks,
     contains_text,
     counts,
-    given,
-    is_one_of,
+    in_list,
     pack_blocks,
+    param,
     queues,
     resources,
     rollouts,
@@ -53,31 +53,31 @@ _zero = literal_column("0")
 ROLLOUT = tuple(rollouts.columns)
 
 INSERT_ROLLOUTS = Insert(rollouts, _columns(rollouts))
-MOVE_ROLLOUTS = Update(rollouts, ("key", "status", "end_time", "attempts"))
-CHANGE_ROLLOUTS = Update(
+UPDATE_ROLLOUT_STATUS = Update(rollouts, ("key", "status", "end_time", "attempts"))
+UPDATE_ROLLOUTS = Update(
     rollouts,
     ("key", "status", "end_time", "attempts", "input", "mode", "resources_id", "config", "metadata"),
 )
 
-_by_ids = select(*ROLLOUT).where(is_one_of(rollouts.c.rollout_id, "ids"))
-TAKE_ROLLOUTS = Statement(_by_ids.order_by(rollouts.c.key).with_for_update(), ("ids",))
+_by_ids = select(*ROLLOUT).where(in_list(rollouts.c.rollout_id, "ids"))
+LOCK_ROLLOUTS = Statement(_by_ids.order_by(rollouts.c.key).with_for_update(), ("ids",))
 """Rollouts by id, locked until the transaction ends."""
-FIND_ROLLOUT = Statement(select(*ROLLOUT).where(rollouts.c.rollout_id == given("id")), ("the_id",))
-ROLLOUT_KEY = Statement(select(rollouts.c.key).where(rollouts.c.rollout_id == given("id")), ("the_id",))
+FIND_ROLLOUT = Statement(select(*ROLLOUT).where(rollouts.c.rollout_id == param("id")), ("the_id",))
+ROLLOUT_KEY = Statement(select(rollouts.c.key).where(rollouts.c.rollout_id == param("id")), ("the_id",))
 
 FINISHED_AMONG = Statement(
     _by_ids.where(text("status IN ('succeeded', 'failed', 'cancelled')")),
     ("ids",),
 )
-KNOWN_AMONG = Statement(select(rollouts.c.rollout_id).where(is_one_of(rollouts.c.rollout_id, "ids")), ("ids",))
+KNOWN_AMONG = Statement(select(rollouts.c.rollout_id).where(in_list(rollouts.c.rollout_id, "ids")), ("ids",))
 
 _next = (
     select(rollouts.c.priority, rollouts.c.key, rollouts.c.rollout_id)
     .where(
         WAITING,
-        rollouts.c.queue == given("queue"),
-        rollouts.c.priority <= given("priority"),
-        or_(rollouts.c.priority < given("priority"), rollouts.c.key >= given("key")),
+        rollouts.c.queue == param("queue"),
+        rollouts.c.priority <= param("priority"),
+        or_(rollouts.c.priority < param("priority"), rollouts.c.key >= param("key")),
     )
     .order_by(text("priority DESC"), rollouts.c.key)
     .limit(bindparam("many"))
@@ -85,9 +85,9 @@ _next = (
 )
 NEXT_WAITING = Statement(_next.with_for_update(skip_locked=True), ("the_queue", "the_priority", "the_key", "many"))
 """(priority, key, rollout_id), from a place on, in the order of claiming; what others are claiming is passed over."""
-COUNT_OPEN = Statement(select(func.count()).where(OPEN, rollouts.c.queue == given("queue")), ("the_queue",))
+COUNT_OPEN = Statement(select(func.count()).where(OPEN, rollouts.c.queue == param("queue")), ("the_queue",))
 
-DELETE_ROLLOUTS = Statement(delete(rollouts).where(is_one_of(rollouts.c.key, "keys")), ("keys",))
+DELETE_ROLLOUTS = Statement(delete(rollouts).where(in_list(rollouts.c.key, "keys")), ("keys",))
 
 Filters = tuple[bool, bool, bool, bool, bool]
 """Whether there is a filter by status, id, part of the id, queue, mode."""
@@ -95,11 +95,11 @@ Filters = tuple[bool, bool, bool, bool, bool]
 
 def _filtered(query: Select[Any], filters: Filters, any_of: bool) -> tuple[Select[Any], list[str]]:
     conditions: tuple[tuple[ColumnElement[bool], str], ...] = (
-        (is_one_of(rollouts.c.status, "statuses"), "statuses"),
-        (is_one_of(rollouts.c.rollout_id, "ids"), "ids"),
+        (in_list(rollouts.c.status, "statuses"), "statuses"),
+        (in_list(rollouts.c.rollout_id, "ids"), "ids"),
         (contains_text(rollouts.c.rollout_id, "part"), "part"),
-        (is_one_of(rollouts.c.queue, "queues"), "queues"),
-        (is_one_of(rollouts.c.mode, "modes"), "modes"),
+        (in_list(rollouts.c.queue, "queues"), "queues"),
+        (in_list(rollouts.c.mode, "modes"), "modes"),
     )
     wanted = [each for is_given, each in zip(filters, conditions, strict=True) if is_given]
     if wanted:
@@ -123,7 +123,7 @@ def query_rollouts(
     """The filters that are given, each a parameter; then the key of the last one seen, limit and offset."""
     query, names = _filtered(select(*ROLLOUT), filters, any_of)
     if after:
-        query = query.where(rollouts.c.key < given("key") if descending else rollouts.c.key > given("key"))
+        query = query.where(rollouts.c.key < param("key") if descending else rollouts.c.key > param("key"))
         names.append("the_key")
     query = _ordered(query, rollouts, None if field is None else rollouts.c[field], descending)
     return Statement(query.limit(bindparam("many")).offset(bindparam("skip")), (*names, "many", "skip"))
@@ -140,48 +140,48 @@ def count_rollouts(filters: Filters, any_of: bool = False) -> Statement:
 ATTEMPT = tuple(attempts.columns)
 
 INSERT_ATTEMPTS = Insert(attempts, _columns(attempts))
-CHANGE_ATTEMPTS = Update(
+UPDATE_ATTEMPTS = Update(
     attempts, _columns(attempts, "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
 )
 
 ATTEMPTS_AMONG = Statement(
-    select(*ATTEMPT).where(is_one_of(attempts.c.rollout_key, "keys")).order_by(attempts.c.sequence_id), ("keys",)
+    select(*ATTEMPT).where(in_list(attempts.c.rollout_key, "keys")).order_by(attempts.c.sequence_id), ("keys",)
 )
 """Every attempt of some rollouts, by `sequence_id`."""
 _owners = select(attempts.c.attempt_id, rollouts.c.rollout_id).join_from(
     attempts, rollouts, attempts.c.rollout_key == rollouts.c.key
 )
-OWNERS = Statement(_owners.where(is_one_of(attempts.c.attempt_id, "ids")), ("ids",))
+OWNERS = Statement(_owners.where(in_list(attempts.c.attempt_id, "ids")), ("ids",))
 """(attempt_id, rollout_id)"""
 ATTEMPTS_OF = Statement(
     select(*ATTEMPT)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
-    .where(rollouts.c.rollout_id == given("rollout"))
+    .where(rollouts.c.rollout_id == param("rollout"))
     .order_by(attempts.c.sequence_id),
     ("the_rollout",),
 )
 LATEST_ATTEMPT = Statement(
     select(*ATTEMPT)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
-    .where(rollouts.c.rollout_id == given("rollout"), attempts.c.sequence_id == rollouts.c.attempts),
+    .where(rollouts.c.rollout_id == param("rollout"), attempts.c.sequence_id == rollouts.c.attempts),
     ("the_rollout",),
 )
 LATEST_ATTEMPTS = Statement(
     select(*ATTEMPT, rollouts.c.rollout_id)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
-    .where(is_one_of(rollouts.c.rollout_id, "ids"), attempts.c.sequence_id == rollouts.c.attempts),
+    .where(in_list(rollouts.c.rollout_id, "ids"), attempts.c.sequence_id == rollouts.c.attempts),
     ("ids",),
 )
 FIND_ATTEMPT = Statement(
     select(*ATTEMPT, rollouts.c.rollout_id)
     .join_from(attempts, rollouts, attempts.c.rollout_key == rollouts.c.key)
-    .where(attempts.c.attempt_id == given("id")),
+    .where(attempts.c.attempt_id == param("id")),
     ("the_id",),
 )
 
 
 def _due(column: ColumnElement[Any], condition: str) -> Statement:
-    due = _owners.where(text(condition), column <= given("now")).order_by(column)
+    due = _owners.where(text(condition), column <= param("now")).order_by(column)
     return Statement(due.limit(bindparam("many")).offset(_zero), ("the_now", "many"))
 
 
@@ -190,7 +190,7 @@ FELL_SILENT = _due(attempts.c.silent_at, "silent_at IS NOT NULL")
 NEXT_TIMEOUT = Statement(select(func.min(attempts.c.timeout_at)).where(text("timeout_at IS NOT NULL")))
 NEXT_SILENCE = Statement(select(func.min(attempts.c.silent_at)).where(text("silent_at IS NOT NULL")))
 
-DELETE_ATTEMPTS = Statement(delete(attempts).where(is_one_of(attempts.c.key, "keys")), ("keys",))
+DELETE_ATTEMPTS = Statement(delete(attempts).where(in_list(attempts.c.key, "keys")), ("keys",))
 
 # -- spans -----------------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ INSERT_BLOCKS = Insert(token_blocks, _columns(token_blocks), unique=("digest",))
 INSERT_PACK_BLOCKS = Insert(pack_blocks, _columns(pack_blocks), unique=("pack_key", "digest"))
 
 IDS_OF = Statement(
-    select(span_packs.c.ids).where(span_packs.c.attempt_key == given("attempt")).order_by(span_packs.c.key),
+    select(span_packs.c.ids).where(span_packs.c.attempt_key == param("attempt")).order_by(span_packs.c.key),
     ("the_attempt",),
 )
 
@@ -216,7 +216,7 @@ PACK = (*_HEADER, span_packs.c.body)
 
 PACKS_OF = Statement(
     select(*PACK)
-    .where(span_packs.c.attempt_key == given("attempt"), span_packs.c.first_sequence >= given("from"))
+    .where(span_packs.c.attempt_key == param("attempt"), span_packs.c.first_sequence >= param("from"))
     .order_by(span_packs.c.first_sequence, span_packs.c.key)
     .limit(bindparam("many"))
     .offset(bindparam("skip")),
@@ -224,30 +224,30 @@ PACKS_OF = Statement(
 )
 PACKS_AMONG = Statement(
     select(*PACK)
-    .where(is_one_of(span_packs.c.attempt_key, "attempts"))
+    .where(in_list(span_packs.c.attempt_key, "attempts"))
     .order_by(span_packs.c.attempt_key, span_packs.c.first_sequence, span_packs.c.key),
     ("attempts",),
 )
 HEADERS_OF = Statement(
     select(*_HEADER)
-    .where(span_packs.c.attempt_key == given("attempt"))
+    .where(span_packs.c.attempt_key == param("attempt"))
     .order_by(span_packs.c.first_sequence, span_packs.c.key),
     ("the_attempt",),
 )
 """Packs of an attempt without their bodies."""
-PACKS_BY_KEY = Statement(select(*PACK).where(is_one_of(span_packs.c.key, "keys")), ("keys",))
+PACKS_BY_KEY = Statement(select(*PACK).where(in_list(span_packs.c.key, "keys")), ("keys",))
 
 LATEST_AMONG = Statement(
     select(rollouts.c.rollout_id, attempts.c.key, attempts.c.attempt_id)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
-    .where(is_one_of(rollouts.c.rollout_id, "ids"), attempts.c.sequence_id == rollouts.c.attempts),
+    .where(in_list(rollouts.c.rollout_id, "ids"), attempts.c.sequence_id == rollouts.c.attempts),
     ("ids",),
 )
 
 _first = (
     select(token_blocks.c.digest, token_blocks.c.parent)
     .join_from(pack_blocks, token_blocks, token_blocks.c.digest == pack_blocks.c.digest)
-    .where(is_one_of(pack_blocks.c.pack_key, "packs"))
+    .where(in_list(pack_blocks.c.pack_key, "packs"))
     .cte("chain", recursive=True)
 )
 _parents = select(token_blocks.c.digest, token_blocks.c.parent).join_from(
@@ -285,9 +285,9 @@ def _has_no_child(blocks: Table) -> ColumnElement[bool]:
 
 
 _is_unused = and_(_not_named(token_blocks.c.digest), _has_no_child(token_blocks))
-LOOK_FOR_UNUSED = Statement(
+FIND_UNUSED_BLOCKS = Statement(
     select(token_blocks.c.digest, _is_unused)
-    .where(token_blocks.c.digest > given("digest"))
+    .where(token_blocks.c.digest > param("digest"))
     .order_by(token_blocks.c.digest)
     .limit(bindparam("many"))
     .offset(_zero),
@@ -295,11 +295,11 @@ LOOK_FOR_UNUSED = Statement(
 )
 """(digest, whether no pack and no other block needs it), from a digest on."""
 PARENT_OF_UNUSED = Statement(
-    select(token_blocks.c.parent).where(token_blocks.c.digest == given("digest"), _is_unused), ("the_digest",)
+    select(token_blocks.c.parent).where(token_blocks.c.digest == param("digest"), _is_unused), ("the_digest",)
 )
-DELETE_BLOCK = Statement(delete(token_blocks).where(token_blocks.c.digest == given("digest")), ("the_digest",))
+DELETE_BLOCK = Statement(delete(token_blocks).where(token_blocks.c.digest == param("digest")), ("the_digest",))
 
-_heads = select(pack_blocks.c.digest).where(is_one_of(pack_blocks.c.pack_key, "packs")).distinct().cte("heads")
+_heads = select(pack_blocks.c.digest).where(in_list(pack_blocks.c.pack_key, "packs")).distinct().cte("heads")
 _idle_heads = (
     select(token_blocks.c.digest, token_blocks.c.parent)
     .join_from(_heads, token_blocks, token_blocks.c.digest == _heads.c.digest)
@@ -335,23 +335,23 @@ DELETE_BLOCKS_OF = Statement(
 blocks that no pack names (`idle`), those with a descendant that is named are `kept`."""
 HAVE_BLOCKS = Statement(
     select(pack_blocks.c.pack_key)
-    .where(is_one_of(pack_blocks.c.pack_key, "packs"))
+    .where(in_list(pack_blocks.c.pack_key, "packs"))
     .limit(literal_column("1"))
     .offset(_zero),
     ("packs",),
 )
-PACK_KEYS = Statement(select(span_packs.c.key).where(is_one_of(span_packs.c.attempt_key, "attempts")), ("attempts",))
-DELETE_PACKS = Statement(delete(span_packs).where(is_one_of(span_packs.c.key, "keys")), ("keys",))
-DELETE_PACK_BLOCKS = Statement(delete(pack_blocks).where(is_one_of(pack_blocks.c.pack_key, "keys")), ("keys",))
+PACK_KEYS = Statement(select(span_packs.c.key).where(in_list(span_packs.c.attempt_key, "attempts")), ("attempts",))
+DELETE_PACKS = Statement(delete(span_packs).where(in_list(span_packs.c.key, "keys")), ("keys",))
+DELETE_PACK_BLOCKS = Statement(delete(pack_blocks).where(in_list(pack_blocks.c.pack_key, "keys")), ("keys",))
 
 # -- resources -------------------------------------------------------------------------------------------------------
 
 RESOURCES = tuple(column for column in resources.columns if column.name != "key")
 
 INSERT_RESOURCES = Insert(resources, _columns(resources, "key"))
-FIND_RESOURCES = Statement(select(*RESOURCES).where(resources.c.resources_id == given("id")), ("the_id",))
-DELETE_RESOURCES = Statement(delete(resources).where(resources.c.resources_id == given("id")), ("the_id",))
-RESOURCES_KEY = Statement(select(resources.c.key).where(resources.c.resources_id == given("id")), ("the_id",))
+FIND_RESOURCES = Statement(select(*RESOURCES).where(resources.c.resources_id == param("id")), ("the_id",))
+DELETE_RESOURCES = Statement(delete(resources).where(resources.c.resources_id == param("id")), ("the_id",))
+RESOURCES_KEY = Statement(select(resources.c.key).where(resources.c.resources_id == param("id")), ("the_id",))
 LATEST_RESOURCES = Statement(
     select(*RESOURCES).order_by(resources.c.version.desc()).limit(literal_column("1")).offset(_zero)
 )
@@ -361,9 +361,9 @@ LAST_VERSION = Statement(select(func.coalesce(func.max(resources.c.version), _ze
 @cache
 def query_resources(exact: bool, part: bool, field: str | None = None, descending: bool = False) -> Statement:
     """The key to go on after, the filters by id that are given, limit and offset."""
-    query, names = select(*RESOURCES).where(resources.c.key > given("key")), ["the_key"]
+    query, names = select(*RESOURCES).where(resources.c.key > param("key")), ["the_key"]
     if exact:
-        query = query.where(resources.c.resources_id == given("id"))
+        query = query.where(resources.c.resources_id == param("id"))
         names.append("the_id")
     if part:
         query = query.where(contains_text(resources.c.resources_id, "part"))
@@ -377,8 +377,8 @@ def query_resources(exact: bool, part: bool, field: str | None = None, descendin
 
 CHANGE_RESOURCES = Statement(
     update(resources)
-    .where(resources.c.resources_id == given("id"))
-    .values(version=given("version"), body=given("body"), update_time=given("time")),
+    .where(resources.c.resources_id == param("id"))
+    .values(version=param("version"), body=param("body"), update_time=param("time")),
     ("the_version", "the_body", "the_time", "the_id"),
 )
 
@@ -388,19 +388,19 @@ WORKER = tuple(column for column in workers.columns if column.name != "key")
 WRITE_WORKERS = Insert(
     workers, _columns(workers, "key"), unique=("worker_id",), replace=_columns(workers, "key", "worker_id")
 )
-TAKE_WORKERS = Statement(
-    select(*WORKER).where(is_one_of(workers.c.worker_id, "ids")).order_by(workers.c.worker_id).with_for_update(),
+LOCK_WORKERS = Statement(
+    select(*WORKER).where(in_list(workers.c.worker_id, "ids")).order_by(workers.c.worker_id).with_for_update(),
     ("ids",),
 )
-FIND_WORKER = Statement(select(*WORKER).where(workers.c.worker_id == given("worker")), ("the_worker",))
-WORKER_KEY = Statement(select(workers.c.key).where(workers.c.worker_id == given("worker")), ("the_worker",))
+FIND_WORKER = Statement(select(*WORKER).where(workers.c.worker_id == param("worker")), ("the_worker",))
+WORKER_KEY = Statement(select(workers.c.key).where(workers.c.worker_id == param("worker")), ("the_worker",))
 QUERY_WORKERS = Statement(
-    select(*WORKER).where(workers.c.key > given("key")).order_by(workers.c.key).limit(bindparam("many")).offset(_zero),
+    select(*WORKER).where(workers.c.key > param("key")).order_by(workers.c.key).limit(bindparam("many")).offset(_zero),
     ("the_key", "many"),
 )
 LOST_WORKERS = Statement(
     select(workers.c.worker_id)
-    .where(text("lost_at IS NOT NULL"), workers.c.lost_at <= given("now"))
+    .where(text("lost_at IS NOT NULL"), workers.c.lost_at <= param("now"))
     .order_by(workers.c.lost_at)
     .limit(bindparam("many"))
     .offset(_zero),
@@ -408,12 +408,12 @@ LOST_WORKERS = Statement(
 )
 NEXT_LOST = Statement(select(func.min(workers.c.lost_at)).where(text("lost_at IS NOT NULL")))
 
-WORK_IN_HAND = Statement(
+OPEN_ATTEMPTS_OF_WORKERS = Statement(
     select(attempts.c.worker_id, rollouts.c.rollout_id, attempts.c.attempt_id)
     .join_from(attempts, rollouts, attempts.c.rollout_key == rollouts.c.key)
     .where(
         text("attempts.status IN ('preparing', 'running')"),
-        is_one_of(attempts.c.worker_id, "workers"),
+        in_list(attempts.c.worker_id, "workers"),
         attempts.c.superseded == _zero,
     )
     .order_by(attempts.c.key),
@@ -437,17 +437,17 @@ LIMITED_QUEUES = Statement(
 ADD_COUNTS = Insert(counts, _columns(counts), unique=("shard", "name", "queue"), add=("number",))
 COUNTS_BY_NAME = Statement(select(counts.c.name, func.sum(counts.c.number)).group_by(counts.c.name))
 COUNTS_BY_QUEUE = Statement(
-    select(counts.c.queue, func.sum(counts.c.number)).where(is_one_of(counts.c.name, "names")).group_by(counts.c.queue),
+    select(counts.c.queue, func.sum(counts.c.number)).where(in_list(counts.c.name, "names")).group_by(counts.c.queue),
     ("names",),
 )
-COUNT_OF = Statement(select(func.sum(counts.c.number)).where(counts.c.name == given("name")), ("the_name",))
+COUNT_OF = Statement(select(func.sum(counts.c.number)).where(counts.c.name == param("name")), ("the_name",))
 ROWS_OF = {str(table.name): Statement(select(func.count()).select_from(table)) for table in (resources, workers)}
 
 # -- answered calls --------------------------------------------------------------------------------------------------
 
 FIND_ANSWERED = Statement(
     select(answered_calls.c.key, answered_calls.c.digest, answered_calls.c.answer).where(
-        is_one_of(answered_calls.c.key, "keys")
+        in_list(answered_calls.c.key, "keys")
     ),
     ("keys",),
 )
@@ -461,7 +461,7 @@ OLDEST_ANSWERED = Statement(
     ("many",),
 )
 """The oldest ones, but for those that another server is removing."""
-DELETE_ANSWERED = Statement(delete(answered_calls).where(is_one_of(answered_calls.c.key, "keys")), ("keys",))
+DELETE_ANSWERED = Statement(delete(answered_calls).where(in_list(answered_calls.c.key, "keys")), ("keys",))
 
 # -- the clock -------------------------------------------------------------------------------------------------------
 
@@ -483,7 +483,7 @@ _sums = [
     select(func.coalesce(func.sum(column), _zero)).where(attempts.c.rollout_key == rollouts.c.key).scalar_subquery()
     for column in (attempts.c.spans, attempts.c.bytes)
 ]
-WEIGHTS = Statement(
+ROLLOUT_SIZES = Statement(
     select(
         rollouts.c.key,
         rollouts.c.rollout_id,
@@ -493,8 +493,8 @@ WEIGHTS = Statement(
     )
     .where(
         text("rollouts.end_time IS NOT NULL"),
-        rollouts.c.end_time >= given("time"),
-        or_(rollouts.c.end_time > given("time"), rollouts.c.key > given("key")),
+        rollouts.c.end_time >= param("time"),
+        or_(rollouts.c.end_time > param("time"), rollouts.c.key > param("key")),
     )
     .order_by(rollouts.c.end_time, rollouts.c.key)
     .limit(bindparam("many"))

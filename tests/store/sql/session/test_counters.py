@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import Span
-from agentlightning.store.base import Retention
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.execution import writer
 from agentlightning.store.sql.store import SqlStore
+from agentlightning.store.types import Retention
 from agentlightning.testing.postgres import PostgresCluster
 
 RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed", "timeout"), timeout_seconds=60)
@@ -177,7 +177,7 @@ def test_counts_are_those_of_the_rows_whatever_was_done(seed: int) -> None:
 async def test_counts_are_right_where_several_servers_write(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "IDLE_SECONDS", 3_600.0)
+    monkeypatch.setattr(writer, "POLL_SECONDS", 3_600.0)
     url = tmp_path / "store.db" if kind == "file" else request.getfixturevalue("postgres_store_url")
     clock = PassingClock()
     stores = [SqlStore(url, clock), SqlStore(url, clock)]

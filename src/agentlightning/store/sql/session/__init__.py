@@ -1,0 +1,1 @@
+"""What one batch of commands holds in memory: rows, savepoints, pending writes."""

@@ -1,0 +1,134 @@
+"""The spans of one call, grouped by attempt and packed in the caller's thread before they are submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from agentlightning.span import SUPERSEDED, Span
+from agentlightning.store import validation
+from agentlightning.store.sql.spans import codec
+from agentlightning.store.sql.spans.codec import SpanPack
+
+
+class SpanWriteResult(Struct, gc=False):
+    """How the spans of one attempt were stored."""
+
+    attempt_id: str
+    sequence_ids: Sequence[int]
+    """Of the spans that are new."""
+    superseded: bool
+    existing: dict[int, Span]
+    """By index: spans that were stored before."""
+
+
+class PackedSpans(Struct, frozen=True, array_like=True):
+    """Packed spans of one attempt, which may come from another process."""
+
+    rollout_id: str
+    attempt_id: str
+    pack: SpanPack
+
+
+class AttemptSpans:
+    """The spans of one call that belong to one attempt: packed here, then stored, then returned as stored."""
+
+    __slots__ = ("_positions", "_spans", "attempt_id", "body", "named", "pack", "rollout_id")
+
+    pack: SpanPack
+    body: bytes
+
+    def __init__(self, rollout_id: str, attempt_id: str) -> None:
+        validation.check_text(rollout_id, "rollout_id")
+        validation.check_text(attempt_id, "attempt_id")
+        self.rollout_id = rollout_id
+        self.attempt_id = attempt_id
+        self.named = False
+        """The caller chose the id of at least one span."""
+        self._positions: list[int] = []
+        self._spans: list[Span] = []
+
+    @classmethod
+    def of(cls, packed: PackedSpans) -> AttemptSpans:
+        """Spans that were packed elsewhere, and are not returned."""
+        group = cls(packed.rollout_id, packed.attempt_id)
+        group.named = True
+        group.pack, group.body = packed.pack, packed.pack.body
+        return group
+
+    def add(self, position: int, span: Span) -> None:
+        """`position` is its index among all spans of the call."""
+        self._positions.append(position)
+        self._spans.append(span)
+        if span.span_id:
+            self.named = True
+
+    def seal(self) -> None:
+        """Validate and pack the spans."""
+        self.pack = codec.pack(self._spans)
+        self.body = self.pack.body
+
+    def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
+        """Put each span, as it was stored, at its position in `output`."""
+        if result.existing or self.named:
+            self._read_with_duplicates(result, output)
+            return
+        attempt_id, superseded = result.attempt_id, result.superseded
+        stored = zip(self._positions, self._spans, self.pack.span_ids, result.sequence_ids, strict=True)
+        for position, span, span_id, sequence_id in stored:
+            output[position] = _as_stored(span, attempt_id, span_id, sequence_id, superseded)
+
+    def _read_with_duplicates(self, result: SpanWriteResult, output: list[Any]) -> None:
+        sequence_ids = iter(result.sequence_ids)
+        new: dict[str, Span] = {}
+        existing, attempt_id, superseded = result.existing, result.attempt_id, result.superseded
+        for index, (position, span) in enumerate(zip(self._positions, self._spans, strict=True)):
+            span_id = self.pack.span_ids[index]
+            if index in existing:
+                output[position] = existing[index]
+                continue
+            if span_id not in new:
+                new[span_id] = _as_stored(span, attempt_id, span_id, next(sequence_ids), superseded)
+            output[position] = new[span_id]
+
+
+def _as_stored(span: Span, attempt_id: str, span_id: str, sequence_id: int, superseded: bool) -> Span:
+    return Span(
+        span.rollout_id,
+        attempt_id,
+        span.name,
+        span.start_time,
+        span.end_time,
+        sequence_id,
+        span.trace_id,
+        span_id,
+        span.parent_id,
+        span.status_code,
+        span.status_message,
+        {**span.attributes, SUPERSEDED: True} if superseded else span.attributes,
+        span.events,
+        span.resource,
+    )
+
+
+def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
+    """The spans of one call, packed for each attempt."""
+    groups: dict[tuple[str, str], AttemptSpans] = {}
+    group: AttemptSpans | None = None
+    for position, span in enumerate(spans):
+        if group is None or span.attempt_id != group.attempt_id or span.rollout_id != group.rollout_id:
+            key = (span.rollout_id, span.attempt_id)
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = AttemptSpans(*key)
+        group.add(position, span)
+    for group in groups.values():
+        group.seal()
+    return list(groups.values())
+
+
+def pack_spans(spans: Sequence[Span]) -> list[PackedSpans]:
+    """The spans of any attempts, packed for each attempt."""
+    return [PackedSpans(each.rollout_id, each.attempt_id, each.pack) for each in group_by_attempt(spans)]

@@ -1,0 +1,127 @@
+"""Validation of the arguments of a store, and JSON that can be read back as it was written.
+
+Every check raises ConfigError, which names the argument and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.errors import ConfigError
+from agentlightning.rollouts import ATTEMPT_TRANSITIONS, ROLLOUT_TRANSITIONS
+
+MAX_TEXT: Final = 512
+NO_LIMIT: Final = 2**62
+_url_part = re.compile(r"[A-Za-z0-9_:-]{1,128}")
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def to_json(value: Any, what: str) -> str:
+    """`value` as JSON; `what` names it in the error. Refuses NaN and infinity, which orjson writes as null."""
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
+        ) from error
+    if "null" in text and (found := find_not_finite(value)) is not None:
+        raise ConfigError(f"{what}{found[0]} is {found[1]}, which JSON cannot hold; leave it out or send it as text")
+    return text
+
+
+def dict_to_json(value: Any, what: str) -> str:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what}={value!r} is no dict")
+    return to_json(value, what)
+
+
+def find_not_finite(value: Any) -> tuple[str, float] | None:
+    """(path within `value`, number) of the first NaN or infinity."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", value)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(cast("Sequence[Any]", value))
+    elif is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    for key, item in items:
+        found = find_not_finite(item)
+        if found is not None:
+            return f"[{key!r}]{found[0]}", found[1]
+    return None
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def check_text(value: Any, what: str) -> None:
+    """Refuse what is not text that every database can store."""
+    if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
+        return
+    if not isinstance(value, str):
+        raise ConfigError(f"{what}={value!r} is no text")
+    if len(value) > MAX_TEXT:
+        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
+    if "\0" in value:
+        raise ConfigError(f"{what}={value!r} holds a NUL character; leave it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what}={value!r} is not Unicode text: {error.reason}") from error
+
+
+def check_texts(values: Sequence[Any] | None, what: str) -> None:
+    if values is None:
+        return
+    if isinstance(values, str):
+        raise ConfigError(f"{what}={values!r} is one text; give a list")
+    for value in values:
+        check_text(value, what)
+
+
+def check_new_id(value: Any, what: str) -> None:
+    """Refuse an id or a name that cannot be part of a URL."""
+    if not isinstance(value, str) or not _url_part.fullmatch(value):
+        raise ConfigError(f"{what}={value!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :")
+
+
+def check_time(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{what}={value!r} is no time in seconds")
+
+
+def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
+    """Returns (limit, offset) as a database takes them."""
+    for name, value, least in (("limit", limit, -1), ("offset", offset, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            advice = "-1 for no limit, or a number from 0" if name == "limit" else "a number from 0"
+            raise ConfigError(f"{name}={value!r} is out of range; use {advice}")
+    return (NO_LIMIT if limit == -1 else min(limit, NO_LIMIT)), min(offset, NO_LIMIT)
+
+
+def check_rollout_status(value: Any) -> str:
+    if value not in ROLLOUT_TRANSITIONS:
+        raise ConfigError(f"status={value!r} is none that a rollout has; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
+    return value
+
+
+def check_attempt_status(value: Any) -> str:
+    if value not in ATTEMPT_TRANSITIONS:
+        raise ConfigError(f"status={value!r} is none that an attempt has; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
+    return value
+
+
+def check_cursor(after: Any, limit: Any, offset: Any) -> tuple[int, int]:
+    """`check_page` for a page that begins after the id `after`."""
+    if after is not None:
+        check_text(after, "after")
+    return check_page(limit, offset)
