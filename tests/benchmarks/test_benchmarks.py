@@ -51,6 +51,17 @@ def test_a_short_soak_finds_no_error(tmp_path: Path) -> None:
     assert found["cycles"] > 0
 
 
+def test_a_training_step_is_timed_in_every_way_to_compute_it(tmp_path: Path) -> None:
+    found = measure("train_step", "--part", "sharing", "--rounds", "1", "--sizes", "0.4M", directory=tmp_path)
+    assert len(found["seconds"]) == 3
+    assert all(seconds > 0 for arms in found["seconds"].values() for seconds in arms.values())
+
+
+def test_generated_tokens_are_timed_beside_transformers(tmp_path: Path) -> None:
+    found = measure("generate", "--no-peer", "--runs", "1", directory=tmp_path)
+    assert [arms.keys() for arms in found.values()] == [{"ours", "model.generate"}] * 3
+
+
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is the load: apt-get install wrk")
 def test_the_gateway_answers_records_and_streams(tmp_path: Path) -> None:
     sizes = ("--seconds", "1", "--streams", "100", "--tokens", "100000")
