@@ -23,8 +23,10 @@ ERRORS = {name for name, value in PUBLIC.items() if inspect.isclass(value) and i
 RECEIVED = {
     "ChatFormat",
     "Gain",
+    "Learner",
     "NamedResources",
     "Policy",
+    "RolloutSource",
     "Runner",
     "SFTResult",
     "Training",

@@ -6,22 +6,26 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_path, attempt_secret
-from agentlightning.config import PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.evaluator import evaluate
+from agentlightning.policy import open as opening
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer
-from agentlightning.training import setup
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
-from agentlightning.training.run import newest_version, step_name
+from agentlightning.training.build import serve_run
+from agentlightning.training.checkpoints import newest_version
 from agentlightning.training.run_dir import RunDir, RunState
+from agentlightning.training.sources.live import step_name
+from agentlightning.training.starting_policy import open_for_training
+from agentlightning.util.progress import Progress
 
 
 async def test_its_runner_holds_a_lease_so_that_a_killed_run_leaves_nothing_behind():
@@ -51,11 +55,13 @@ async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(m
     async def open_policy(config):
         return policy
 
-    monkeypatch.setattr(setup, "open_policy", open_policy)
+    monkeypatch.setattr(opening, "open_policy", open_policy)
     run_dir = RunDir.create(tmp_path / "run")
     config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
     with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
-        await setup.open_learner(config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore())
+        await open_for_training(
+            config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore(), Progress()
+        )
     assert policy.closed
     run_dir.close()
 
@@ -114,7 +120,7 @@ async def test_a_run_that_other_machines_can_reach_answers_no_call_without_a_key
         stack.callback(run_dir.close)
         stack.push_async_callback(store.close)
         engine = ScriptedEngine(["hello"], model="policy")
-        serving = trainer._serve(store, {"policy": engine}, config, run_dir, secret="secret", token="t")
+        serving = await serve_run(config, store, engine, run_dir, stack, "secret", "t")
         server = await stack.enter_async_context(serving)
         rollout = await store.start_rollout({"question": "?"})
         url = server.url + attempt_path(rollout.rollout_id, rollout.attempt.attempt_id)

@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from agentlightning import trainer
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
-from agentlightning.config import EvaluationConfig, PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
+from agentlightning.policy import open as opening
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.losses import NLLLoss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
@@ -28,7 +29,7 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedPolicy, scripted_weights
 from agentlightning.trainer import Trainer
-from agentlightning.training import setup
+from agentlightning.training import report
 from agentlightning.training.result import TrainingResult
 
 Reward = Callable[[Any, str], float | dict[str, float]]
@@ -51,8 +52,8 @@ class Run:
             self.policy_config = config
             return self.policy
 
-        monkeypatch.setattr(setup, "open_policy", open_policy)
-        monkeypatch.setattr(trainer, "draw_curve", lambda *_: None)
+        monkeypatch.setattr(opening, "open_policy", open_policy)
+        monkeypatch.setattr(report, "draw_curve", lambda *_: None)
 
     async def fit(self, config: TrainConfig, algorithm: Any = None, **tasks: list[Any]) -> TrainingResult:
         config = config.model_copy(

@@ -6,9 +6,10 @@ Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), promp
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), Progress (what is shown meanwhile), Dataset (tasks), LightningRL (reinforcement
     learning), LightningRLConfig (its settings), SFTAlgorithm (supervised learning), SFTConfig (its settings),
-    SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees it), Collected
-    (the rollouts of a step), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the
-    scores, with an interval).
+    SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees it),
+    RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back), Learner
+    (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
+    interval).
 Settings: DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig, GatewayConfig,
     OptimizerConfig, PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
@@ -43,14 +44,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentlightning.algorithms.base import Algorithm, Training
+    from agentlightning.algorithms.base import Algorithm
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
+    from agentlightning.algorithms.training import Collected, Learner, RolloutRequest, RolloutSource, Training
     from agentlightning.chat.base import ChatFormat
     from agentlightning.config import (
         DataConfig,
         EvaluationConfig,
-        PolicyConfig,
         RunConfig,
         RunnerConfig,
         TrainConfig,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
+    from agentlightning.policy.config import PolicyConfig
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -113,16 +115,16 @@ if TYPE_CHECKING:
     )
     from agentlightning.trainer import Trainer
     from agentlightning.training.result import TrainingResult
-    from agentlightning.training.rollout_source import Collected
     from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.progress import Progress
 
 _NAMES = {
-    "algorithms.base": "Algorithm Training",
+    "algorithms.base": "Algorithm",
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
+    "algorithms.training": "Collected Learner RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
-    "config": "DataConfig EvaluationConfig PolicyConfig RunConfig RunnerConfig TrainConfig WarmStartConfig",
+    "config": "DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig WarmStartConfig",
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
@@ -135,6 +137,7 @@ _NAMES = {
     "evaluator": "evaluate",
     "gateway.config": "GatewayConfig",
     "policy.base": "Policy",
+    "policy.config": "PolicyConfig",
     "policy.losses.nll": "NLLLoss",
     "policy.losses.ppo": "PPOLoss",
     "policy.optimizer_config": "OptimizerConfig",
@@ -153,7 +156,6 @@ _NAMES = {
     ),
     "trainer": "Trainer",
     "training.result": "TrainingResult",
-    "training.rollout_source": "Collected",
     "trajectory": "Node TokenTree TrainingSample Trajectory Transition",
     "util.progress": "Progress",
 }
@@ -184,6 +186,7 @@ __all__ = [
     "Gain",
     "GatewayConfig",
     "InMemoryLightningStore",
+    "Learner",
     "LightningRL",
     "LightningRLConfig",
     "LightningStore",
@@ -213,6 +216,8 @@ __all__ = [
     "RolloutConfig",
     "RolloutRecord",
     "RolloutRejectedError",
+    "RolloutRequest",
+    "RolloutSource",
     "RunConfig",
     "Runner",
     "RunnerConfig",

@@ -7,20 +7,22 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from agentlightning.config import PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.algorithms.training import Collected
+from agentlightning.config import RunnerConfig
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
-from agentlightning.evaluation.evaluation import Evaluation, evaluate_tasks
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.policy import open as opening
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import LLM, NamedResources
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
-from agentlightning.training.rollout_source import EVALUATION_ADVICE, Collected, RolloutSource
-from agentlightning.training.run import TEMPERATURES
-from agentlightning.training.setup import check_model, open_policy, policy_config
+from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
+from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
+from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.progress import Progress
 
@@ -57,7 +59,7 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} leaves no task; use at least 1, or None for all")
     if model is not None:
-        check_model(model)
+        opening.check_model(model)
     tasks = load_dataset(dataset)[:limit]
     settings = runner or RunnerConfig()
     work = _evaluate(agent, tasks, model, reward, mode, reward_weights, settings, progress or Progress(enabled=False))
@@ -95,28 +97,32 @@ async def _evaluate(
         await runner.start(server.url)
         stack.push_async_callback(runner.stop)
         progress.phase("evaluating", len(tasks))
-        limits = rollout_config(config), config.max_failed_share
-        source = RolloutSource(store, *limits, advice=EVALUATION_ADVICE)
+        collector = RolloutCollector(
+            TrajectoryReader(store),
+            rollout_config(config),
+            max_failed_share=config.max_failed_share,
+            advice=EVALUATION_ADVICE,
+        )
         work = evaluate_tasks(
-            source,
+            collector,
             tasks,
             name="evaluation",
             resources_id=resources_id,
             reward_weights=reward_weights,
             require_reward=True,
             on_progress=progress.update,
-            on_collected=lambda collected: _name_first(source, collected, progress),
+            on_collected=lambda collected: _name_first(collector, collected, progress),
         )
         return await unless_it_ends(runner, work)
 
 
-async def _name_first(source: RolloutSource, collected: Collected, progress: Progress) -> None:
-    for reason, first in (await source.first_of_each_reason(collected)).items():
+async def _name_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:
+    for reason, first in (await collector.first_of_each_reason(collected)).items():
         count, kind = collected.left_out[reason], reason.replace("_", " ")
         progress.note(f"{count} without a reward ({kind}); the first, {first.rollout_id}: {first.message}")
 
 
 async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
-    policy = await open_policy(policy_config(TrainConfig(), model, OptimizerConfig(), 1))
+    policy = await opening.open_policy(opening.policy_config(PolicyConfig(), model))
     stack.push_async_callback(policy.close)
     return {policy.model: policy}

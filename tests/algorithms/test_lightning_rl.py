@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.training import Collected
 from agentlightning.errors import ConfigError
-from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import Trajectory, Transition
 
 

@@ -27,7 +27,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
-from agentlightning.training.health import staleness
+from agentlightning.training.learner import staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 

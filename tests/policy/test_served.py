@@ -14,15 +14,16 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from agentlightning.config import PolicyConfig, TrainConfig
+from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServedModel, ServersConfig, open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
-from agentlightning.training.setup import with_absolute_paths
+from agentlightning.training.trainer_settings import with_absolute_paths
 from agentlightning.weight_sync.disk import WeightsFolder
 
 
@@ -35,7 +36,6 @@ class Learner:
 
     model = "policy"
     context_length = 512
-    vocab_size = None
     can_update_in_flight = True
 
     def __init__(self, server: ScriptedModelServer) -> None:

@@ -1,35 +1,13 @@
 """What a run says about itself."""
 
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.health import closing_warnings, staleness, starting_warnings, warnings_of
-from agentlightning.trajectory import Node, TokenTree, TrainingSample
+from agentlightning.training.health import closing_warnings, starting_warnings, warnings_of
+from agentlightning.training.step_record import StepRecord
 
 
-def sample(*parts: tuple[int | None, float, int]) -> TrainingSample:
-    """A chain of sampled nodes: (version, weight of each token, tokens)."""
-    nodes = tuple(
-        Node(index - 1, (1,) * count, True, (-1.0,) * count, policy_version=version)
-        for index, (version, _, count) in enumerate(parts)
-    )
-    weights = tuple((weight,) * count for _, weight, count in parts)
-    return TrainingSample(TokenTree(nodes), advantages=weights, weights=weights)
-
-
-def test_staleness_counts_updates_token_by_token():
-    assert staleness([sample((3, 0.1, 2), (5, 0.1, 1)), sample((5, 0.1, 1))], 5) == {
-        "staleness": 1.0,
-        "staleness_max": 2.0,
-    }
-
-
-def test_tokens_that_are_not_trained_or_of_unknown_weights_have_no_age():
-    assert staleness([sample((1, 0.0, 2), (None, 0.1, 4), (4, 0.1, 1))], 5)["staleness"] == 1.0
-    assert staleness([sample((None, 0.1, 4))], 5) == {}
-    assert staleness([], 5) == {}
-
-
-def step(reward: float, *, flat: int = 0, groups: int = 4, **more: float) -> dict[str, float]:
-    return {"reward": reward, "groups": groups, "groups_without_spread": flat, "groups_trained": groups - flat, **more}
+def step(reward: float, *, flat: int = 0, groups: int = 4, **more: float) -> StepRecord:
+    line = {"reward": reward, "groups": groups, "groups_without_spread": flat, "groups_trained": groups - flat}
+    return StepRecord.read({**line, **more})
 
 
 def test_a_run_whose_groups_teach_nothing_says_so_with_the_way_out():
@@ -75,6 +53,6 @@ def test_random_weights_are_named_before_anything_runs():
 def test_rollouts_that_ran_out_of_time_are_warned_of_where_they_teach_nothing():
     late = [step(0.5, rollouts_trained=28, failed=4, timeouts=4)]
     [text] = warnings_of(late).values()
-    assert text.startswith("4 of the last 32 rollouts ran out of time")
+    assert text.startswith("4 of the last 32 rollouts timed out")
     assert "algorithm.timeout_reward=0.0" in text
     assert warnings_of([step(0.5, rollouts_trained=32, failed=0, timeouts=4)]) == {}, "they are learned from"

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.config import EvaluationConfig, PolicyConfig, RunnerConfig, TrainConfig
+from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import Held, ServedPolicy
 from agentlightning.span import Span

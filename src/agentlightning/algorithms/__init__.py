@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from agentlightning.algorithms.base import Algorithm, Training
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.training import Training
 
 __all__ = ["ALGORITHMS", "Algorithm", "Training", "class_name", "make_algorithm"]
 

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from agentlightning.algorithms.base import Algorithm, Training
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import (
     Aggregate,
@@ -37,7 +38,6 @@ from agentlightning.credit import (
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 

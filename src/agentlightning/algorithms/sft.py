@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentlightning.algorithms.base import Algorithm, Training
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.errors import ConfigError, DatasetError
@@ -30,7 +31,6 @@ from agentlightning.policy.losses import Loss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.task import load_dataset
-from agentlightning.training.rollout_source import Collected
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.settings import SettingsSignature, settings_from

@@ -266,7 +266,7 @@ def beside(db: str | None, suffix: str) -> Path:
 
 async def open_model(given: str) -> Policy:
     """The model of `[NAME=]DIR`; its name is the directory's where none is given."""
-    from agentlightning.training.setup import open_frozen
+    from agentlightning.policy.open import open_frozen
 
     name, equals, path = given.partition("=")
     return await open_frozen(name, path) if equals else await open_frozen(Path(given).name, given)
@@ -281,7 +281,7 @@ async def open_engines(given: Iterable[str], routing: GatewayConfig, stack: Asyn
         engines[policy.model] = policy
     if not routing.models:
         return engines
-    from agentlightning.training.setup import open_models
+    from agentlightning.policy.open import open_models
 
     return engines | await open_models(routing.models, stack)
 

@@ -8,17 +8,13 @@ checkpoint), such a task counts as the lowest reward, so that an agent that cras
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import total_ordering
-from typing import Any
 
-from agentlightning.assemble import scalar_reward
-from agentlightning.credit.rejection import FAILED, MISSING_REWARD, Rejection, describe_reasons, rejection
+from agentlightning.credit.rejection import FAILED, describe_reasons
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.intervals import Gain, lowest_means, mean_interval, paired_gain
-from agentlightning.training.rollout_source import Collected, RolloutPlan, RolloutSource
-from agentlightning.trajectory import Trajectory
 
 WITHOUT_REWARD = (
     "return a number from the agent, call agl.emit_reward, or give a reward function (reward=..., --reward)"
@@ -113,55 +109,3 @@ def gain_of(before: Evaluation, after: Evaluation) -> Gain:
     if any(b is not None and a is not None for b, a in zip(before.rewards, after.rewards, strict=True)):
         return compare(before, after)
     return Gain(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, before.missing, after.missing)
-
-
-async def evaluate_tasks(
-    source: RolloutSource,
-    tasks: Sequence[Any],
-    *,
-    name: str,
-    resources_id: str,
-    reward_weights: Mapping[str, float] | None = None,
-    max_failed_share: float | None = None,
-    require_reward: bool = False,
-    on_progress: Callable[[int], None] | None = None,
-    on_collected: Callable[[Collected], Awaitable[None]] | None = None,
-) -> Evaluation:
-    """One rollout for each task; `name` makes their ids, so that asking again continues.
-
-    Raises TrainingStopped as `RolloutSource.collect` does where too many rollouts fail, and with `require_reward`
-    RewardError where rollouts succeed and not one has a reward that can be used.
-    """
-    plans = [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(tasks)]
-    collected = await source.collect(
-        plans,
-        resources_id=resources_id,
-        mode="val",
-        check=lambda trajectories: _without_reward(trajectories, reward_weights),
-        max_failed_share=max_failed_share,
-        max_rejected_share=1.0,
-        on_progress=on_progress,
-    )
-    if require_reward and collected.rejected and not collected.trajectories:
-        first = collected.rejected[0]
-        raise RewardError(
-            f"none of {len(plans)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
-            f" {first.rollout_id}: {first.message}"
-        )
-    if on_collected is not None:
-        await on_collected(collected)
-    rewards = {each.group: scalar_reward(each.reward, reward_weights) for each in collected.trajectories}
-    return Evaluation(tuple(rewards.get(plan.group) for plan in plans), collected.seconds, collected.left_out)
-
-
-def _without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
-    found: list[Rejection] = []
-    for each in trajectories:
-        try:
-            reward = scalar_reward(each.reward, weights)
-        except RewardError as error:
-            found.append(rejection(each.rollout_id, error))
-        else:
-            if reward is None:
-                found.append(Rejection(each.rollout_id, MISSING_REWARD, f"it has no reward: {WITHOUT_REWARD}"))
-    return found

@@ -39,6 +39,7 @@ class ScriptedPolicy(ScriptedEngine):
     """
 
     can_update_in_flight = True
+    vocab_size: int | None = None
 
     def __init__(self, script: Callable[[list[Message], int], str], *, model: str = "policy") -> None:
         super().__init__(lambda messages: script(messages, self.updates), model=model)

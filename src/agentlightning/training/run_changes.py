@@ -37,6 +37,7 @@ CHANGEABLE = (
     "evaluation.every",
     "run.checkpoint_every",
     "run.keep_checkpoints",
+    "run.max_staleness",
     "run.host",
     "run.port",
     "policy.device",

@@ -19,7 +19,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,10 @@ class RunState:
         """What the names of rollouts end with, so that those of an earlier revision are not taken for them."""
         return f"-changed{self.revision}" if self.revision else ""
 
+    def measures_start(self, modes: Iterable[str]) -> bool:
+        """Whether the starting policy is still to be measured."""
+        return any(f"before-{mode}" not in self.evaluations for mode in modes)
+
     def forget_measurements(self) -> None:
         """After a change of what rewards mean: everything is measured again, and the best checkpoint chosen anew."""
         self.revision += 1
@@ -91,7 +95,13 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         return ()
     if (run_dir / "report.json").exists() and not is_locked(run_dir):
         return ()
-    steps = (f"train-{state.step:06d}", f"validation-{state.step + 1:06d}", "before-", "after-")
+    steps = (
+        f"train-{state.step:06d}",
+        f"validation-{state.step + 1:06d}",
+        f"evaluation-{state.step:06d}",
+        "before-",
+        "after-",
+    )
     return tuple(f"{state.run_id}-{purpose}" for purpose in steps)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
@@ -31,6 +31,12 @@ SECRETS = frozenset({"api_key", "headers", "password", "proxy", "token"})
 """Names of settings whose values appear in no message."""
 _ITEM = "*"
 """Stands for the index of a list item in the name of a setting."""
+
+
+class Section(BaseModel):
+    """The base of sections of settings: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 
 from agentlightning.engine.local.switch_interval import SWITCH_SECONDS, SwitchInterval
 from agentlightning.policy.local import LocalPolicyConfig
+from agentlightning.policy.open import open_policy
 from agentlightning.testing.models import tiny_checkpoint
-from agentlightning.training.setup import open_policy
 
 
 @pytest.fixture(autouse=True)

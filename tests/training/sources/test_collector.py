@@ -1,4 +1,4 @@
-"""A source asks for rollouts, and gets trajectories; asking again continues."""
+"""A collector asks for rollouts, and gets trajectories; asking again continues."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,8 @@ from agentlightning.span import (
 )
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.types import Retention
-from agentlightning.training.rollout_source import RolloutPlan, RolloutSource
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
+from agentlightning.training.sources.reader import TrajectoryReader
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
 
@@ -62,14 +63,18 @@ async def agents(store, behave):
     await asyncio.gather(worker, return_exceptions=True)
 
 
-async def collect(source, plans=PLANS, **options):
-    resources = await source.store.add_resources({})
-    return await source.collect(plans, resources_id=resources.resources_id, **options)
+def make(store, *options, **reading):
+    return RolloutCollector(TrajectoryReader(store, **reading), *options)
+
+
+async def collect(collector, plans=PLANS, **options):
+    resources = await collector.store.add_resources({})
+    return await collector.collect(plans, resources_id=resources.resources_id, **options)
 
 
 async def test_trajectories_come_back_in_the_order_asked_for_with_their_groups(store):
     async with agents(store, lambda task: float(task["n"])):
-        collected = await collect(RolloutSource(store))
+        collected = await collect(make(store))
     assert [trajectory.rollout_id for trajectory in collected.trajectories] == [plan.rollout_id for plan in PLANS]
     assert [trajectory.reward for trajectory in collected.trajectories] == [0.0, 1.0, 2.0, 3.0]
     assert [trajectory.group for trajectory in collected.trajectories] == ["g0", "g0", "g1", "g1"]
@@ -78,8 +83,8 @@ async def test_trajectories_come_back_in_the_order_asked_for_with_their_groups(s
 async def test_asking_again_runs_no_rollout_twice(store):
     runs = []
     async with agents(store, lambda task: runs.append(task["n"]) or 1.0):
-        await collect(RolloutSource(store), PLANS[:2])
-        collected = await collect(RolloutSource(store))
+        await collect(make(store), PLANS[:2])
+        collected = await collect(make(store))
     assert sorted(runs) == [0, 1, 2, 3]
     assert len(collected.trajectories) == 4
 
@@ -93,9 +98,9 @@ async def test_asking_again_gives_a_failed_rollout_another_chance(store):
         return 1.0
 
     async with agents(store, behave):
-        first = await collect(RolloutSource(store))
+        first = await collect(make(store))
         broken = False
-        second = await collect(RolloutSource(store))
+        second = await collect(make(store))
     assert [rollout.rollout_id for rollout in first.failed] == ["run-1"]
     assert len(first.trajectories) == 3
     assert not second.failed
@@ -112,7 +117,7 @@ async def test_a_failed_rollout_is_retried_as_often_as_the_configuration_says(st
         return 1.0
 
     async with agents(store, behave):
-        collected = await collect(RolloutSource(store, RolloutConfig(max_attempts=2)), PLANS[:1])
+        collected = await collect(make(store, RolloutConfig(max_attempts=2)), PLANS[:1])
     assert tries == [0, 0]
     assert not collected.failed
 
@@ -123,7 +128,7 @@ async def test_too_many_failures_stop_training_with_the_first_traceback(store):
 
     async with agents(store, behave):
         with pytest.raises(TrainingStopped, match=r"4 of 4 rollouts failed.*\nline 1\nthe tool is gone\n"):
-            await collect(RolloutSource(store))
+            await collect(make(store))
 
 
 async def test_a_rollout_that_is_removed_while_it_is_waited_for_is_run_again(store):
@@ -133,8 +138,8 @@ async def test_a_rollout_that_is_removed_while_it_is_waited_for_is_run_again(sto
         runs.append(task["n"])
         return 1.0
 
-    source = RolloutSource(store)
-    asking = asyncio.create_task(collect(source))
+    collector = make(store)
+    asking = asyncio.create_task(collect(collector))
     claimed = await store.dequeue_rollout(timeout=5)
     ids = claimed.rollout_id, claimed.attempt.attempt_id
     await store.update_attempt(*ids, status="succeeded")
@@ -148,10 +153,10 @@ async def test_a_rollout_that_is_removed_while_it_is_waited_for_is_run_again(sto
 async def test_what_a_dead_process_had_claimed_is_queued_again(store):
     await store.enqueue_rollout({"n": 0}, rollout_id="run-0")
     claimed = await store.dequeue_rollout()
-    source = RolloutSource(store)
-    assert await source.recover("run", "it died") == 1
+    collector = make(store)
+    assert await collector.recover("run", "it died") == 1
     async with agents(store, lambda task: 1.0):
-        collected = await collect(source, PLANS[:1])
+        collected = await collect(collector, PLANS[:1])
     assert collected.trajectories[0].attempt_id != claimed.attempt.attempt_id
 
 
@@ -164,7 +169,7 @@ def unloved(*numbers, reason="unloved"):
 
 async def test_a_rollout_whose_spans_make_no_sense_is_left_out_with_its_reason(store):
     async with agents(store, lambda task: "hot" if task["n"] == 1 else 1.0):
-        collected = await collect(RolloutSource(store))
+        collected = await collect(make(store))
     assert [trajectory.rollout_id for trajectory in collected.trajectories] == ["run-0", "run-2", "run-3"]
     [rejected] = collected.rejected
     assert (rejected.rollout_id, rejected.reason) == ("run-1", "bad_reward")
@@ -181,10 +186,10 @@ async def test_too_many_rejected_and_failed_rollouts_stop_training_with_counts_a
     stop = r"3 of 4 rollouts cannot be used \(3 unloved\), and 1 failed.*\nnobody likes it\n.*--resume"
     async with agents(store, behave):
         with pytest.raises(TrainingStopped, match=stop):
-            await collect(RolloutSource(store), check=unloved(0.0, 1.0, 2.0))
+            await collect(make(store), check=unloved(0.0, 1.0, 2.0))
         with pytest.raises(UnknownTokensError):
-            await collect(RolloutSource(store), check=unloved(0.0, 1.0, 2.0, reason="unknown_tokens"))
-        collected = await collect(RolloutSource(store), check=unloved(0.0, 1.0, 2.0), max_failed_share=1.0)
+            await collect(make(store), check=unloved(0.0, 1.0, 2.0, reason="unknown_tokens"))
+        collected = await collect(make(store), check=unloved(0.0, 1.0, 2.0), max_failed_share=1.0)
     assert not collected.trajectories
     assert len(collected.rejected) == 3
 
@@ -198,11 +203,11 @@ async def test_asking_again_runs_what_was_rejected_again_and_nothing_else(store)
         return "hot" if task["n"] == 1 and not mended else 1.0
 
     async with agents(store, behave):
-        assert len((await collect(RolloutSource(store))).rejected) == 1
-        assert len((await collect(RolloutSource(store))).rejected) == 1
+        assert len((await collect(make(store))).rejected) == 1
+        assert len((await collect(make(store))).rejected) == 1
         mended = True
-        third = await collect(RolloutSource(store))
-        fourth = await collect(RolloutSource(store))
+        third = await collect(make(store))
+        fourth = await collect(make(store))
     assert runs.count(1) == 3
     assert [runs.count(n) for n in (0, 2, 3)] == [1, 1, 1]
     assert not third.rejected
@@ -211,19 +216,19 @@ async def test_asking_again_runs_what_was_rejected_again_and_nothing_else(store)
 
 
 async def test_a_rollout_of_tokens_the_policy_does_not_have_is_run_again(store):
-    source = RolloutSource(store, limits=TokenLimits(vocabulary=10))
+    collector = make(store, limits=TokenLimits(vocabulary=10))
     tokens = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1], RESPONSE_TOKEN_IDS: [99], LOGPROBS: [-0.5]}
     claimed = await store.start_rollout(PLANS[0].task, rollout_id=PLANS[0].rollout_id)
     ids = claimed.rollout_id, claimed.attempt.attempt_id
     await store.add_span(Span(*ids, "chat", 0.0, span_id=new_span_id(), attributes=tokens))
     await store.update_attempt(*ids, status="succeeded")
     async with agents(store, lambda task: 1.0):
-        collected = await collect(source, PLANS[:2], max_failed_share=1.0)
+        collected = await collect(collector, PLANS[:2], max_failed_share=1.0)
     assert [trajectory.rollout_id for trajectory in collected.trajectories] == ["run-0-again1", "run-1"]
 
 
 async def test_a_step_of_any_size_is_queued_and_awaited_in_parts(store, monkeypatch):
-    monkeypatch.setattr("agentlightning.training.rollout_source.AT_ONCE", 3)
+    monkeypatch.setattr("agentlightning.training.sources.collector.CHUNK", 3)
     sizes, seen = list[int](), list[int]()
     enqueue = store.enqueue_many_rollouts
 
@@ -234,7 +239,7 @@ async def test_a_step_of_any_size_is_queued_and_awaited_in_parts(store, monkeypa
     store.enqueue_many_rollouts = counted
     plans = [RolloutPlan(f"run-{index}", {"n": index}, group="g") for index in range(8)]
     async with agents(store, lambda task: float(task["n"])):
-        collected = await collect(RolloutSource(store), plans=plans, on_progress=seen.append)
+        collected = await collect(make(store), plans=plans, on_progress=seen.append)
     assert sizes == [3, 3, 2]
     assert [t.reward for t in collected.trajectories] == [float(n) for n in range(8)]
     assert seen == sorted(seen)
@@ -243,19 +248,19 @@ async def test_a_step_of_any_size_is_queued_and_awaited_in_parts(store, monkeypa
 
 async def test_a_rollout_that_ran_out_of_time_fails_or_has_the_reward_it_was_given(store):
     config = RolloutConfig(timeout_seconds=0.2)
-    source = RolloutSource(store, config)
+    collector = make(store, config)
 
     def behave(task):
         return None if task["n"] in (1, 2) else 1.0
 
     async with agents(store, behave):
-        collected = await collect(source)
+        collected = await collect(collector)
     assert collected.timeouts == 2
     assert [rollout.rollout_id for rollout in collected.failed] == ["run-1", "run-2"]
     assert [each.rollout_id for each in collected.trajectories] == ["run-0", "run-3"]
 
     again = [replace(plan, rollout_id=f"again-{plan.rollout_id}") for plan in PLANS]
     async with agents(store, behave):
-        collected = await collect(source, plans=again, timeout_reward=-1.0, max_failed_share=0.0)
+        collected = await collect(collector, plans=again, timeout_reward=-1.0, max_failed_share=0.0)
     assert (collected.timeouts, collected.failed) == (2, ())
     assert [each.reward for each in collected.trajectories] == [1.0, -1.0, -1.0, 1.0]

@@ -1,0 +1,190 @@
+"""The contract between an algorithm and the training run that carries it out.
+
+An algorithm is given a `Training`. It takes rollouts from `Training.rollouts`, updates weights through
+`Training.learner`, publishes resources, and finishes each step. The trainer implements all of it; an algorithm never
+opens a store, a model or a file. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
+from agentlightning.resources import NamedResources
+from agentlightning.rollouts import Rollout
+from agentlightning.trajectory import TrainingSample, Trajectory
+
+if TYPE_CHECKING:
+    from agentlightning.chat.base import ChatFormat
+    from agentlightning.evaluation.evaluation import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """The next batch of rollouts that an algorithm wants: `group_size` rollouts of each of `tasks` tasks.
+
+    >>> agl.RolloutRequest(tasks=16, group_size=8).temperature
+    1.0
+    """
+
+    tasks: int
+    group_size: int
+    temperature: float = 1.0
+    """Sampling temperature of the policy."""
+    check: Check | None = None
+    """Names the rollouts that the algorithm cannot learn from. They are left out and counted, and a resumed run runs
+    them again. Too many of them stop training."""
+    timeout_reward: float | None = None
+    """The reward of rollouts that ran out of time, which then count as successful. None: they have failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One batch of rollouts.
+
+    >>> agl.Collected(trajectories=()).failed
+    ()
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    """Of the usable rollouts, in the order requested. Those of one task have the same `group`."""
+    failed: tuple[Rollout, ...] = ()
+    """Rollouts that ended without success."""
+    rejected: tuple[Rejection, ...] = ()
+    """Rollouts that succeeded and cannot be used."""
+    timeouts: int = 0
+    """Rollouts whose last attempt timed out: among `failed`, or with a `timeout_reward` among `trajectories`."""
+    seconds: float = 0.0
+
+    @property
+    def rollouts(self) -> int:
+        """The number of rollouts requested."""
+        return len(self.trajectories) + len(self.failed) + len(self.rejected)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """The number of unusable rollouts by reason, failures included."""
+        return ({FAILED: len(self.failed)} if self.failed else {}) | count_reasons(self.rejected)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(t.response_token_ids) for trajectory in self.trajectories for t in trajectory.transitions)
+
+
+class RolloutSource(Protocol):
+    """Where an algorithm's rollouts come from: run for each step, run ahead of it, or recorded earlier."""
+
+    async def next(self, request: RolloutRequest) -> Collected:
+        """The next batch. The same request in a resumed run continues what was interrupted. Raises TrainingStopped
+        where too many rollouts failed or were rejected."""
+        ...
+
+
+class Learner(Protocol):
+    """The weights that an algorithm trains."""
+
+    @property
+    def chat(self) -> ChatFormat:
+        """The chat template and tokenizer of the model."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The number of tokens the model can hold, prompt and answer together."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the present weights. It only grows."""
+        ...
+
+    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """One update, and its metrics. New model calls wait meanwhile; those under way finish first or continue across
+        the update. `options` are those of the policy's `train`."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the present weights to a directory that transformers loads."""
+        ...
+
+    async def rollback(self, directory: Path) -> None:
+        """Return to the weights of a checkpoint, under a new version."""
+        ...
+
+
+class Training(Protocol):
+    """A training run, as an algorithm sees it."""
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps: 0 in a new run, more in a resumed one."""
+        ...
+
+    @property
+    def target_agent(self) -> str | None:
+        """The agents to train, as the agent itself declares them (`LitAgent.trained_agents`): a regular expression for
+        the whole name. None: every agent."""
+        ...
+
+    @property
+    def rollouts(self) -> RolloutSource:
+        """The source of rollouts."""
+        ...
+
+    @property
+    def learner(self) -> Learner | None:
+        """The weights. None for an algorithm that trains none."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat:
+        """The learner's. Raises ConfigError where there is none."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The learner's. Raises ConfigError where there is none."""
+        ...
+
+    @property
+    def resources(self) -> NamedResources:
+        """The resources that rollouts are given beside the policy."""
+        ...
+
+    async def publish(self, resources: NamedResources) -> None:
+        """Replace resources by name (prompt templates, for example), for all rollouts requested from now on.
+        Checkpoints hold them."""
+        ...
+
+    async def collect(
+        self,
+        *,
+        tasks: int,
+        group_size: int,
+        temperature: float,
+        check: Check | None = None,
+        timeout_reward: float | None = None,
+    ) -> Collected:
+        """`rollouts.next` with a `RolloutRequest` of these fields."""
+        ...
+
+    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """`learner.update`. Raises ConfigError where there is no learner."""
+        ...
+
+    async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
+        """The mean reward of the present weights and resources on tasks (default: the validation tasks), one rollout
+        each, decoded greedily."""
+        ...
+
+    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+        """Finish the step: write `metrics`, validate and write a checkpoint when due, go to the next step. `metrics`
+        may hold any numbers; `training.step_record.StepRecord` lists those that the run's warnings use."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """`learner.save`. Raises ConfigError where there is no learner."""
+        ...

@@ -1,0 +1,47 @@
+"""The settings of the policy of a training run. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.util.settings import Section
+
+
+class PolicyConfig(Section):
+    """The model that learns, and what samples from it.
+
+    >>> agl.PolicyConfig(model="path/to/model").model
+    'path/to/model'
+    """
+
+    model: str = "tiny"
+    """A directory (or hub name) that transformers loads; `tiny` makes a small one from the run's texts."""
+    name: str = "policy"
+    """The model name agents may ask for; any other name is served by it too."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 ..."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
+    in float32, which cost 4 bytes a weight more."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch. More than one is slower whenever the machine is busy with anything else."""
+    max_batch_size: int = Field(default=128, ge=1)
+    """Answers sampled at once; further calls wait."""
+    max_context: int | None = Field(default=None, ge=16)
+    """Tokens of prompt and answer together; None: what the model has."""
+    tool_calls: str | None = None
+    """How the model writes tool calls: hermes, qwen_coder, llama3, pythonic, mistral or deepseek. None: as its chat
+    template shows."""
+    token_budget: int = Field(default=8192, ge=64)
+    """Tokens of one micro-batch in training."""
+    in_flight: bool = False
+    """Answers under way go on across an update, each token with the version that drew it; false: they finish first."""
+    drain_seconds: float | None = Field(default=None, ge=0)
+    """Seconds an update waits for answers under way, before those left go on across it; None: until they finish."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: local, the process that trains; vllm or sglang, servers that get its weights after each update."""
+    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """These servers: joined, or started here."""

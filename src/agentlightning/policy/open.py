@@ -1,0 +1,110 @@
+"""Opens policies from their settings: the one that is trained, and models that are only served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentlightning.engine.base import Engine
+from agentlightning.engine.servers.config import ServedModel
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.base import Policy
+from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
+from agentlightning.policy.requirements import require_training
+from agentlightning.util.settings import settings_from
+
+if TYPE_CHECKING:
+    from agentlightning.policy.local import LocalPolicyConfig
+
+
+def check_model(model: object) -> None:
+    """Raises ConfigError for anything but the name of a model."""
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model is a {type(model).__name__} object, and it is opened here by its name; give the directory of one"
+            " that transformers loads (save_pretrained writes it), or its hub name"
+        )
+
+
+def policy_config(
+    settings: PolicyConfig,
+    path: str,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    steps: int = 1,
+    objective: Objective = "reinforcement",
+    seed: int = 0,
+) -> LocalPolicyConfig:
+    """The configuration of a local policy for `steps` optimiser steps. Raises MissingExtraError, and ConfigError for a
+    warmup that is longer."""
+    require_training()
+    from agentlightning.policy.local import LocalPolicyConfig
+
+    return LocalPolicyConfig(
+        model=path,
+        name=settings.name,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        max_batch_size=settings.max_batch_size,
+        max_context=settings.max_context,
+        tool_calls=settings.tool_calls,
+        seed=seed,
+        optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
+        objective=objective,
+    )
+
+
+async def open_policy(config: LocalPolicyConfig) -> Policy:
+    """Raises PolicyError for a model that cannot be loaded."""
+    from safetensors import SafetensorError
+
+    from agentlightning.policy.local import LocalPolicy
+
+    try:
+        return await asyncio.to_thread(LocalPolicy.open, config)
+    except SafetensorError as error:
+        raise PolicyError(
+            f"the weights in {config.model} cannot be read: {error}; a file is cut short or damaged: fetch it again"
+        ) from error
+
+
+async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> Policy:
+    """The policy, sampled from as the settings say; it owns `policy`. Servers started here write to `folder`. Raises as
+    `ServedPolicy.open`."""
+    if settings.engine == "local":
+        return policy
+    from agentlightning.policy.served import ServedPolicy
+
+    try:
+        return await ServedPolicy.open(policy, settings.servers, folder, kind=settings.engine, dtype=settings.dtype)
+    except BaseException:
+        await policy.close()
+        raise
+
+
+async def open_frozen(name: str, path: str) -> Policy:
+    """A model to serve and not to train. Raises ConfigError where there is none."""
+    if not await asyncio.to_thread(Path(path).is_dir):
+        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    config = policy_config(PolicyConfig(), path)
+    return await open_policy(config.model_copy(update={"name": name}))
+
+
+async def open_models(
+    models: Mapping[str, str | ServedModel], stack: AsyncExitStack, logs: Path = Path()
+) -> dict[str, Engine]:
+    """Models to serve and not to train, by name; the stack closes them. Servers write to files in `logs`."""
+    opened: dict[str, Engine] = {}
+    for name, given in models.items():
+        if isinstance(given, str):
+            policy = await open_frozen(name, given)
+            stack.push_async_callback(policy.close)
+            opened[name] = policy
+        else:
+            opened |= await given.open(name, stack, logs / f"servers-{name}")
+    return opened

@@ -1,0 +1,177 @@
+"""Builds the parts of a training run from its configuration; `trainer.py` decides when, and closes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from typing import Any
+
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.training import RolloutSource
+from agentlightning.attempt_variables import OTLP_ENDPOINTS
+from agentlightning.call_validation import NO_LIMITS, TokenLimits
+from agentlightning.config import TrainConfig
+from agentlightning.engine.base import Engine
+from agentlightning.gateway.recording import raw_exchange
+from agentlightning.policy.base import Policy
+from agentlightning.policy.open import open_models
+from agentlightning.resources import NamedResources
+from agentlightning.server.app import Server, is_loopback
+from agentlightning.server.serve import serve
+from agentlightning.store import LightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.instrumented import observed
+from agentlightning.store.journal.store import take_over
+from agentlightning.tracing.otlp.exporter import OtlpExporter
+from agentlightning.training.agent_runner import rollout_config
+from agentlightning.training.checkpoints import Checkpoints, read_resources
+from agentlightning.training.learner import PolicyLearner
+from agentlightning.training.measurements import Measurements
+from agentlightning.training.publisher import ResourcePublisher
+from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
+from agentlightning.training.run_dir import RunDir
+from agentlightning.training.sources.collector import RolloutCollector
+from agentlightning.training.sources.live import LiveSource
+from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.streaming import StreamingSource
+from agentlightning.training.tasks import Tasks
+
+
+async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:
+    """The given store, or the run's own. Its spans also go where OpenTelemetry's environment variables say."""
+    store = given
+    if store is None:
+        store = LightningStore(run_dir.store_path)
+        stack.push_async_callback(store.close)
+    endpoint = next(filter(None, map(os.environ.get, OTLP_ENDPOINTS)), None)
+    if endpoint is not None:
+        exporter = OtlpExporter(endpoint)
+        stack.push_async_callback(asyncio.to_thread, exporter.close)
+        store = observed(store, [exporter])
+    await take_over(store, raw_exchange.read)
+    return store
+
+
+def routes_models(config: TrainConfig) -> bool:
+    """Whether the gateway serves models without a policy."""
+    return bool(config.gateway.models or config.gateway.routes)
+
+
+async def serve_run(
+    config: TrainConfig,
+    store: LightningStoreBase,
+    policy: Engine | None,
+    run_dir: RunDir,
+    stack: AsyncExitStack,
+    secret: str,
+    token: str,
+    listener: socket.socket | None = None,
+) -> AbstractAsyncContextManager[Server]:
+    """The server of a run. The policy answers all calls that no route sends elsewhere."""
+    engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
+    engines |= await open_models(config.gateway.models, stack, run_dir.path)
+    return serve(
+        store,
+        engines if policy is not None or routes_models(config) else None,
+        secret=secret,
+        token=token,
+        routing=config.gateway,
+        accept_any_model=policy is not None,
+        require_key=not is_loopback(config.run.host),
+        budget_file=run_dir.path / "spent",
+        host=config.run.host,
+        listener=listener,
+    )
+
+
+def make_collector(
+    config: TrainConfig, store: LightningStoreBase, policy: Policy | None, queue: str | None
+) -> RolloutCollector:
+    limits, model = NO_LIMITS, None
+    if policy is not None:
+        limits = TokenLimits(policy.vocab_size, policy.context_length)
+        model = policy.model
+    return RolloutCollector(
+        TrajectoryReader(store, model, limits),
+        rollout_config(config.runner),
+        queue=queue,
+        max_failed_share=config.runner.max_failed_share,
+    )
+
+
+def make_training_run(
+    config: TrainConfig,
+    algorithm: Algorithm[Any],
+    account: RunAccount,
+    tasks: Tasks,
+    policy: Policy | None,
+    server: Server,
+    resources: NamedResources,
+) -> TrainingRun:
+    """The run, with the resources of its last checkpoint unless the starting policy is still to be measured."""
+    state, collector = account.state, account.collector
+    publisher = ResourcePublisher(collector.store, config.run.public_url or server.url, policy, resources)
+    if not state.measures_start(config.evaluation.modes):
+        publisher.publish(read_resources(account.run_dir, state.checkpoint))
+    learner = None if policy is None else make_learner(server, policy, config)
+    source = make_source(config, account, tasks, publisher, learner, algorithm.total_steps)
+    return TrainingRun(
+        config=config.run,
+        account=account,
+        rollouts=CountedSource(source, account),
+        learner=learner,
+        measurements=Measurements(
+            collector,
+            publisher,
+            state,
+            tasks,
+            config.evaluation,
+            algorithm.reward_weights,
+            on_collected=account.name_left_out,
+            on_progress=account.progress.update,
+            write_state=account.write_state,
+        ),
+        checkpoints=Checkpoints(account.run_dir, learner, publisher),
+        total_steps=algorithm.total_steps,
+    )
+
+
+def make_learner(server: Server, policy: Policy, config: TrainConfig) -> PolicyLearner:
+    assert server.gateway is not None
+    updating = partial(
+        server.gateway.gates.of(policy).update,
+        in_flight=config.policy.in_flight,
+        drain_seconds=config.policy.drain_seconds,
+        can_go_on=policy.can_update_in_flight,
+    )
+    return PolicyLearner(policy, updating, config.policy.token_budget)
+
+
+def make_source(
+    config: TrainConfig,
+    account: RunAccount,
+    tasks: Tasks,
+    publisher: ResourcePublisher,
+    learner: PolicyLearner | None,
+    total_steps: int,
+) -> RolloutSource:
+    """Live rollouts, or streaming ones where they may be older than the weights that learn from them."""
+    live = LiveSource(
+        account.collector,
+        tasks.train,
+        account.state,
+        publisher.write,
+        seed=config.run.seed,
+        on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
+    )
+    if not config.run.max_staleness:
+        return live
+    return StreamingSource(
+        live,
+        policy_version=lambda: 0 if learner is None else learner.policy_version,
+        max_staleness=config.run.max_staleness,
+        total_steps=total_steps,
+    )

@@ -1,0 +1,93 @@
+"""Checkpoints of a run: the weights and training state of its policy, and the resources its algorithm published."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agentlightning.errors import PolicyError, ResumeError
+from agentlightning.policy.base import Policy
+from agentlightning.resources import LLM, NamedResources, named_resources
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.learner import PolicyLearner
+from agentlightning.training.publisher import ResourcePublisher
+from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.sources.live import step_name
+
+RESOURCES_FILE: Final = "resources.json"
+"""In a checkpoint: the resources that the algorithm has published, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Writes and restores what the run has learned."""
+
+    run_dir: RunDir
+    learner: PolicyLearner | None
+    publisher: ResourcePublisher
+
+    async def write(self, step: int) -> str:
+        """A checkpoint of the present weights and resources. Returns its directory, relative to the run's."""
+        directory = self.run_dir.checkpoint(step)
+        if self.learner is not None:
+            await self.learner.policy.save(directory, training_state=True)
+        await self._write_resources(directory)
+        return str(directory.relative_to(self.run_dir.path))
+
+    async def export(self, directory: Path) -> None:
+        """The present weights as transformers loads them, and the resources."""
+        if self.learner is not None:
+            await self.learner.save(directory)
+        await self._write_resources(directory)
+
+    async def rollback(self, checkpoint: str) -> None:
+        """Return to the weights and resources of a checkpoint."""
+        if self.learner is not None:
+            await self.learner.rollback(self.run_dir.path / checkpoint)
+        self.publisher.publish(read_resources(self.run_dir, checkpoint))
+
+    async def _write_resources(self, directory: Path) -> None:
+        if self.publisher.published or self.learner is None:
+            await asyncio.to_thread(_write, directory, named_resources.dump_json(self.publisher.resources, indent=2))
+
+
+def _write(directory: Path, content: bytes) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / RESOURCES_FILE, content)
+
+
+def read_resources(run_dir: RunDir, checkpoint: str | None) -> NamedResources:
+    """The resources in a checkpoint; empty where it has none. Raises ResumeError where they cannot be read."""
+    if checkpoint is None:
+        return {}
+    path = run_dir.path / checkpoint / RESOURCES_FILE
+    try:
+        return named_resources.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
+
+
+async def load_weights(policy: Policy, run_dir: RunDir, state: RunState, store: LightningStoreBase) -> None:
+    """Load the run's last checkpoint, if it has one, under a version that no agent was given."""
+    if state.checkpoint is None:
+        return
+    directory = run_dir.path / state.checkpoint
+    try:
+        await policy.load(directory, above=await newest_version(store, state))
+    except PolicyError as error:
+        raise ResumeError(f"{run_dir.path} cannot continue from {directory}: {error}") from error
+
+
+async def newest_version(store: LightningStoreBase, state: RunState) -> int:
+    """The newest policy_version that agents were given in steps after the checkpoint, whose results a crash lost."""
+    step, newest = state.step, 0
+    while (published := await store.get_resources_by_id(step_name(state, step))) is not None:
+        llm = published.resources.get("llm")
+        if isinstance(llm, LLM):
+            newest = max(newest, llm.policy_version or 0)
+        step += 1
+    return newest

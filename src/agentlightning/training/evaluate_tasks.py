@@ -1,0 +1,69 @@
+"""Evaluates an agent on tasks: one rollout for each, collected through the store."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from agentlightning.algorithms.training import Collected
+from agentlightning.assemble import scalar_reward
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection, describe_reasons, rejection
+from agentlightning.errors import RewardError
+from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
+from agentlightning.trajectory import Trajectory
+
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+"""Sampling temperature of each evaluation mode."""
+
+
+async def evaluate_tasks(
+    collector: RolloutCollector,
+    tasks: Sequence[Any],
+    *,
+    name: str,
+    resources_id: str,
+    reward_weights: Mapping[str, float] | None = None,
+    max_failed_share: float | None = None,
+    require_reward: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+    on_collected: Callable[[Collected], Awaitable[None]] | None = None,
+) -> Evaluation:
+    """The reward of each task. Rollout ids begin with `name`: a repeated call continues an interrupted evaluation.
+
+    Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
+    RewardError where rollouts succeed and none has a usable reward.
+    """
+    plans = [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(tasks)]
+    collected = await collector.collect(
+        plans,
+        resources_id=resources_id,
+        mode="val",
+        check=lambda trajectories: _without_reward(trajectories, reward_weights),
+        max_failed_share=max_failed_share,
+        max_rejected_share=1.0,
+        on_progress=on_progress,
+    )
+    if require_reward and collected.rejected and not collected.trajectories:
+        first = collected.rejected[0]
+        raise RewardError(
+            f"none of {len(plans)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
+            f" {first.rollout_id}: {first.message}"
+        )
+    if on_collected is not None:
+        await on_collected(collected)
+    rewards = {each.group: scalar_reward(each.reward, reward_weights) for each in collected.trajectories}
+    return Evaluation(tuple(rewards.get(plan.group) for plan in plans), collected.seconds, collected.left_out)
+
+
+def _without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
+    found: list[Rejection] = []
+    for each in trajectories:
+        try:
+            reward = scalar_reward(each.reward, weights)
+        except RewardError as error:
+            found.append(rejection(each.rollout_id, error))
+        else:
+            if reward is None:
+                found.append(Rejection(each.rollout_id, MISSING_REWARD, f"it has no reward: {WITHOUT_REWARD}"))
+    return found

@@ -1,0 +1,77 @@
+"""The weights of a training run, as its algorithm updates them: one policy, behind the gate that holds calls back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentlightning.chat.base import ChatFormat
+from agentlightning.policy.base import Policy
+from agentlightning.trajectory import TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLearner:
+    """Implements `algorithms.training.Learner`."""
+
+    policy: Policy
+    updating: Callable[[], AbstractAsyncContextManager[bool]]
+    """Holds model calls back while its body changes the weights; yields whether some continue across the change."""
+    token_budget: int
+    """Tokens of a micro-batch, unless the update says otherwise."""
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.policy.chat
+
+    @property
+    def context_length(self) -> int:
+        return self.policy.context_length
+
+    @property
+    def policy_version(self) -> int:
+        return self.policy.policy_version
+
+    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished."""
+        own = dict(await asyncio.to_thread(staleness, samples, self.policy.policy_version))
+        requested = time.monotonic()
+        async with self.updating() as in_flight:
+            own["drain_seconds"] = time.monotonic() - requested
+            options = {"token_budget": self.token_budget, **options}
+            metrics = await self.policy.train(samples, in_flight=in_flight, **options)
+        return {**metrics, **own}
+
+    async def save(self, directory: Path) -> None:
+        await self.policy.save(directory)
+
+    async def rollback(self, directory: Path) -> None:
+        async with self.updating() as in_flight:
+            await self.policy.load(directory, in_flight=in_flight)
+
+
+def staleness(samples: Sequence[TrainingSample], version: int) -> Mapping[str, float]:
+    """The number of updates between the weights that sampled a token and `version`, which is about to learn from it.
+
+    `staleness` is the mean over trained tokens, `staleness_max` the maximum; an answer sampled across an update counts
+    token by token. Empty where no token has a version.
+    """
+    ages = [(version - sampled, count) for sample in samples for sampled, count in _trained(sample)]
+    tokens = sum(count for _, count in ages)
+    if not tokens:
+        return {}
+    mean = sum(age * count for age, count in ages) / tokens
+    return {"staleness": mean, "staleness_max": float(max(age for age, _ in ages))}
+
+
+def _trained(sample: TrainingSample) -> Iterator[tuple[int, int]]:
+    """(version, number of trained tokens) for each node."""
+    for node, weights in zip(sample.tree.nodes, sample.weights, strict=True):
+        count = int((weights != 0).sum())
+        if node.policy_version is not None and count:
+            yield node.policy_version, count

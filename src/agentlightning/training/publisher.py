@@ -1,0 +1,43 @@
+"""Publishes to the store the resources that rollouts are given: the policy's address, and what an algorithm tunes."""
+
+from __future__ import annotations
+
+from agentlightning.engine.base import Engine
+from agentlightning.resources import NamedResources, ProxyLLM
+from agentlightning.store.base import LightningStoreBase
+
+
+class ResourcePublisher:
+    """Publishes the present weights and resources under a name for each purpose."""
+
+    def __init__(
+        self, store: LightningStoreBase, server_url: str, policy: Engine | None, resources: NamedResources
+    ) -> None:
+        self._store = store
+        self._server_url = server_url
+        self._policy = policy
+        self.resources: NamedResources = dict(resources)
+        """What rollouts are given beside the policy."""
+        self.published = False
+        """Whether an algorithm has replaced a resource."""
+
+    def publish(self, resources: NamedResources) -> None:
+        """Replace resources by name."""
+        self.resources = {**self.resources, **resources}
+        self.published = self.published or bool(resources)
+
+    async def write(self, resources_id: str, temperature: float) -> str:
+        """Write the present resources to the store; again under the same id after a crash, at the new address."""
+        resources = dict(self.resources)
+        if self._policy is not None:
+            resources["llm"] = ProxyLLM(
+                endpoint=self._server_url,
+                model=self._policy.model,
+                sampling_parameters={"temperature": temperature},
+                policy_version=self._policy.policy_version,
+            )
+        if await self._store.get_resources_by_id(resources_id) is None:
+            await self._store.add_resources(resources, resources_id)
+        else:
+            await self._store.update_resources(resources_id, resources)
+        return resources_id

@@ -1,0 +1,48 @@
+"""The report of a finished run: the artefact, the reward curve and report.json, and what `Trainer.fit` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import orjson
+
+from agentlightning.evaluation.evaluation import Evaluation, gain_of
+from agentlightning.training.health import closing_warnings
+from agentlightning.training.result import TrainingResult
+from agentlightning.training.reward_curve import draw_curve
+from agentlightning.training.run import TrainingRun
+from agentlightning.training.run_dir import write_atomically
+
+
+async def write_report(
+    run: TrainingRun, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]
+) -> TrainingResult:
+    """Write the report of a run to its directory. The curve is left out where matplotlib is not installed, which runs
+    without a model do not need."""
+    gains = {mode: gain_of(before[mode], after[mode]) for mode in before if before[mode].rewards}
+    directory = run.account.run_dir.path
+    checkpoint, curve = directory / "checkpoint", directory / "curve.png"
+    await run.checkpoints.export(checkpoint)
+    if run.learner is not None or find_spec("matplotlib") is not None:
+        measured = {mode: gain for mode, gain in gains.items() if gain.tasks}
+        draw_curve(run.account.run_dir.read_metrics(), measured, curve)
+    run.account.write_state()
+    state = run.state
+    result = TrainingResult(
+        held_out=gains,
+        missing=dict(state.reasons),
+        rollouts=state.rollouts,
+        failed_rollouts=state.failed_rollouts,
+        rejected_rollouts=dict(state.rejected),
+        skipped_groups=state.skipped_groups,
+        warnings=(*state.warnings.values(), *closing_warnings(run.account.records, gains).values()),
+        steps=state.step,
+        best_step=state.best_step,
+        seconds=state.seconds,
+        checkpoint=checkpoint,
+        curve=curve,
+        run_dir=directory,
+    )
+    write_atomically(directory / "report.json", orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
+    return result

@@ -1,0 +1,300 @@
+"""Runs rollouts through the store: queues them, waits for them, and reads their trajectories.
+
+`RolloutCollector` is the only place that queues rollouts for training and evaluation. A rollout's id follows from the
+run, the purpose, the step and the position within the step, so a request that is repeated after a crash finds the
+rollouts that exist: a finished one is used, a waiting one is awaited, a failed one is tried again, and nothing runs
+twice. A finished rollout that cannot be used is *rejected*: it is left out with a reason, and a repeated request runs
+its task again under a new id. The collector never runs an agent and never calls a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from agentlightning.algorithms.training import Collected
+from agentlightning.credit.rejection import (
+    FAILED,
+    UNKNOWN_TOKENS,
+    Check,
+    Rejection,
+    count_reasons,
+    describe_reasons,
+)
+from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
+from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, RolloutStatus
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.sources.reader import TrajectoryReader
+
+T = TypeVar("T")
+
+MIN_FAILURES = 4
+"""Fewer failures never stop a run: one bad rollout of two is not a pattern."""
+CHUNK = 2000
+"""Rollouts in one request to the store, so that a step of a million blocks neither the event loop nor a signal."""
+WAIT_SECONDS = 1.0
+"""How often a waiting collector reports progress and counts failures."""
+RESUME_ADVICE = (
+    "Fix the agent and continue the run with --resume, which runs these again; try one task alone with"
+    " `agl eval --limit 1`; or raise runner.max_failed_share if this is expected."
+)
+EVALUATION_ADVICE = (
+    "Fix the agent; try one task alone with `agl eval --limit 1`; or, from Python, pass"
+    " runner=RunnerConfig(max_failed_share=1.0) to have failures counted only."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """One rollout to run."""
+
+    rollout_id: str
+    task: Any
+    group: str
+    """The same for the rollouts of one task within a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedBatch:
+    """Rollouts that are queued, running or finished."""
+
+    plans: Sequence[RolloutPlan]
+    resources_id: str
+    mode: RolloutMode
+
+
+@dataclass(frozen=True, slots=True)
+class _FailureLimit:
+    """The share of failures that a batch may have."""
+
+    share: float
+    excepts_timeouts: bool = False
+
+
+@dataclass(slots=True)
+class RolloutCollector:
+    """Queues rollouts and collects their trajectories."""
+
+    reader: TrajectoryReader
+    config: RolloutConfig = field(default_factory=RolloutConfig)
+    queue: str | None = field(default=None, kw_only=True)
+    """The queue that rollouts wait in. None: that of their mode."""
+    max_failed_share: float = 0.5
+    """Training stops, with the first reason, when a larger share of a batch failed or was rejected."""
+    advice: str = RESUME_ADVICE
+    """The advice in the error that stops it."""
+
+    @property
+    def store(self) -> LightningStoreBase:
+        return self.reader.store
+
+    async def collect(
+        self,
+        plans: Sequence[RolloutPlan],
+        *,
+        resources_id: str,
+        mode: RolloutMode = "train",
+        check: Check | None = None,
+        timeout_reward: float | None = None,
+        max_failed_share: float | None = None,
+        max_rejected_share: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Collected:
+        """`enqueue` and `gather` in one call."""
+        started = time.monotonic()
+        batch = await self.enqueue(plans, resources_id=resources_id, mode=mode, check=check)
+        collected = await self.gather(
+            batch,
+            check=check,
+            timeout_reward=timeout_reward,
+            max_failed_share=max_failed_share,
+            max_rejected_share=max_rejected_share,
+            on_progress=on_progress,
+        )
+        return replace(collected, seconds=time.monotonic() - started)
+
+    async def enqueue(
+        self,
+        plans: Sequence[RolloutPlan],
+        *,
+        resources_id: str,
+        mode: RolloutMode = "train",
+        check: Check | None = None,
+    ) -> QueuedBatch:
+        """Queue the rollouts that do not exist yet. A rollout that failed earlier is queued again; one that finished
+        earlier and cannot be used is replaced by a new one of the same task."""
+        batch = list(plans)
+        positions = list(range(len(batch)))
+        repetition = 0
+        while positions:
+            queued: list[Rollout] = []
+            for chunk in _chunks(positions):
+                requests = [self._request(batch[position], resources_id, mode) for position in chunk]
+                queued += await self.store.enqueue_many_rollouts(requests)
+            for rollout in queued:
+                if rollout.status in ("failed", "cancelled"):
+                    await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
+            done = {
+                batch[position].rollout_id: position
+                for position, rollout in zip(positions, queued, strict=True)
+                if rollout.status == "succeeded"
+            }
+            groups = {rollout_id: batch[position].group for rollout_id, position in done.items()}
+            _, rejected = await self.reader.read(groups, check)
+            unusable = {each.rollout_id for each in rejected}
+            positions = [position for rollout_id, position in done.items() if rollout_id in unusable]
+            repetition += 1
+            for position in positions:
+                rollout_id = f"{plans[position].rollout_id}-again{repetition}"
+                batch[position] = replace(batch[position], rollout_id=rollout_id)
+        return QueuedBatch(batch, resources_id, mode)
+
+    async def gather(
+        self,
+        batch: QueuedBatch,
+        *,
+        check: Check | None = None,
+        timeout_reward: float | None = None,
+        max_failed_share: float | None = None,
+        max_rejected_share: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Collected:
+        """Wait for all rollouts and read their trajectories; `check` names those that cannot be used.
+
+        A rollout that timed out has failed. With a `timeout_reward` it has that reward instead of any other, and its
+        calls so far are its trajectory. Raises TrainingStopped when more than `max_failed_share` (default: the
+        collector's) of the rollouts failed, or more than `max_rejected_share` (default: the same) failed or were
+        rejected.
+        """
+        started = time.monotonic()
+        share = self.max_failed_share if max_failed_share is None else max_failed_share
+        finished = await self._wait_for(batch, _FailureLimit(share, timeout_reward is not None), on_progress)
+        failed = [rollout for rollout in finished if rollout.status != "succeeded"]
+        timed_out = await self._timed_out(failed)
+        rewards = {} if timeout_reward is None else dict.fromkeys(timed_out, timeout_reward)
+        failed = tuple(rollout for rollout in failed if rollout.rollout_id not in rewards)
+        failed_ids = {rollout.rollout_id for rollout in failed}
+        groups = {plan.rollout_id: plan.group for plan in batch.plans if plan.rollout_id not in failed_ids}
+        trajectories, rejected = await self.reader.read(groups, check, rewards)
+        share = share if max_rejected_share is None else max_rejected_share
+        self._check_rejected(rejected, failed, len(batch.plans), share)
+        return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)
+
+    async def _timed_out(self, failed: Sequence[Rollout]) -> set[str]:
+        """The ids of those whose last attempt timed out."""
+        found: set[str] = set()
+        for chunk in _chunks(failed):
+            attempts = await self.store.get_latest_attempts([rollout.rollout_id for rollout in chunk])
+            found |= {attempt.rollout_id for attempt in attempts if attempt.status == "timeout"}
+        return found
+
+    def _request(self, plan: RolloutPlan, resources_id: str, mode: RolloutMode) -> EnqueueRolloutRequest:
+        return EnqueueRolloutRequest(
+            input=plan.task,
+            mode=mode,
+            resources_id=resources_id,
+            config=self.config,
+            metadata={"group": plan.group},
+            rollout_id=plan.rollout_id,
+            queue=self.queue,
+        )
+
+    async def _wait_for(
+        self, batch: QueuedBatch, limit: _FailureLimit, on_progress: Callable[[int], None] | None
+    ) -> list[Rollout]:
+        """The finished rollouts. One that somebody removes meanwhile (`agl store prune`) is run again."""
+        while True:
+            try:
+                return await self._wait([plan.rollout_id for plan in batch.plans], limit, on_progress)
+            except NotFoundError:
+                for chunk in _chunks(batch.plans):
+                    requests = [self._request(plan, batch.resources_id, batch.mode) for plan in chunk]
+                    await self.store.enqueue_many_rollouts(requests)
+
+    async def _wait(
+        self, rollout_ids: Sequence[str], limit: _FailureLimit, on_progress: Callable[[int], None] | None
+    ) -> list[Rollout]:
+        ended: list[Rollout] = []
+        for chunk in _chunks(rollout_ids):
+            minimum, finished = 1, list[Rollout]()
+            while len(finished) < len(chunk):
+                finished = await self.store.wait_for_rollouts(
+                    rollout_ids=chunk, timeout=WAIT_SECONDS, minimum=min(minimum, len(chunk))
+                )
+                if on_progress is not None:
+                    on_progress(len(ended) + len(finished))
+                await self._check_failures([*ended, *finished], len(rollout_ids), limit)
+                minimum = len(finished) + max(1, len(chunk) // 8)
+            ended += finished
+        return ended
+
+    async def _check_failures(self, finished: Sequence[Rollout], total: int, limit: _FailureLimit) -> None:
+        failed, share = [rollout for rollout in finished if rollout.status != "succeeded"], limit.share
+        if _too_many(len(failed), total, share) and limit.excepts_timeouts:
+            timed_out = await self._timed_out(failed)
+            failed = [rollout for rollout in failed if rollout.rollout_id not in timed_out]
+        if not _too_many(len(failed), total, share):
+            return
+        attempt = await self.store.get_latest_attempt(failed[0].rollout_id)
+        raise TrainingStopped(
+            f"{len(failed)} of {total} rollouts failed, more than max_failed_share={share:g} allows."
+            f" The first one, {failed[0].rollout_id}:\n{describe_failure(attempt)}\n{self.advice}"
+        )
+
+    def _check_rejected(
+        self, rejected: Sequence[Rejection], failed: Sequence[Rollout], total: int, share: float
+    ) -> None:
+        if not rejected or not _too_many(len(rejected) + len(failed), total, share):
+            return
+        counts = count_reasons(rejected)
+        also = f", and {len(failed)} failed" if failed else ""
+        stop = UnknownTokensError if set(counts) == {UNKNOWN_TOKENS} else TrainingStopped
+        raise stop(
+            f"{len(rejected)} of {total} rollouts cannot be used ({describe_reasons(counts)}){also}, more than"
+            f" max_failed_share={share:g} allows. The first one, {rejected[0].rollout_id}:\n{rejected[0].message}\n"
+            f"{self.advice}"
+        )
+
+    async def first_of_each_reason(self, collected: Collected) -> dict[str, Rejection]:
+        """For each reason, one rollout that was left out, failures included."""
+        found: dict[str, Rejection] = {}
+        if collected.failed:
+            rollout_id = collected.failed[0].rollout_id
+            message = describe_failure(await self.store.get_latest_attempt(rollout_id)).splitlines()[-1]
+            found[FAILED] = Rejection(rollout_id, FAILED, message)
+        for each in collected.rejected:
+            found.setdefault(each.reason, each)
+        return found
+
+    async def recover(self, run_id: str, reason: str) -> int:
+        """After a crash: queue again what a dead process had claimed of this run. Returns the number of rollouts."""
+        claimed = await self.store.query_rollouts(status_in=["preparing", "running"], rollout_id_contains=run_id)
+        for rollout in claimed:
+            await self.store.requeue_rollout(rollout.rollout_id, reason)
+        return len(claimed)
+
+    async def cancel(self, run_id: str) -> None:
+        """Cancel the unfinished rollouts of a run."""
+        unfinished: list[RolloutStatus] = ["queuing", "requeuing", "preparing", "running"]
+        for rollout in await self.store.query_rollouts(status_in=unfinished, rollout_id_contains=run_id):
+            await self.store.cancel_rollout(rollout.rollout_id)
+
+
+def _too_many(bad: int, total: int, share: float) -> bool:
+    return bad >= min(MIN_FAILURES, total) and bad > share * total
+
+
+def describe_failure(attempt: Attempt | None) -> str:
+    """The traceback of a failed attempt, or what else is known of it."""
+    if attempt is None:
+        return "(no attempt was made)"
+    error: Mapping[str, Any] = attempt.metadata.get("error") or {}
+    text = error.get("traceback") or error.get("message")
+    return str(text).rstrip() if text else f"(attempt {attempt.attempt_id} ended as {attempt.status})"
+
+
+def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), CHUNK):
+        yield items[start : start + CHUNK]

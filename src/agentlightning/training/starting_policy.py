@@ -1,0 +1,126 @@
+"""The policy that a run starts or resumes with: the configured model, a tiny one, or one after its warm start."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.config import TrainConfig
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
+from agentlightning.policy import open as opening
+from agentlightning.policy.base import Policy
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import load_dataset
+from agentlightning.training.checkpoints import load_weights
+from agentlightning.training.run_dir import RunDir, RunState
+from agentlightning.training.tasks import Tasks
+from agentlightning.util.progress import Progress
+
+TINY: Final = "tiny"
+"""The model name that stands for a small policy with random weights."""
+
+
+def has_random_weights(config: TrainConfig) -> bool:
+    """Whether the run starts from random weights."""
+    return config.policy.model == TINY and config.warm_start.dataset is None
+
+
+async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Tasks, progress: Progress) -> None:
+    """Write the starting policy to the run directory, unless it is there or the configured model is used as it is."""
+    if run_dir.start.exists() or not _is_made(config):
+        return
+    conversations = load_dataset(config.warm_start.dataset) if config.warm_start.dataset else []
+    model = config.policy.model
+    if model == TINY:
+        progress.phase("making a tiny policy", 1)
+        model = str(await _make_tiny(config, run_dir, [*tasks.train, *conversations]))
+    warm_start = config.warm_start
+    steps = warm_start.steps or math.ceil(len(conversations) / warm_start.batch_size)
+    policy = await opening.open_policy(
+        opening.policy_config(
+            config.policy,
+            model,
+            optimizer=warm_start.optimizer,
+            steps=max(1, steps),
+            objective="supervised",
+            seed=config.run.seed,
+        )
+    )
+    try:
+        if conversations:
+            await _warm_up(policy, config, conversations, steps, progress)
+        await policy.save(run_dir.start)
+    finally:
+        await policy.close()
+
+
+def _is_made(config: TrainConfig) -> bool:
+    return config.policy.model == TINY or config.warm_start.dataset is not None
+
+
+async def _warm_up(
+    policy: Policy, config: TrainConfig, conversations: Sequence[Any], steps: int, progress: Progress
+) -> None:
+    from agentlightning.algorithms.sft import SFTAlgorithm
+
+    def show(step: int, metrics: Mapping[str, float]) -> None:
+        progress.update(step, loss=metrics["loss"])
+
+    progress.phase("warm start", steps)
+    settings = config.warm_start
+    await SFTAlgorithm(
+        model=policy,
+        dataset=conversations,
+        steps=steps,
+        batch_size=settings.batch_size,
+        shuffle=settings.shuffle,
+        seed=config.run.seed,
+        token_budget=config.policy.token_budget,
+        on_step=show,
+    ).run()
+
+
+async def _make_tiny(config: TrainConfig, run_dir: RunDir, records: Iterable[Any]) -> Path:
+    from agentlightning.models.tiny import make_tiny
+
+    directory = run_dir.path / TINY
+    return await asyncio.to_thread(make_tiny, directory, records, seed=config.run.seed)
+
+
+async def open_for_training(
+    config: TrainConfig,
+    algorithm: Algorithm[Any],
+    run_dir: RunDir,
+    state: RunState,
+    store: LightningStoreBase,
+    progress: Progress,
+) -> Policy:
+    """The policy of a run and its servers: with the starting weights if these are still to be measured, else with those
+    of its last checkpoint. Raises ConfigError, PolicyError, and ResumeError for a checkpoint that does not fit."""
+    policy = await opening.open_policy(
+        opening.policy_config(
+            config.policy,
+            str(run_dir.start) if _is_made(config) else config.policy.model,
+            optimizer=algorithm.optimizer or config.algorithm.optimizer,
+            steps=algorithm.optimizer_steps,
+            objective=algorithm.objective,
+            seed=config.run.seed,
+        )
+    )
+    if config.policy.in_flight and not policy.can_update_in_flight:
+        await policy.close()
+        raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
+    if not state.measures_start(config.evaluation.modes):
+        try:
+            await load_weights(policy, run_dir, state, store)
+        except ResumeError:
+            await policy.close()
+            raise
+    if config.policy.engine != "local":
+        progress.phase("starting model servers", 1)
+    return await opening.with_servers(policy, config.policy, run_dir.path.absolute() / "servers")

@@ -1,0 +1,82 @@
+"""The tasks of a run: loaded, split into parts that share none, and kept in the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.config import TrainConfig
+from agentlightning.errors import ConfigError, DatasetError, ResumeError
+from agentlightning.task import load_dataset, split
+from agentlightning.training.run_dir import RunDir, write_atomically
+
+PARTS: Final = ("train", "validation", "held_out")
+
+
+@dataclass(slots=True)
+class Tasks:
+    """The tasks of a run. No two parts share one."""
+
+    train: list[Any]
+    validation: list[Any] = field(default_factory=list[Any])
+    """To choose the best checkpoint by."""
+    held_out: list[Any] = field(default_factory=list[Any])
+    """To measure the gain on."""
+
+
+def load_tasks(
+    config: TrainConfig,
+    train: Sequence[Any] | None,
+    validation: Sequence[Any] | None,
+    held_out: Sequence[Any] | None,
+) -> Tasks:
+    """The given tasks, or those that the configuration names. Missing parts are split off the training tasks."""
+    data = config.data
+    given = train if train is not None else data.train
+    if given is None:
+        raise ConfigError("no tasks: pass train_dataset to fit(), or set data.train (--dataset FILE)")
+    tasks = Tasks(load_dataset(given))
+    for part, value in (("validation", validation or data.validation), ("held_out", held_out or data.held_out)):
+        if value is not None:
+            setattr(tasks, part, load_dataset(value))
+    return _split_off(tasks, config)
+
+
+def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
+    shares = {
+        "validation": 0.0 if tasks.validation else config.data.validation_share,
+        "held_out": 0.0 if tasks.held_out else config.data.held_out_share,
+    }
+    if any(shares.values()):
+        rest = 1.0 - sum(shares.values())
+        parts = split(tasks.train, [rest, *shares.values()], config.run.seed)
+        tasks.train = parts[0]
+        tasks.validation = tasks.validation or parts[1]
+        tasks.held_out = tasks.held_out or parts[2]
+    for part in ("train", "held_out"):
+        if not getattr(tasks, part):
+            raise DatasetError(
+                f"no {part} task is left after splitting; give more tasks, a file of its own (data.{part}),"
+                " or smaller data.validation_share and data.held_out_share"
+            )
+    return tasks
+
+
+def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:
+    """Keep the tasks in the run directory."""
+    run_dir.data("train").parent.mkdir(exist_ok=True)
+    for part in PARTS:
+        lines = b"".join(orjson.dumps(task) + b"\n" for task in getattr(tasks, part))
+        write_atomically(run_dir.data(part), lines)
+
+
+def read_tasks(run_dir: RunDir) -> Tasks:
+    """The tasks that a run was started with. Raises ResumeError where they cannot be read."""
+    try:
+        parts = {part: [orjson.loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"the tasks of {run_dir.path} cannot be read: {error}; start a new run") from error
+    return Tasks(**parts)

@@ -1,0 +1,117 @@
+"""The configuration of a run, from the arguments of a trainer: settings, an algorithm object, a directory to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentlightning.algorithms import class_name, make_algorithm
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.open import check_model
+from agentlightning.util.settings import load_settings, settings_from
+
+
+def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:
+    """The configuration of a run, with `changes` as given on the command line. Raises ResumeError where there is no
+    run."""
+    path = run_dir / "config.toml"
+    if not path.exists():
+        raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
+    return load_settings(TrainConfig, toml=path, overrides=changes)
+
+
+def with_arguments(
+    config: TrainConfig,
+    algorithm: Algorithm[Any] | None,
+    model: str | Path | None,
+    n_runners: int | None,
+    seed: int | None,
+) -> TrainConfig:
+    """The configuration with the arguments of a trainer in it."""
+    changes: dict[str, Any] = {}
+    settings = getattr(algorithm, "config", None)
+    if isinstance(settings, LightningRLConfig):
+        changes["algorithm"] = settings
+    model = _model_of(model, algorithm)
+    if model is not None:
+        changes["policy"] = settings_from(PolicyConfig, {"model": str(model)}, base=config.policy)
+    if n_runners is not None:
+        values = {"hosts": n_runners}
+        changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
+    if seed is not None:
+        changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
+    return config.model_copy(update=changes)
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same configuration, so that a run can be resumed from any directory. Raises ConfigError where its model
+    servers cannot be had."""
+    model, demonstrations = config.policy.model, config.warm_start.dataset
+    policy: dict[str, Any] = {"servers": config.policy.servers.with_absolute_paths()}
+    if config.policy.engine != "local":
+        policy["servers"].check(config.policy.engine)
+    if Path(model).exists():
+        policy["model"] = str(Path(model).resolve())
+    changes: dict[str, Any] = {
+        "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())}),
+        "policy": config.policy.model_copy(update=policy),
+    }
+    if demonstrations is not None:
+        path = str(Path(demonstrations).resolve())
+        changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})
+    return config.model_copy(update=changes)
+
+
+def check_algorithm(algorithm: object) -> Algorithm[Any]:
+    """Raises ConfigError for anything but an object of a subclass of Algorithm."""
+    if isinstance(algorithm, Algorithm):
+        return algorithm  # pyright: ignore[reportUnknownVariableType]
+    shown = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
+    way_out = f"give an object: {shown}(...)" if isinstance(algorithm, type) else "give agl.LightningRL(steps=100)"
+    raise ConfigError(f"algorithm={shown} is no algorithm; {way_out}, or an object of your own subclass of Algorithm")
+
+
+def algorithm_to_record(algorithm: Algorithm[Any] | None, config: TrainConfig) -> str | None:
+    """`module:Class` of an algorithm object that the configuration cannot bring back; None where it can."""
+    stock = algorithm is None or type(algorithm) is type(make_algorithm(config.algorithm))
+    return None if algorithm is None or stock else class_name(algorithm)
+
+
+def algorithm_of_run(
+    given: Algorithm[Any] | None, config: TrainConfig, recorded: str | None, run_dir: Path
+) -> Algorithm[Any]:
+    """The given object, or the algorithm that the configuration names. Raises ResumeError where a resumed run had
+    another one, which its directory cannot bring back."""
+    if given is None and recorded is None:
+        return make_algorithm(config.algorithm)
+    name = None if given is None else class_name(given)
+    if given is None or name != (recorded or class_name(make_algorithm(config.algorithm))):
+        raise ResumeError(
+            f"{run_dir} is trained by {recorded or 'an algorithm made from its settings'}, not by"
+            f" {name or 'one made from settings'}; give it the algorithm it had:"
+            f" Trainer.resume({str(run_dir)!r}, algorithm=...)"
+        )
+    return given
+
+
+def trained_agents(agent: Any) -> str | None:
+    """The agents to train, where the agent is an object that declares them."""
+    target = getattr(agent, "trained_agents", None)
+    return settings_from(LightningRLConfig, {"target_agent": target}, source="trained_agents of the agent").target_agent
+
+
+def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | None:
+    """The model to train, named by the trainer's argument or by the algorithm."""
+    own = None if algorithm is None else algorithm.model
+    for given in (model, own):
+        if given is not None:
+            check_model(given)
+    if model is not None and own is not None and str(model) != str(own):
+        raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
+    found = model if model is not None else own
+    return found if isinstance(found, str | Path) else None
