@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.local.update_gate import Gate
-from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.testing.models import tiny_tokenizer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 

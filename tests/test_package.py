@@ -9,6 +9,15 @@ import pytest
 
 import agentlightning as agl
 
+LIGHT = ("config", "algorithms", "credit", "assemble", "chat", "policy.losses", "policy.local_config", "policy.base")
+
+
+def test_configuration_and_what_is_pure_import_no_torch() -> None:
+    modules = "; ".join(f"import agentlightning.{name}" for name in LIGHT)
+    program = f"{modules}; import sys; print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
 
 def test_the_public_names_are_sorted_and_all_of_them_can_be_had():
     assert agl.__all__ == sorted(agl.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))

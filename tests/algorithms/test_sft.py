@@ -16,7 +16,8 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.demo.problems import TOOLS, demonstrations
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.models.tiny import make_tiny
-from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 

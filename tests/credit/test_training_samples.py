@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditReport, group_trajectories, training_samples
+from agentlightning.credit import (
+    ConstantNormalizer,
+    Credit,
+    CreditReport,
+    CreditRule,
+    group_trajectories,
+    training_samples,
+)
+from agentlightning.credit.base import Group
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
@@ -119,6 +128,39 @@ def test_samples_of_a_reshaped_distribution_are_refused_by_what_reshaped_it() ->
 def test_an_agent_that_is_not_trained_may_sample_as_it_likes() -> None:
     group = [rollout("a", 1.0, agent="w"), rollout("b", 0.0, agent="w"), rollout("c", 0.0, agent="judge", top_p=0.5)]
     assert len(training_samples([group], target_agent="w")[0]) == 1
+
+
+class LaterGroupsMatter(CreditRule):
+    """Sees all groups at once: the first token of each call counts, the more the later its group comes."""
+
+    type: str = "later"
+
+    def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+        found: list[Credit | None] = [
+            Credit([[float(number)] * len(t.transitions) for t in group], [[np.array([1.0, 0.0])]] * len(group))
+            for number, group in enumerate(groups)
+        ]
+        return [None, *found[1:]]
+
+
+def test_a_rule_sees_all_groups_and_weighs_tokens() -> None:
+    groups = [[rollout(f"{g}{i}", 1.0) for i in range(2)] for g in "xyz"]
+    samples, report = training_samples(groups, LaterGroupsMatter())
+    tokens = by_rollout(samples)
+    assert (report.groups_trained, report.groups_without_spread) == (2, 1)
+    assert tokens["y0"] == [(1.0, 0.125), (1.0, 0.0)]
+    assert tokens["z1"] == [(2.0, 0.125), (2.0, 0.0)]
+
+
+def test_minibatches_know_their_share_whatever_normalises_the_weights() -> None:
+    groups = [[rollout("a", 1.0, 6), rollout("b", 0.0, 2)], [rollout("c", 1.0), rollout("d", 0.0), rollout("e", 0.0)]]
+    shares = {
+        str(aggregate): [sample.share for sample in training_samples(groups, aggregate=aggregate)[0]]
+        for aggregate in ("rollout", "token", ConstantNormalizer(length=4))
+    }
+    assert list(shares.values()) == [[2 / 5, 3 / 5], [8 / 14, 6 / 14], [2 / 5, 3 / 5]]
+    constant, _ = training_samples(groups, aggregate={"type": "constant", "length": 4})
+    assert by_rollout(constant)["a"][0][1] == pytest.approx(1 / 20)
 
 
 def test_trajectories_are_grouped_in_order_of_appearance() -> None:

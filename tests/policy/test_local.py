@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
-from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
@@ -113,6 +114,32 @@ async def test_training_changes_the_weights_that_are_sampled_and_raises_the_vers
     assert after.policy_version == 1
     torch.testing.assert_close(torch.tensor(after.logprobs), scored(policy._model, ids, after), atol=1e-4, rtol=0)
     assert scored(policy._model, ids, before).sum() > sum(before.logprobs)
+
+
+async def test_recorded_tokens_are_scored_by_the_present_weights_and_by_a_reference(
+    policy: LocalPolicy, checkpoint: Path
+) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.7)
+    sample = await policy.sample(prompt(policy), params)
+    lesson = training_sample(prompt(policy), sample, temperature=0.7)
+    before = await policy.score([lesson.tree], {"logprobs", "entropy"})
+    await policy.train([lesson])
+    after = await policy.score([lesson.tree], {"logprobs", "ref_logprobs"}, reference=checkpoint)
+    assert (set(before), set(after)) == ({"logprobs", "entropy"}, {"logprobs", "ref_logprobs"})
+    (own,), (reference,) = before["logprobs"], after["ref_logprobs"]
+    assert [len(values) for values in own] == [0, len(sample.token_ids)]
+    assert own[1].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    assert reference[1].tolist() == pytest.approx(sample.logprobs, abs=1e-4), "the starting weights"
+    assert after["logprobs"][0][1].sum() > own[1].sum(), "what was rewarded is likelier now"
+    assert (before["entropy"][0][1] > 0).all()
+    assert TrainingSample(lesson.tree, {**lesson.columns, "ref_logprobs": reference}).columns["ref_logprobs"]
+
+
+async def test_a_column_that_cannot_be_given_says_what_is_missing(policy: LocalPolicy) -> None:
+    with pytest.raises(PolicyError, match="need a value head"):
+        await policy.score([], {"values"})
+    with pytest.raises(PolicyError, match="need a reference; give the directory"):
+        await policy.score([], {"ref_logprobs"})
 
 
 async def test_training_is_refused_while_answers_are_drawn(policy: LocalPolicy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,22 @@ def test_tokens_that_teach_nothing_are_not_computed() -> None:
     assert [row.token_ids for row in batch.rows] == [(1, 2, 90, 91, 92)]
     assert len(plan([group], token_budget=100, sharing="merged", trains_zero_advantage=True)[0].rows) == 2
     assert plan([sample(("a", (1, 2), 5), zero=frozenset({"a"}))], token_budget=100) == []
+
+
+def test_a_call_is_whole_in_one_row_though_a_later_prompt_split_it() -> None:
+    split = sample(("a", (1, 2), 3), ("a", (1, 2, 90, 7), 1), ("b", (1, 2), 1))
+    (batch,) = plan([split], token_budget=100, sharing="merged")
+    rows = {tuple(batch.table.call[row.places].tolist()) for row in batch.rows}
+    assert sorted(map(len, rows)) == [1, 1, 3]
+    assert all(len(set(calls)) == 1 for calls in rows)
+    assert sorted(np.bincount(batch.table.rollout[batch.places]).tolist()) == [1, 4]
+
+
+def test_a_call_is_trained_whole_or_not_at_all() -> None:
+    tree = sample(("a", (1, 2), 3)).tree
+    partly = TrainingSample(tree, advantages=[(), (0.0, 1.0, 0.0)], weights=[(), (0.0, 1.0, 1.0)])
+    (batch,) = plan([partly], token_budget=100)
+    assert len(batch.places) == 3
 
 
 def test_a_row_longer_than_the_budget_goes_alone() -> None:

@@ -56,6 +56,9 @@ class Learner:
         self.policy_version += 1
         return {"loss": 1.0, **options}
 
+    async def score(self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None) -> dict[str, Any]:
+        return {name: [reference] for name in what}
+
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         directory.mkdir(parents=True)  # noqa: ASYNC240
 
@@ -94,6 +97,10 @@ async def test_servers_begin_with_the_learners_weights_and_get_them_after_each_u
     assert len(list((tmp_path / "weights").iterdir())) == 2
     await policy.load(tmp_path, above=39)
     assert (policy.policy_version, server.weights) == (40, str(tmp_path / "weights" / "version-000040"))
+
+
+async def test_tokens_are_scored_by_the_learner(policy: ServedPolicy):
+    assert await policy.score([], {"ref_logprobs"}, reference=Path("model")) == {"ref_logprobs": [Path("model")]}
 
 
 async def test_servers_that_answer_otherwise_than_the_learner_end_the_run(policy: ServedPolicy):

@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from agentlightning.credit import training_samples
-from agentlightning.errors import ConfigError, UnfaithfulSampleError
+from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.head_positions import tokenwise_last_mlp
-from agentlightning.policy.losses import NLLLoss, TokenLoss
+from agentlightning.policy.losses import GSPOLoss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
@@ -100,7 +100,7 @@ def flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def gradient(
-    updater: Updater, batch: Sequence[TrainingSample], loss: TokenLoss | str = "ppo", budget: int = 64, **plan: Any
+    updater: Updater, batch: Sequence[TrainingSample], loss: LossSetting = "ppo", budget: int = 64, **plan: Any
 ) -> torch.Tensor:
     updater.optimizer.zero_grad()
     updater.accumulate(updater.forward.plan(batch, token_budget=budget, **plan), loss)
@@ -276,6 +276,34 @@ def test_minibatches_are_optimiser_steps_of_their_own_scaled_to_a_whole_batch() 
         parts.step([replace(each, weights=[w / total for w in each.weights])])
     assert metrics["optimizer_steps"] == 2.0
     assert torch.allclose(weights(whole.model), weights(parts.model), atol=1e-7)
+
+
+def test_several_losses_add_up_each_by_its_coefficient(updater: Updater) -> None:
+    batch = samples(groups())
+    several = gradient(updater, batch, ["ppo", {"type": "nll", "coefficient": 0.1}], trains_zero_advantage=True)
+    ppo, nll = (gradient(updater, batch, name, trains_zero_advantage=True) for name in ("ppo", "nll"))
+    assert apart(several, ppo + 0.1 * nll) < 1e-5
+    metrics = Updater(made(llama)).step(batch, loss=["ppo", "cispo", "nll"])
+    assert {"ratio", "cispo_ratio", "nll"} <= set(metrics)
+
+
+@pytest.mark.parametrize("mode", ["rows", "merged", "shared"])
+@pytest.mark.parametrize("budget", [20, 10_000])
+def test_a_loss_over_whole_calls_has_one_gradient_however_they_are_computed(
+    updater: Updater, mode: Any, budget: int
+) -> None:
+    wide = GSPOLoss(clip_low=0.9, clip_high=9.0)
+    forked = Trajectory("a", "at", (call("a", 1, [1, 2], [5, 6, 7]), call("a", 2, [1, 2, 5, 8], [9, 10])), 1.0)
+    batch = samples([*groups(turns=3), [forked, Trajectory("b", "at", (call("b", 1, [1, 2], [5, 6]),), 0.0)]])
+    expected = gradient(updater, batch, wide, budget=10_000, sharing="rows")
+    assert apart(gradient(updater, batch, wide, budget=budget, sharing=mode), expected) < 1e-5
+
+
+def test_a_column_that_a_loss_needs_is_asked_for_by_name() -> None:
+    bare = [TrainingSample(each.tree, weights=each.weights) for each in samples(groups())]
+    with pytest.raises(PolicyError, match=r'loss "ppo" needs the columns \[\'advantages\'\]'):
+        Updater(made(llama)).step(bare)
+    assert Updater(made(llama)).step(bare, loss="nll")["optimizer_steps"] == 1.0
 
 
 def test_tokens_without_advantage_cost_nothing() -> None:

@@ -21,7 +21,8 @@ from agentlightning.engine.servers.pool import Replicas
 from agentlightning.engine.servers.replica import Replica
 from agentlightning.engine.servers.vllm import VllmServer
 from agentlightning.errors import ConfigError, ContextLengthError
-from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.transport import open_transport
 from agentlightning.weight_sync.disk import WeightsFolder
 

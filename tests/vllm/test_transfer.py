@@ -21,7 +21,8 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.errors import ConfigError
-from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample

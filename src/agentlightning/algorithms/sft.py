@@ -197,7 +197,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     def _open(self, path: str, steps: int) -> LocalPolicy:
         require_training()
-        from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+        from agentlightning.policy.local import LocalPolicy
+        from agentlightning.policy.local_config import LocalPolicyConfig
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
         config = LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised")

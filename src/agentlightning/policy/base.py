@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from agentlightning.engine.base import Engine
-from agentlightning.trajectory import TrainingSample
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+
+ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy"]
+Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
+"""By name, for each tree a column as `TrainingSample` has them."""
 
 
 class Policy(Engine, Protocol):
@@ -39,6 +44,16 @@ class Policy(Engine, Protocol):
 
         Raises PolicyError if answers are in flight without `in_flight`, ConfigError if `in_flight` is not supported. An
         update that fails leaves the answers in flight as they were."""
+        ...
+
+    async def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+    ) -> Columns:
+        """Columns of every sampled token of each tree, at the temperature it was sampled with and under the present
+        weights: `logprobs`, `entropy` (nats), `values`; and `ref_logprobs` under the weights in `reference`, a
+        directory that transformers loads. They go into a `TrainingSample`. Changes no weights.
+
+        Raises PolicyError for a column that the policy cannot give, naming what it lacks."""
         ...
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:

@@ -63,6 +63,11 @@ def save(
 
 def read_weights(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights saved in `directory`, which fit `model`. Raises PolicyError where they are damaged or do not."""
+    return read_model(directory, model).state_dict()
+
+
+def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """The model saved in `directory`, of the shape and dtype of `model`. Raises as `read_weights` does."""
     try:
         with without_bars():
             saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
@@ -76,7 +81,7 @@ def read_weights(directory: Path, model: PreTrainedModel) -> dict[str, torch.Ten
             f"{directory} holds another model: {unlike[0]} and {len(unlike) - 1} more weights differ in name or shape; "
             "continue with the model it was saved from"
         )
-    return weights
+    return saved
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -8,14 +8,13 @@ weights everything computed with the old ones is forgotten.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, ConstraintKind, Sample, SamplingParams
@@ -23,50 +22,14 @@ from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.errors import PolicyError
 from agentlightning.policy import checkpoint
-from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
+from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.forward import Forward
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.updater import Updater
-from agentlightning.trajectory import TrainingSample
-
-logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-
-
-class LocalPolicyConfig(BaseModel):
-    """What model to open, and what it may use."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str | Path
-    """A directory that `transformers` loads as a causal language model with a chat template, or a name on the hub."""
-    name: str = "policy"
-    """The model name agents ask for."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes an accelerator where there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
-    in float32, which cost 4 bytes a weight more."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of torch. More than 1 pays only on cores that nothing else uses."""
-    max_batch_size: int = Field(default=128, ge=1)
-    """How many answers are drawn at the same time; further requests wait."""
-    kv_cache_bytes: int = Field(default=4 << 30, ge=1)
-    """Memory for the keys and values of these answers; further requests wait. One answer is always drawn."""
-    prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
-    """Memory for keys and values of earlier prompts and answers, so that they are not computed again."""
-    prefill_tokens: int = Field(default=2048, ge=1)
-    """Prompt tokens computed before those who are answering get their next token."""
-    max_context: int | None = Field(default=None, ge=2)
-    """Longest prompt and answer together, in tokens; None: all that the model can hold."""
-    tool_calls: str | None = None
-    """The format of its tool calls, a key of `policy.tool_calls.FORMATS`; None: as its chat template shows."""
-    seed: int = 0
-    """Of the draws that have no seed of their own."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    objective: Objective = "reinforcement"
-    """What it is opened for: decides the learning rate where the optimiser's is left open."""
+from agentlightning.trajectory import TokenTree, TrainingSample
 
 
 class LocalPolicy:
@@ -76,11 +39,12 @@ class LocalPolicy:
         self.config = config
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
-        self.context_length = _context_length(config, model, tokenizer)
+        self.context_length = usable_context_length(config, model, tokenizer)
         self.vocab_size = vocab_size(model)
         self._model = model
         self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
         self._version = 0
+        self._reference: tuple[Path, Forward] | None = None
         optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
         self._updater = Updater(model, optimizer)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
@@ -102,8 +66,8 @@ class LocalPolicy:
     def open(cls, config: LocalPolicyConfig) -> LocalPolicy:
         """Load the model; sets torch's number of CPU threads. Raises ConfigError or PolicyError, naming the path."""
         torch.set_num_threads(config.threads)
-        device = _device(config.device)
-        tokenizer, model = _load(config)
+        device = find_device(config.device)
+        tokenizer, model = load_model(config)
         if len(tokenizer) > vocab_size(model):
             raise PolicyError(
                 f"the tokenizer of {config.model} knows {len(tokenizer)} tokens, its model only {vocab_size(model)}; "
@@ -163,6 +127,16 @@ class LocalPolicy:
         """`Updater.step(samples, **options)`; see `Policy.train`. Raises as both do."""
         return await self._engine.run(lambda: self._train(samples, in_flight, options))
 
+    async def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+    ) -> Columns:
+        """See `Policy.score`. The model of `reference` is loaded beside the policy and stays until another one is."""
+        if "values" in what:
+            raise PolicyError('"values" need a value head, which a local policy does not have; ask for other columns')
+        if "ref_logprobs" in what and reference is None:
+            raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
+        return await self._engine.run(lambda: self._score(trees, what, reference))
+
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
 
@@ -200,6 +174,22 @@ class LocalPolicy:
         self._set_version(self._version + 1)
         return metrics
 
+    def _score(self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None) -> Columns:
+        found: dict[str, Any] = {}
+        if what & {"logprobs", "entropy"}:
+            found |= self._updater.forward.score(trees)
+        if "ref_logprobs" in what and reference is not None:
+            found["ref_logprobs"] = self._reference_at(reference).score(trees)["logprobs"]
+        return {name: columns for name, columns in found.items() if name in what}
+
+    def _reference_at(self, directory: Path) -> Forward:
+        directory = directory.absolute()
+        if self._reference is None or self._reference[0] != directory:
+            self._reference = None  # Its memory is free before the next one is loaded.
+            model = cast("torch.nn.Module", checkpoint.read_model(directory, self._model).eval())
+            self._reference = directory, Forward(cast(PreTrainedModel, model.to(self._model.device)))
+        return self._reference[1]
+
     def _set_version(self, version: int) -> None:
         self._version = self._generator.policy_version = version
 
@@ -229,64 +219,3 @@ class LocalPolicy:
             torch.set_rng_state(random)
         finally:
             self._set_version(version)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f'device="{name}" cannot be used: {error}; use "auto" or "cpu"') from error
-    return device
-
-
-def _load(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    path = Path(config.model)
-    if not path.is_dir() and (path.is_absolute() or path.exists() or str(config.model).count("/") > 1):
-        raise PolicyError(f"model={config.model} is not a directory; give one that holds config.json and weights")
-    if path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise PolicyError(f"{path} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained")
-    source = str(config.model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        with checkpoint.without_bars():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise PolicyError(
-            f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
-            "directory written by save_pretrained, or a name on the hub that this machine can reach"
-        ) from error
-    return tokenizer, model
-
-
-def _context_length(config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    text_config = model.config.get_text_config(decoder=True)
-    most = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
-    faithful, kind = _faithful_length(text_config, most)
-    if config.max_context is not None and config.max_context > faithful:
-        reason = f" faithfully: beyond, {kind} RoPE changes what was computed before" if faithful < most else ""
-        raise ConfigError(
-            f"max_context={config.max_context} exceeds what {config.model} can hold{reason}; use at most {faithful}"
-        )
-    if config.max_context is None and faithful < most:
-        logger.warning(
-            "%s is used up to %d of its %d tokens: beyond, %s RoPE turns every earlier position otherwise, so that "
-            "tokens would be drawn from one distribution and trained under another",
-            config.model, faithful, most, kind,
-        )  # fmt: skip
-    return min(config.max_context or faithful, faithful)
-
-
-def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
-    """How long a sequence may be while every key stays what it was when it was computed, and the kind of RoPE.
-
-    LongRoPE has other frequencies for all positions once a sequence is past the original length, those of keys in a
-    cache included. Dynamic RoPE has them past `max_position_embeddings`, which no sequence is here.
-    """
-    parameters: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
-    for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
-        if rope.get("rope_type") == "longrope":
-            return min(most, int(rope.get("original_max_position_embeddings") or most)), "longrope"
-    return most, "default"

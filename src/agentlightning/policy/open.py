@@ -18,7 +18,7 @@ from agentlightning.policy.requirements import require_training
 from agentlightning.util.settings import settings_from
 
 if TYPE_CHECKING:
-    from agentlightning.policy.local import LocalPolicyConfig
+    from agentlightning.policy.local_config import LocalPolicyConfig
 
 
 def check_model(model: object) -> None:
@@ -42,7 +42,7 @@ def policy_config(
     """The configuration of a local policy for `steps` optimiser steps. Raises MissingExtraError, and ConfigError for a
     warmup that is longer."""
     require_training()
-    from agentlightning.policy.local import LocalPolicyConfig
+    from agentlightning.policy.local_config import LocalPolicyConfig
 
     return LocalPolicyConfig(
         model=path,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Final, Literal
 from zlib import crc32
@@ -18,8 +19,8 @@ from agentlightning.engine.base import ConstraintKind, Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig, open_servers
 from agentlightning.engine.servers.pool import Replicas
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.base import Policy
-from agentlightning.trajectory import TrainingSample
+from agentlightning.policy.base import Columns, Policy, ScoreColumn
+from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.base import Lend, Lender
 from agentlightning.weight_sync.disk import WeightsFolder
 from agentlightning.weight_sync.select import AUTO, DISK, choose
@@ -153,6 +154,12 @@ class ServedPolicy:
         metrics = await self.learner.train(samples, **options)
         await self.publish()
         return {**metrics, "server_difference": self.differences[-1]}
+
+    async def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+    ) -> Columns:
+        """See `Policy.score`; computed by the learner."""
+        return await self.learner.score(trees, what, reference=reference)
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self.learner.save(directory, training_state=training_state)

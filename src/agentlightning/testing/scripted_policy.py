@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.errors import PolicyError
 from agentlightning.testing.scripted_engine import ScriptedEngine
-from agentlightning.trajectory import TrainingSample
+from agentlightning.trajectory import TokenTree, TrainingSample
 
 WEIGHTS = "scripted_policy.json"
 
@@ -54,6 +55,9 @@ class ScriptedPolicy(ScriptedEngine):
         self.updates += 1
         self.policy_version += 1
         return {"loss": 1.0 / self.updates}
+
+    async def score(self, trees: Sequence[TokenTree], what: AbstractSet[str], *, reference: Path | None = None) -> Any:
+        raise PolicyError("a scripted policy has no probabilities to score with")
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         weights = orjson.dumps({"updates": self.updates, "version": self.policy_version})

@@ -18,7 +18,8 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local import cascade_attention
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
-from agentlightning.policy.local import LocalPolicy, LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.updater import Updater
 from agentlightning.testing.models import Architecture, tiny_checkpoint, tiny_model, tiny_tokenizer

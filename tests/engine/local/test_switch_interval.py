@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.engine.local.switch_interval import SWITCH_SECONDS, SwitchInterval
-from agentlightning.policy.local import LocalPolicyConfig
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.open import open_policy
 from agentlightning.testing.models import tiny_checkpoint
 

@@ -1,0 +1,79 @@
+"""Opening a causal language model and its tokenizer, and how long a context of it can be used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy import checkpoint
+from agentlightning.policy.local_config import LocalPolicyConfig
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+
+
+def find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f'device="{name}" cannot be used: {error}; use "auto" or "cpu"') from error
+    return device
+
+
+def load_model(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    path = Path(config.model)
+    if not path.is_dir() and (path.is_absolute() or path.exists() or str(config.model).count("/") > 1):
+        raise PolicyError(f"model={config.model} is not a directory; give one that holds config.json and weights")
+    if path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise PolicyError(f"{path} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained")
+    source = str(config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        with checkpoint.without_bars():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise PolicyError(
+            f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
+            "directory written by save_pretrained, or a name on the hub that this machine can reach"
+        ) from error
+    return tokenizer, model
+
+
+def usable_context_length(config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    text_config = model.config.get_text_config(decoder=True)
+    most = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
+    faithful, kind = _faithful_length(text_config, most)
+    if config.max_context is not None and config.max_context > faithful:
+        reason = f" faithfully: beyond, {kind} RoPE changes what was computed before" if faithful < most else ""
+        raise ConfigError(
+            f"max_context={config.max_context} exceeds what {config.model} can hold{reason}; use at most {faithful}"
+        )
+    if config.max_context is None and faithful < most:
+        logger.warning(
+            "%s is used up to %d of its %d tokens: beyond, %s RoPE turns every earlier position otherwise, so that "
+            "tokens would be drawn from one distribution and trained under another",
+            config.model, faithful, most, kind,
+        )  # fmt: skip
+    return min(config.max_context or faithful, faithful)
+
+
+def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
+    """How long a sequence may be while every key stays what it was when it was computed, and the kind of RoPE.
+
+    LongRoPE has other frequencies for all positions once a sequence is past the original length, those of keys in a
+    cache included. Dynamic RoPE has them past `max_position_embeddings`, which no sequence is here.
+    """
+    parameters: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
+    for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
+        if rope.get("rope_type") == "longrope":
+            return min(most, int(rope.get("original_max_position_embeddings") or most)), "longrope"
+    return most, "default"
