@@ -1,12 +1,16 @@
 """LightningRL asks for groups, turns them into samples, and says why it stops."""
 
+import threading
 from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
+from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.algorithms.training import Collected
+from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -168,3 +172,23 @@ def test_an_agent_to_train_that_never_speaks_is_named_with_those_that_do():
     assert "an agent called 'writr'; there are 'writer'" in found[0].message
     with pytest.raises(ConfigError, match="is no regular expression"):
         LightningRL(target_agent="(")
+
+
+async def test_credit_is_assigned_in_a_thread_beside_the_event_loop(monkeypatch):
+    threads = []
+
+    def recorded(*arguments, **options):
+        threads.append(threading.current_thread())
+        return training_samples(*arguments, **options)
+
+    monkeypatch.setattr("agentlightning.algorithms.lightning_rl.training_samples", recorded)
+    training = FakeTraining(*GOOD_AND_BAD)
+    await LightningRL(steps=1, group_size=2).run(training)
+    assert len(training.updates) == 1
+    assert threads != [threading.main_thread()]
+
+
+def test_an_algorithm_is_made_from_its_settings_by_their_type():
+    assert make_algorithm(LightningRLConfig(steps=3)).total_steps == 3
+    with pytest.raises(ConfigError, match="unknown algorithm None; known: lightning_rl"):
+        make_algorithm(SFTConfig())

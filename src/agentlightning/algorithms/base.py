@@ -3,22 +3,27 @@
 `run` is given a `Training`, whose methods do these steps. An algorithm decides what to request, how credit is
 assigned and which loss is used. It never calls a model, runs an agent or opens a file, so the same code runs on a
 laptop and on a cluster. A crashed run resumes without its help: it starts at `training.step`.
+
+Adding an algorithm means a file with a class and a line in `agentlightning.algorithms`. One that is made from settings
+is registered under the `type` of its configuration.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 
 from agentlightning.algorithms.training import Training
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 C = TypeVar("C", bound=BaseModel)
+A = TypeVar("A", bound="Algorithm[Any]")
 
 
 class Algorithm(ABC, Generic[C]):
@@ -79,3 +84,26 @@ class Algorithm(ABC, Generic[C]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self, 'config', '')!s})"
+
+
+_ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
+
+
+def register(algorithm: type[A]) -> type[A]:
+    """Make an algorithm known by its `name`, which is the `type` in its settings; a class decorator."""
+    _ALGORITHMS[algorithm.name] = algorithm
+    return algorithm
+
+
+def make_algorithm(config: BaseModel) -> Algorithm[Any]:
+    """The algorithm with these settings. Raises ConfigError for an unknown type."""
+    name = getattr(config, "type", None)
+    if name not in _ALGORITHMS:
+        raise ConfigError(f"unknown algorithm {name!r}; known: {', '.join(sorted(_ALGORITHMS))}")
+    make: Any = _ALGORITHMS[name]
+    return make(config)
+
+
+def class_name(algorithm: Algorithm[Any]) -> str:
+    """`module:Class` of an algorithm."""
+    return f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"

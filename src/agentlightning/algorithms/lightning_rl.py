@@ -15,6 +15,7 @@ does (`aggregate="token"`). Groups whose rewards are all equal teach nothing; th
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import (
@@ -54,7 +55,7 @@ class LightningRLConfig(BaseModel):
     type: Literal["lightning_rl"] = "lightning_rl"
     """Which algorithm this is."""
     steps: int = Field(default=100, ge=1)
-    """Updates in the whole run; each follows one batch of rollouts."""
+    """Updates of the whole run, one for each batch of rollouts."""
     tasks_per_step: int = Field(default=16, ge=1)
     """Tasks drawn for each step."""
     group_size: int = Field(default=8)
@@ -73,27 +74,27 @@ class LightningRLConfig(BaseModel):
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""
     timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The reward of a rollout that ran out of time, whose calls are then learned from. None: it has failed and is left
-    out, so that the policy is never told to be quicker."""
+    """The reward of a rollout that timed out, whose calls are then learned from. None: it has failed and is left out,
+    so that nothing teaches the policy to be quicker."""
     target_agent: str | None = None
-    """Only calls of agents whose whole name matches this regular expression are trained; None: what the agent itself
-    says (`LitAgent.trained_agents`), else every agent's."""
+    """Only calls of agents whose whole name matches this regular expression are trained. None: those that the agent
+    itself declares (`LitAgent.trained_agents`), else all."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated."""
 
     @model_validator(mode="after")
-    def _the_warmup_ends(self) -> Self:
+    def _check_warmup(self) -> Self:
         self.optimizer.check_warmup(self.steps * self.minibatches)
         return self
 
     @field_validator("credit", mode="before")
     @classmethod
-    def _one_name_for_each_rule(cls, credit: Any) -> Any:
+    def _resolve_alias(cls, credit: Any) -> Any:
         return canonical_credit(credit)
 
     @field_validator("target_agent")
     @classmethod
-    def _is_a_pattern(cls, target: str | None) -> str | None:
+    def _check_pattern(cls, target: str | None) -> str | None:
         try:
             re.compile(target or "")
         except re.error as error:
@@ -101,7 +102,7 @@ class LightningRLConfig(BaseModel):
         return target
 
     @model_validator(mode="after")
-    def _a_group_has_a_baseline(self) -> Self:
+    def _check_group_size(self) -> Self:
         credit_rule(self.credit).check_group_size(self.group_size)
         return self
 
@@ -123,11 +124,12 @@ class LightningRLSettings(TypedDict, total=False):
     optimizer: OptimizerConfig | Mapping[str, Any]
 
 
+@register
 class LightningRL(Algorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 
-    `settings` are those of `LightningRLConfig`, and change those of `config` where both are given. Raises ConfigError
-    for settings that cannot work.
+    `settings` are the fields of `LightningRLConfig`; they replace those of `config`. Raises ConfigError for settings
+    that cannot work.
 
         >>> agl.LightningRL(steps=50, group_size=4).total_steps
         50
@@ -160,28 +162,29 @@ class LightningRL(Algorithm[LightningRLConfig]):
             check=lambda trajectories: self.rejections(trajectories, target),
             timeout_reward=config.timeout_reward,
         )
-        samples, report = training_samples(
+        samples, report = await asyncio.to_thread(
+            training_samples,
             group_trajectories(collected.trajectories),
             config.credit,
             aggregate=config.aggregate,
             target_agent=target,
             reward_weights=config.reward_weights,
         )
-        figures = {**reward_figures(collected, config.reward_weights), **report.metrics()}
+        metrics = {**reward_metrics(collected, config.reward_weights), **report.metrics()}
         if samples:
-            figures |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
-        await training.finish_step(collected, figures)
+            metrics |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
+        await training.finish_step(collected, metrics)
 
     def _target(self, training: Training) -> str | None:
         return self.config.target_agent if self.config.target_agent is not None else training.target_agent
 
     def rejections(self, trajectories: Sequence[Trajectory], target_agent: str | None = None) -> list[Rejection]:
-        """The rollouts it cannot learn from; all of them where not one call of the policy, or of the agents to train,
-        is among them."""
+        """The rollouts that it cannot learn from: all of them if they hold no call of the policy, or none of the agents
+        to train."""
         config = self.config
         found = rejections(trajectories, config.credit, target_agent=target_agent, reward_weights=config.reward_weights)
-        known = {each.rollout_id for each in found}
-        left = [trajectory for trajectory in trajectories if trajectory.rollout_id not in known]
+        rejected = {each.rollout_id for each in found}
+        left = [trajectory for trajectory in trajectories if trajectory.rollout_id not in rejected]
         agents = {call.agent for trajectory in left for call in trajectory.transitions}
         if not agents:
             return [*found, *_without_calls(left)]
@@ -190,8 +193,8 @@ class LightningRL(Algorithm[LightningRLConfig]):
         return [*found, *_without_target(left, str(target_agent), agents)]
 
 
-def reward_figures(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Mean reward and its parts over the batch; missing rewards are left out."""
+def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Mean reward of a batch, without missing rewards, and counts of its calls."""
     known = [
         reward
         for trajectory in collected.trajectories
@@ -206,33 +209,32 @@ def reward_figures(collected: Collected, weights: Mapping[str, float] | None) ->
 
 
 def _without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
-    """Why rollouts without a single call of the policy teach nothing: another model answered, or nobody was asked."""
-    kept = [trajectory.metadata for trajectory in trajectories]
-    unknown, others = (sum(counts.get(name, 0) for counts in kept) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
-    reason, message = (
-        (
-            UNKNOWN_TOKENS,
+    """Rejects rollouts that hold no call of the policy: another model answered, or no model was called."""
+    metadata = [trajectory.metadata for trajectory in trajectories]
+    unknown, others = (sum(counts.get(name, 0) for counts in metadata) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
+    if unknown + others:
+        reason = UNKNOWN_TOKENS
+        message = (
             f"none of the {unknown + others} model calls of these rollouts can be learned from: {others} were answered"
             f" by other models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the"
             " tokens of the policy: have the agent ask for the policy's name, or change the route that leads its model"
-            " elsewhere ([gateway] routes); text alone serves SFT",
+            " elsewhere ([gateway] routes); text alone is enough for SFT"
         )
-        if unknown + others
-        else (
-            NO_POLICY_CALLS,
+    else:
+        reason = NO_POLICY_CALLS
+        message = (
             f"none of these {len(trajectories)} rollouts called the policy. The agent must send its model calls to"
-            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own",
+            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
         )
-    )
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
 
 
 def _without_target(
     trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]
 ) -> list[Rejection]:
-    seen = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
+    found = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
     message = (
-        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {seen}. Change"
+        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {found}. Change"
         " target_agent (or trained_agents), or name the agent with agl.track_agent"
     )
     return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]

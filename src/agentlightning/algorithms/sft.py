@@ -2,11 +2,9 @@
 
     L = - sum_t  w_t  log p(token_t)         over the tokens an assistant wrote, its end-of-turn token included
 
-with equal w_t summing to 1 over a batch. Everything else (system, user and tool turns, and what the template writes
-around them) is read and not trained on. A conversation is rendered by the model's own chat template, turn by turn,
-into the very tokens that the gateway would have built while an agent had it; where a template rewrites earlier turns,
-each answer is trained after the prompt it would really follow. The conversations of a batch become one token tree:
-a system prompt they share is stored once, and computed once where that pays.
+with equal w_t that sum to 1 over a batch. All other tokens (system, user and tool turns, and the template's own) are
+read and not trained on. The conversations of a batch become one token tree: a system prompt they share is stored once,
+and computed once where that is faster.
 """
 
 from __future__ import annotations
@@ -17,21 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.algorithms._conversations import load_conversations, to_trajectories
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
-from agentlightning.chat.base import ChatFormat, Message
-from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.losses import Loss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import require_training
-from agentlightning.task import load_dataset
-from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.settings import SettingsSignature, settings_from
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicy
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-"""Called after each step with its number, from 1, and its figures."""
+"""Called after each step with its number, from 1, and its metrics."""
 
 
 class SFTConfig(BaseModel):
@@ -52,15 +49,15 @@ class SFTConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     steps: int | None = Field(default=None, ge=1)
-    """Updates; the data begins again when it is used up. None: `epochs` times through the data."""
+    """Updates; the data starts again when all of it was used. None: `epochs` times through the data."""
     epochs: int = Field(default=1, ge=1)
-    """Times through the data, where `steps` is not given."""
+    """Passes through the data, where `steps` is not given."""
     batch_size: int = Field(default=16, ge=1)
     """Conversations in each update."""
     shuffle: bool = True
     """A new order in each epoch; False keeps the order of the dataset."""
     seed: int = 0
-    """Of the shuffling."""
+    """The seed of the shuffling."""
     token_budget: int = Field(default=8192, ge=1)
     """Tokens of one forward pass, padding included."""
     loss: Loss = Field(default_factory=NLLLoss)
@@ -87,15 +84,15 @@ class SFTResult:
     """What supervised learning did."""
 
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     conversations: int
-    """In the dataset."""
+    """Conversations in the dataset."""
     tokens: int
     """Tokens trained on, repetitions included."""
     losses: tuple[float, ...]
-    """One for each step that was done now."""
+    """The loss of each step of this call."""
     checkpoint: Path | None
-    """Where the model was written, if an `output` was given."""
+    """The directory the model was written to, if an `output` was given."""
 
 
 class SFTAlgorithm(Algorithm[SFTConfig]):
@@ -104,8 +101,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     model: a policy, or a directory or hub name that transformers loads; None: the trainer's.
     dataset: a list, or the path of a JSONL, JSON or Parquet file, of conversations: `{"messages": [...]}` with
-        `tools` where tools are used, messages as the OpenAI wire has them; or a plain list of messages. Trajectories
-        (of successful rollouts, say) may stand among them: their sampled tokens are what is imitated.
+        `tools` where tools are used, messages in the OpenAI format; or a plain list of messages. Trajectories (of
+        successful rollouts, for example) may be among them: their sampled tokens are imitated.
     output: a directory to write the trained model to. A model given as a path needs one, except in a trainer.
     on_step: called after each step.
     settings: those of `SFTConfig`, over those of `config` where both are given.
@@ -153,7 +150,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     @cached_property
     def _records(self) -> Sequence[Any]:
-        return _records(self.dataset)
+        return load_conversations(self.dataset)
 
     def train(self) -> SFTResult:
         """`run`, for callers without an event loop."""
@@ -164,20 +161,20 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         model = self.model
         await asyncio.to_thread(lambda: self._records)
         if training is not None:
-            return await self._learn(_InTraining(training))
+            return await self._learn(_TrainingLoop(training))
         if model is None:
             raise ConfigError("no model: give model=DIRECTORY and output=DIRECTORY, or give the algorithm to a Trainer")
         if not isinstance(model, str | Path):
-            return await self._learn(_Alone(model))
+            return await self._learn(_PolicyLoop(model))
         if self.output is None:
             raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
         policy = await asyncio.to_thread(self._open, str(model), self.total_steps)
         try:
-            return await self._learn(_Alone(policy))
+            return await self._learn(_PolicyLoop(policy))
         finally:
             await policy.close()
 
-    async def _learn(self, learner: _Alone | _InTraining) -> SFTResult:
+    async def _learn(self, learner: _PolicyLoop | _TrainingLoop) -> SFTResult:
         steps = self.total_steps
         examples = await asyncio.to_thread(to_trajectories, self._records, learner.chat, learner.context_length)
         losses: list[float] = []
@@ -186,11 +183,11 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             if step <= learner.first_step:
                 continue
             sample = to_sample([examples[index] for index in batch])
-            figures = await learner.update(sample, loss=self.config.loss, token_budget=self.config.token_budget)
-            losses.append(figures["loss"])
+            metrics = await learner.update(sample, loss=self.config.loss, token_budget=self.config.token_budget)
+            losses.append(metrics["loss"])
             tokens += int(sum(map(len, sample.weights)))
             if self.on_step is not None:
-                self.on_step(step, figures)
+                self.on_step(step, metrics)
         if self.output is not None:
             await learner.save(self.output)
         return SFTResult(steps, len(examples), tokens, tuple(losses), self.output)
@@ -205,8 +202,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         return LocalPolicy.open(config)
 
 
-class _Alone:
-    """A policy that is trained by itself."""
+class _PolicyLoop:
+    """Updates a policy outside a trainer."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -219,24 +216,24 @@ class _Alone:
         await self.policy.save(directory)
 
 
-class _InTraining:
-    """The policy of a trainer's run."""
+class _TrainingLoop:
+    """Updates the policy of a trainer's run, one step for each batch."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
-        figures = await self.training.update([sample], **options)
-        await self.training.finish_step(Collected(()), figures)
-        return figures
+        metrics = await self.training.update([sample], **options)
+        await self.training.finish_step(Collected(()), metrics)
+        return metrics
 
     async def save(self, directory: Path) -> None:
         await self.training.save(directory)
 
 
 def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:
-    """Which of `count` examples each of `steps` updates sees. Each epoch sees every example once."""
+    """The indices of the examples of each update, out of `count`. Each epoch has every example once."""
     rng = random.Random(config.seed)
     waiting: list[int] = []
     for _ in range(steps):
@@ -248,94 +245,8 @@ def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:
         del waiting[: config.batch_size]
 
 
-# -- from conversations to tokens ------------------------------------------------------------------------------------
-
-
-def _records(dataset: str | Path | Sequence[Any]) -> Sequence[Any]:
-    if isinstance(dataset, str | Path):
-        return load_dataset(dataset)
-    if not dataset:
-        raise DatasetError("the dataset holds no conversation; give at least one")
-    return dataset
-
-
-def to_trajectories(records: Sequence[Any], chat: ChatFormat, context_length: int) -> list[Trajectory]:
-    """Each record as a trajectory whose sampled tokens are the assistant's. A DatasetError names records from 1."""
-    return [_trajectory(record, number, chat, context_length) for number, record in enumerate(records, 1)]
-
-
-def _trajectory(record: Any, number: int, chat: ChatFormat, context_length: int) -> Trajectory:
-    name = f"conversation {number}"
-    if isinstance(record, Trajectory):
-        transitions = record.transitions
-    else:
-        messages, tools = _conversation(record, name)
-        transitions = tuple(_transitions(messages, tools, chat, name))
-    longest = max((len(call.prompt_token_ids) + len(call.response_token_ids) for call in transitions), default=0)
-    if longest == 0:
-        raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
-    if longest > context_length:
-        raise DatasetError(f"{name} has {longest} tokens, the model holds {context_length}; shorten or remove it")
-    return Trajectory(rollout_id=name, attempt_id="", transitions=tuple(_owned(call, name) for call in transitions))
-
-
-def _owned(call: Transition, name: str) -> Transition:
-    """The same call under this name: one rollout may stand in a dataset twice, and is then trained twice."""
-    return Transition(
-        rollout_id=name,
-        attempt_id="",
-        span_id=f"{name}/{call.sequence_id}",
-        sequence_id=call.sequence_id,
-        prompt_token_ids=call.prompt_token_ids,
-        response_token_ids=call.response_token_ids,
-        logprobs=(0.0,) * len(call.response_token_ids),
-        agent=call.agent,
-    )
-
-
-def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    tools: Any = None
-    messages: Any = record
-    if isinstance(record, Mapping):
-        fields = cast("Mapping[str, Any]", record)
-        messages, tools = fields.get("messages"), fields.get("tools")
-    turns = cast("list[Any]", messages) if isinstance(messages, list) else []
-    if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        shown = repr(record)[:80]
-        raise DatasetError(f'{name} is {shown}; give {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    return cast("list[Message]", turns), tools
-
-
-def _transitions(
-    messages: list[Message], tools: list[dict[str, Any]] | None, chat: ChatFormat, name: str
-) -> Iterator[Transition]:
-    """One transition for each assistant turn: the tokens before it, and its own."""
-    ends = [chat.decode([token]) for token in sorted(chat.eos_token_ids)]
-    text, ids = "", tuple[int, ...]()
-    for position, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = chat.render(messages[:position], tools, True)
-        through = chat.render(messages[: position + 1], tools, False)
-        if not through.startswith(before):
-            raise DatasetError(f"{name}: the chat template does not render turn {position + 1} after its own prompt")
-        if not before.startswith(text):
-            text, ids = "", ()
-        ids += tuple(chat.encode(before[len(text) :]))
-        text = through[: _end_of_turn(through, len(before), ends)]
-        answer = tuple(chat.encode(text[len(before) :]))
-        yield Transition(name, "", "", position + 1, ids, answer, ())
-        ids += answer
-
-
-def _end_of_turn(text: str, start: int, ends: Sequence[str]) -> int:
-    """Where the answer that begins at `start` is over: behind its last end-of-turn token, or at the end of the text."""
-    found = [at + len(end) for end in ends if (at := text.rfind(end, start)) >= 0]
-    return max(found, default=len(text))
-
-
 def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
-    """One batch as one tree in which every token to imitate weighs the same. All weights sum to 1."""
+    """A batch as one tree, in which all tokens to imitate have the same weight. The weights sum to 1."""
     tree = token_tree(trajectories)
     share = 1.0 / max(1, tree.num_sampled)
     weights = [(share,) * len(node.token_ids) for node in tree.nodes]
