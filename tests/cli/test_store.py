@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from agentlightning.cli import store as verbs
+from agentlightning.cli.formatting.rollout_text import rollout_lines
 from agentlightning.cli.main import build
-from agentlightning.cli.rollout_text import shown
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
@@ -89,7 +89,7 @@ def test_what_an_agent_wrote_moves_no_cursor() -> None:
     attempt = Attempt("ro-1", "at-1", 1, 0.0, metadata={"error": {"message": "\x1b]0;title\x07"}})
     spans = [Span("ro-1", "at-1", "name\nattempt 2 at-2 succeeded\x9b1A", 0.0, sequence_id=1)]
     spans.append(Span("ro-1", "at-1", "chat \x1b[1A", 0.0, attributes={OPERATION_NAME: "chat", REQUEST_MODEL: "m"}))
-    lines = list(shown(rollout, [attempt], spans))
+    lines = list(rollout_lines(rollout, [attempt], spans))
     assert all(line.isprintable() for line in lines)
     assert r"name\nattempt 2 at-2 succeeded\x9b1A" in lines[-2]
 
@@ -116,7 +116,7 @@ def test_pruning_asks_first_where_somebody_can_answer(agl: Agl, path: str, monke
     result = agl(*asked)
     assert result.exit_code == 2
     assert "7 rollouts with 7 spans" in result.stderr
-    assert "add --yes, or --dry-run" in result.stderr
+    assert "confirm with --yes, or add --dry-run" in result.stderr
 
     class Terminal:
         def isatty(self) -> bool:
@@ -184,7 +184,7 @@ def test_an_export_is_imported_elsewhere(agl: Agl, path: str, name: str) -> None
     imported = answer(agl("import", name, "--store", "other.db", "--json"))
     assert imported == {"file": name, "resources": 0, "rollouts": 11, "known": 0}
     again = agl("import", name, "--store", "other.db")
-    assert f"0 rollouts and 0 resources imported from {name}; 11 were there already" in again.stdout
+    assert f"0 rollouts and 0 resources imported from {name}; 11 were already there" in again.stdout
 
 
 def test_some_rollouts_are_exported(agl: Agl, path: str) -> None:
@@ -204,7 +204,7 @@ def test_some_rollouts_are_exported(agl: Agl, path: str) -> None:
         (["export", "all.csv"], "ends in .jsonl, .jsonl.gz, .parquet"),
         (["export", "all.jsonl", "--status", "happy"], "--status 'happy' is not one of queuing"),
         (["import", "absent.jsonl"], "there is no file 'absent.jsonl'"),
-        (["stats", "--server", "http://127.0.0.1:1"], "give one of them"),
+        (["stats", "--server", "http://127.0.0.1:1"], "give only one of them"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(agl: Agl, path: str, words: list[str], message: str) -> None:
@@ -241,11 +241,11 @@ def test_a_place_that_cannot_be_written_is_named(agl: Agl, path: str) -> None:
 
 def test_what_takes_long_tells_how_far_it_is(agl: Agl, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "to do" not in agl("export", "first.jsonl", "--store", path).stdout
-    monkeypatch.setattr(verbs, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(verbs, "PROGRESS_SECONDS", 0.0)
     assert "exporting rollouts: 11 to do" in agl("export", "second.jsonl", "--store", path).stdout
     assert "importing rollouts ..." in agl("import", "second.jsonl", "--store", "other.db").stdout
     assert "pruning rollouts: 10 to do" in agl("prune", "--keep", "0", "--yes", "--store", path).stdout
-    assert "giving space back ..." in agl("vacuum", "--store", path).stdout
+    assert "vacuuming ..." in agl("vacuum", "--store", path).stdout
 
 
 def test_importing_nothing_makes_no_store(agl: Agl) -> None:

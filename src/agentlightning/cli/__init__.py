@@ -1,4 +1,4 @@
-"""The command line, `agl`: a file per verb."""
+"""The command line, `agl`: a file for each verb, and the options and output that they share."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.main import Output, reported
-from agentlightning.cli.train import Json, show
+from agentlightning.cli.formatting.training_report import print_result
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +26,7 @@ def demo(
     """Train a tool-calling agent by reinforcement learning on this machine: two cores, no GPU, no download."""
     output = Output(as_json)
     directory = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    with reported(output, lambda: directory):
+    with errors_reported(output, lambda: directory):
         from agentlightning.demo import job
         from agentlightning.trainer import Trainer
         from agentlightning.util.progress import Progress
@@ -34,4 +35,4 @@ def demo(
         configuration = job.settings(demonstrations, seed, steps)
         trainer = Trainer(configuration, run_dir=directory, progress=Progress(output.console))
         result = trainer.fit(**job.tasks(seed))
-        output.finish(result.as_json(), lambda console: show(result, console))
+        output.finish(result.as_json(), lambda console: print_result(result, console))

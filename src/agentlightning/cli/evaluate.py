@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.main import Output, reported
-from agentlightning.cli.train import Agent, Dataset, Json, Reward
+from agentlightning.cli.options import Agent, Dataset, Json, Reward
+from agentlightning.cli.output import Output, errors_reported
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,7 @@ def evaluate(
 ) -> None:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval."""
     output = Output(as_json)
-    with reported(output):
+    with errors_reported(output):
         from agentlightning.config import RunnerConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure

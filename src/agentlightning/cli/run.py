@@ -1,4 +1,4 @@
-"""`agl run`: any command, run as it always is, as one recorded rollout."""
+"""`agl run`: runs any command, unchanged, as one recorded rollout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ import orjson
 import typer
 from rich.console import Console
 
-from agentlightning.cli.access_token import hide_token
-from agentlightning.cli.child_process import Child
-from agentlightning.cli.main import Output, reported
+from agentlightning.cli.opening import (
+    DEFAULT_DB,
+    file_beside_store,
+    has_model,
+    open_engines,
+    open_store,
+    read_routing,
+    without_password,
+)
+from agentlightning.cli.options import Db, Models, Routes, Token
+from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.process.access_token import hide_token
+from agentlightning.cli.process.child_process import ChildProcess
 
 if TYPE_CHECKING:
     from agentlightning.errors import AgentError
@@ -35,9 +45,25 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStoreBase
 
 LEASE_SECONDS: Final = 30.0
-"""Silent for longer (because it was killed, say), the rollout has failed."""
-BEAT_SECONDS: Final = 5.0
+"""If no heartbeat arrives for this long (because the process was killed, say), the rollout fails."""
+HEARTBEAT_SECONDS: Final = 5.0
 SECRET_ENDINGS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+Command = Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
+]
+Task = Annotated[
+    str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
+]
+TaskFile = Annotated[Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)]
+Reward = Annotated[
+    str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
+]
+Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The mode of the rollout.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")]
+JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -45,51 +71,32 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
-    model: Annotated[
-        list[str] | None, typer.Option(help="[NAME=]DIR: a model to answer its calls; may be given again.")
-    ] = None,
-    routes: Annotated[
-        Path | None,
-        typer.Option(help="TOML or JSON: which calls go to which model or provider, and budgets.", show_default=False),
-    ] = None,
-    server: Annotated[
-        str | None, typer.Option(help="Record at this server, which answers the calls.", show_default=False)
-    ] = None,
-    token: Annotated[
-        str | None, typer.Option(envvar="AGL_TOKEN", help="The server's access token.", show_default=False)
-    ] = None,
-    db: Annotated[
-        str | None,
-        typer.Option(help="A SQLite file, or postgresql://... (default: .agentlightning/store.db)", show_default=False),
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="What the rollout is about: JSON or text, in AGL_TASK too.", show_default=False)
-    ] = None,
-    task_file: Annotated[
-        Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
-    ] = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number."),
-    ] = None,
-    mode: Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The rollout's mode.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which the command is ended.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")] = False,
+    command: Command,
+    models: Models = None,
+    routes: Routes = None,
+    server: ServerUrl = None,
+    token: Token = None,
+    db: Db = None,
+    task: Task = None,
+    task_file: TaskFile = None,
+    reward: Reward = None,
+    mode: Mode = None,
+    timeout: Timeout = None,
+    as_json: JsonSummary = False,
 ) -> None:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
-    Its model calls go where --model or --routes say; without them, to the providers that its environment has keys or
-    URLs of. Terminal, input, output, signals and exit code are the command's own; the summary is on stderr.
+    Its model calls go where --model or --routes say; without them, to the providers whose keys or URLs its environment
+    has. Terminal, input, output, signals and exit code are those of the command; the summary is on stderr.
     """
     output = Output(as_json)
-    with reported(output):
+    with errors_reported(output):
         import uvloop
 
         hide_token()
         options = Options(
             command=tuple(command),
-            models=tuple(model or ()),
+            models=tuple(models or ()),
             routes=routes,
             server=None if server is None else server.rstrip("/"),
             token=token or None,
@@ -99,19 +106,19 @@ def run(
             mode=mode,
             timeout=timeout,
         )
-        logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal is the command's
+        logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
         summary = uvloop.run(_run(options))
         sys.stdout.flush()
         if as_json:
             output.finish(asdict(summary), lambda console: None)
         else:
-            _show(summary, Console(stderr=True, highlight=False, soft_wrap=True))
+            _print_summary(summary, Console(stderr=True, highlight=False, soft_wrap=True))
     raise typer.Exit(summary.exit_code)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `agl run` was told."""
+    """The options of `agl run`."""
 
     command: tuple[str, ...]
     models: tuple[str, ...]
@@ -120,7 +127,7 @@ class Options:
     token: str | None
     db: str | None
     task: Any
-    """None: there is none."""
+    """None if there is none."""
     reward: float | RewardFunction | None
     mode: Literal["train", "val", "test"] | None
     timeout: float | None
@@ -128,7 +135,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What came of it."""
+    """The result of a run."""
 
     rollout_id: str
     attempt_id: str
@@ -140,12 +147,12 @@ class Summary:
     input_tokens: int
     output_tokens: int
     dollars: float
-    """At the prices the providers are configured with."""
+    """At the configured prices of the providers."""
     agents: list[str]
     reward: RewardValue | None
     store: str
     redirected: bool
-    """Whether the command was led here with its model calls."""
+    """Whether the model calls of the command went to our gateway."""
     error: str | None = None
 
 
@@ -153,7 +160,7 @@ def _task(text: str | None, file: Path | None) -> Any:
     from agentlightning.errors import ConfigError
 
     if text is not None and file is not None:
-        raise ConfigError("--task and --input both give the task; leave one out")
+        raise ConfigError("--task and --input both give the task; leave out one of them")
     if file is not None:
         try:
             text = file.read_text()
@@ -167,71 +174,69 @@ def _task(text: str | None, file: Path | None) -> Any:
         return text
 
 
-def _reward(given: str) -> float | RewardFunction:
+def _reward(text: str) -> float | RewardFunction:
     from agentlightning.runner.agents.agent import load_object
     from agentlightning.runner.agents.reward import RewardFunction, check_reward
     from agentlightning.runner.agents.spec import function_spec
 
     try:
-        number = float(given)
+        number = float(text)
     except ValueError:
-        return RewardFunction.of(load_object(function_spec(given), "reward"))
+        return RewardFunction.of(load_object(function_spec(text), "reward"))
     checked = check_reward(number, "--reward")
     assert isinstance(checked, float)
     return checked
 
 
-# -- where it is recorded ----------------------------------------------------------------------------------------------
+# -- the recorder ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the rollout is recorded, and who answers its calls."""
+class Recorder:
+    """The store that records the rollout, and the gateway for its model calls."""
 
     store: LightningStoreBase
     url: str
     secret: str
     name: str
-    """What people call the store."""
+    """The name of the store in messages."""
     redirect: bool
-    """Whether the command's model calls go to `url`."""
+    """Whether the model calls of the command go to `url`."""
     model: str | None = None
-    """What the command may ask for; None: what it always asks for."""
+    """The model name that the command should use; None: the one it uses anyway."""
     server: Server | None = None
-    """Our own."""
+    """The server, if it is ours."""
 
 
-async def _open(options: Options, stack: AsyncExitStack) -> Place:
+async def _open(options: Options, stack: AsyncExitStack) -> Recorder:
     from agentlightning.errors import ConfigError
 
     if options.server is None:
         return await _open_own(options, stack)
     if options.models or options.routes or options.db:
-        raise ConfigError("--server records and answers by itself; leave out --model, --routes and --db")
+        raise ConfigError("--server has its own store and models; leave out --model, --routes and --db")
     return await _open_remote(options.server, options.token, stack)
 
 
-async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Place:
+async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Recorder:
     from agentlightning.attempt_address import attempt_secret
-    from agentlightning.cli.runner import has_model
     from agentlightning.store.http.client import LightningStoreClient
 
     store = LightningStoreClient(url, token, patience=5.0)
     stack.push_async_callback(store.close)
     await store.query_queues()
-    return Place(store, url, attempt_secret(token), url, await has_model(url, token))
+    return Recorder(store, url, attempt_secret(token), url, await has_model(url, token))
 
 
-async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
-    """A store, and a server that only the command knows of: without its token or an attempt's id nobody can use it."""
+async def _open_own(options: Options, stack: AsyncExitStack) -> Recorder:
+    """A store, and a private server: it can be used only with its random token or the key of an attempt."""
     from agentlightning.attempt_address import attempt_secret
-    from agentlightning.cli.serve import DEFAULT_DB, beside, open_engines, open_store, read_routing, without_password
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.server.serve import serve
     from agentlightning.store.journal.store import take_over
 
-    config = _config(options, read_routing)
+    config = _config(options)
     engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
     store = open_store(options.db)
@@ -239,18 +244,18 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Place:
     await take_over(store, raw_exchange.read)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
-    spent = beside(options.db, ".spent")
+    spent = file_beside_store(options.db, ".spent")
     serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
     server = await stack.enter_async_context(serving)
     redirect = first is not None or config is not None
-    return Place(store, server.url, secret, without_password(options.db or DEFAULT_DB), redirect, first, server)
+    return Recorder(store, server.url, secret, without_password(options.db or DEFAULT_DB), redirect, first, server)
 
 
-def _config(options: Options, read: Any) -> GatewayConfig | None:
-    from agentlightning.cli.environment_providers import inherited_config
+def _config(options: Options) -> GatewayConfig | None:
+    from agentlightning.cli.process.environment_providers import inherited_config
 
     if options.routes is not None:
-        return read(options.routes)
+        return read_routing(options.routes)
     return None if options.models else inherited_config(os.environ)
 
 
@@ -263,66 +268,66 @@ async def _run(options: Options) -> Summary:
     if shutil.which(options.command[0]) is None:
         raise AgentError(f"there is no program {options.command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
-        place = await _open(options, stack)
+        recorder = await _open(options, stack)
         worker_id = f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
-        shown = _without_secrets(options.command, os.environ)
-        started = await place.store.start_rollout(
-            {"command": shown} if options.task is None else options.task,
+        shown_command = _without_secrets(options.command, os.environ)
+        started = await recorder.store.start_rollout(
+            {"command": shown_command} if options.task is None else options.task,
             options.mode,
-            metadata={"source": "agl run", "command": shlex.join(shown)},
+            metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        await _keep_alive(place.store, worker_id, stack)
-        return await _execute(options, place, started, worker_id)
+        await _start_heartbeat(recorder.store, worker_id, stack)
+        return await _execute(options, recorder, started, worker_id)
 
 
-async def _keep_alive(store: LightningStoreBase, worker_id: str, stack: AsyncExitStack) -> None:
+async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: AsyncExitStack) -> None:
     import asyncio
 
-    async def beat() -> None:
+    async def send_heartbeats() -> None:
         from agentlightning.errors import StoreError
 
         while True:
-            with suppress(StoreError):  # it is away for a moment; the lease says for how long it may be
+            with suppress(StoreError):  # the server may be away for as long as the lease
                 await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-    beating = asyncio.create_task(beat())
-    stack.callback(beating.cancel)
+    task = asyncio.create_task(send_heartbeats())
+    stack.callback(task.cancel)
 
 
-async def _execute(options: Options, place: Place, started: AttemptedRollout, worker_id: str) -> Summary:
+async def _execute(options: Options, recorder: Recorder, started: AttemptedRollout, worker_id: str) -> Summary:
     from agentlightning.errors import AgentError, Failure
 
     ids = started.rollout_id, started.attempt.attempt_id
-    began = time.monotonic()
-    child = Child(
-        _led(options.command, place, *ids) if place.redirect else options.command,
-        _environment(options, place, *ids, worker_id),
+    started_at = time.monotonic()
+    child = ChildProcess(
+        _redirected(options.command, recorder, *ids) if recorder.redirect else options.command,
+        _environment(options, recorder, *ids, worker_id),
         keep_output=options.reward is not None and not isinstance(options.reward, float | int),
     )
     error: AgentError | None = None
     try:
         code = await child.run(options.timeout)
         error = _failure(options, child)
-        judged = await _judge(options, place.store, started, child, error)
+        reward_error = await _record_reward(options, recorder.store, started, child, error)
     except AgentError as failure:
-        code, error, judged = 127, failure, None
-    if place.server is not None:
-        await place.server.stop()  # once it has, every call is recorded
-    if judged is not None and error is None:
-        error, code = judged, code or 1
+        code, error, reward_error = 127, failure, None
+    if recorder.server is not None:
+        await recorder.server.stop()  # so that every call is recorded
+    if reward_error is not None and error is None:
+        error, code = reward_error, code or 1
     metadata: dict[str, Any] = {"exit_code": code}
     if error is not None:
         metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
     status: AttemptStatus = "timeout" if child.timed_out else "failed" if error is not None else "succeeded"
-    await place.store.update_attempt(*ids, status=status, metadata=metadata)
-    spans = await place.store.query_spans(*ids)
-    return _summary(spans, ids, status, code, time.monotonic() - began, place, error)
+    await recorder.store.update_attempt(*ids, status=status, metadata=metadata)
+    spans = await recorder.store.query_spans(*ids)
+    return _summary(spans, ids, status, code, time.monotonic() - started_at, recorder, error)
 
 
-def _failure(options: Options, child: Child) -> AgentError | None:
+def _failure(options: Options, child: ChildProcess) -> AgentError | None:
     from agentlightning.errors import AgentError, AgentTimeoutError
     from agentlightning.runner.agents.command import describe_exit
 
@@ -332,11 +337,15 @@ def _failure(options: Options, child: Child) -> AgentError | None:
     return AgentError(f"{name} {describe_exit(child.returncode)}") if child.returncode else None
 
 
-async def _judge(
-    options: Options, store: LightningStoreBase, started: AttemptedRollout, child: Child, error: AgentError | None
+async def _record_reward(
+    options: Options,
+    store: LightningStoreBase,
+    started: AttemptedRollout,
+    child: ChildProcess,
+    error: AgentError | None,
 ) -> AgentError | None:
-    """Record the reward that was asked for. A command that failed has none, unless a number was given for it. Returns
-    why there is none."""
+    """Record the reward of --reward. A command that failed has none, unless --reward is a number. Returns the error if
+    there is no reward."""
     import asyncio
     import inspect
 
@@ -345,67 +354,71 @@ async def _judge(
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.runner.agents.reward import check_reward
 
-    judge = options.reward
-    if judge is None or (error is not None and not isinstance(judge, float | int)):
+    reward = options.reward
+    if reward is None or (error is not None and not isinstance(reward, float | int)):
         return None
-    if isinstance(judge, float | int):
-        value: RewardValue = judge
+    if isinstance(reward, float | int):
+        value: RewardValue = reward
     else:
         call = Invocation(started, {}, {}, started.input)
         try:
-            # In a thread: one that asks a model must not hold up the heartbeat, nor our own server.
-            found = await asyncio.to_thread(judge.start, call, child.output.decode(errors="replace"))
-            value = check_reward(await found if inspect.isawaitable(found) else found, judge.source)
+            # In a thread: a function that calls a model must not block the heartbeat and our server.
+            result = await asyncio.to_thread(reward.start, call, child.output.decode(errors="replace"))
+            value = check_reward(await result if inspect.isawaitable(result) else result, reward.source)
         except (AgentError, RewardError) as failure:
             return AgentError(str(failure))
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function
-            return AgentError(f"{judge.source} raised {type(failure).__name__}: {failure}")
+            return AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}")
     event = orjson.dumps({"event_type": "reward", "data": {"value": value}})
     await store.add_span(read_event(event, started.rollout_id, started.attempt.attempt_id))
     return None
 
 
-def _environment(options: Options, place: Place, rollout_id: str, attempt_id: str, worker_id: str) -> dict[str, str]:
+def _environment(
+    options: Options, recorder: Recorder, rollout_id: str, attempt_id: str, worker_id: str
+) -> dict[str, str]:
     from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
 
-    own = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
-    own |= telemetry_opt_outs(own)
-    own |= attempt_environment(place.url, place.secret, rollout_id, attempt_id, redirect=place.redirect)
-    if place.redirect:
-        own |= worker_environment(place.url, place.secret, worker_id)
-        if "ANTHROPIC_AUTH_TOKEN" in own:  # Claude Code takes it before the key
-            own["ANTHROPIC_AUTH_TOKEN"] = own["AGL_KEY"]
-        if place.model is not None:
-            own["AGL_MODEL"] = place.model
+    environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
+    environment |= telemetry_opt_outs(environment)
+    environment |= attempt_environment(
+        recorder.url, recorder.secret, rollout_id, attempt_id, redirect=recorder.redirect
+    )
+    if recorder.redirect:
+        environment |= worker_environment(recorder.url, recorder.secret, worker_id)
+        if "ANTHROPIC_AUTH_TOKEN" in environment:  # Claude Code prefers it to the key
+            environment["ANTHROPIC_AUTH_TOKEN"] = environment["AGL_KEY"]
+        if recorder.model is not None:
+            environment["AGL_MODEL"] = recorder.model
     if options.task is not None:
-        own["AGL_TASK"] = orjson.dumps(options.task).decode()
-    return own
+        environment["AGL_TASK"] = orjson.dumps(options.task).decode()
+    return environment
 
 
-def _led(command: Sequence[str], place: Place, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
-    """The command, with what it takes to lead one that reads no variable: Codex, unless it is told its provider."""
+def _redirected(command: Sequence[str], recorder: Recorder, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
+    """The command, with the arguments that Codex needs, as it reads no variables, unless it has a provider already."""
     from agentlightning.attempt_address import attempt_path
 
     if Path(command[0]).name != "codex" or any("model_provider" in word or "base_url" in word for word in command):
         return tuple(command)
-    base_url = f"{place.url}{attempt_path(rollout_id, attempt_id)}/v1"
+    base_url = f"{recorder.url}{attempt_path(rollout_id, attempt_id)}/v1"
     provider = f'{{name="Agent Lightning", base_url="{base_url}", env_key="AGL_KEY", wire_api="responses"}}'
     settings = ('model_provider="agentlightning"', f"model_providers.agentlightning={provider}")
     return (command[0], *(word for setting in settings for word in ("-c", setting)), *command[1:])
 
 
 def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The command as it may be kept: what the environment holds as a key or a token is named instead."""
+    """The command with the values of secret environment variables replaced by the names of these variables."""
     hidden = {
         value: name for name, value in environment.items() if len(value) >= 8 and name.upper().endswith(SECRET_ENDINGS)
     }
-    kept = list(words)
+    result = list(words)
     for value, name in hidden.items():
-        kept = [word.replace(value, f"${name}") for word in kept]
-    return kept
+        result = [word.replace(value, f"${name}") for word in result]
+    return result
 
 
-# -- what its user reads -----------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def _summary(
@@ -414,7 +427,7 @@ def _summary(
     status: str,
     code: int,
     seconds: float,
-    place: Place,
+    recorder: Recorder,
     error: AgentError | None,
 ) -> Summary:
     from agentlightning import span as names
@@ -438,21 +451,19 @@ def _summary(
         float(total(names.COST)),
         list(agents),
         find_final_reward(spans),
-        place.name,
-        place.redirect,
+        recorder.name,
+        recorder.redirect,
         None if error is None else str(error),
     )
 
 
-def _where(store: str) -> str:
-    from agentlightning.cli.serve import DEFAULT_DB
-
+def _store_option(store: str) -> str:
     if store == DEFAULT_DB:
         return ""
     return f" --server {store}" if store.startswith("http") else f" --store {store}"
 
 
-def _show(summary: Summary, console: Console) -> None:
+def _print_summary(summary: Summary, console: Console) -> None:
     failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
     cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
     calls = f"{summary.calls}{failed}, {summary.input_tokens} tokens in, {summary.output_tokens} out{cost}"
@@ -464,7 +475,7 @@ def _show(summary: Summary, console: Console) -> None:
         "agents": ", ".join(summary.agents),
         "reward": "none" if summary.reward is None else str(summary.reward),
         "error": summary.error or "",
-        "see": f"agl store show {summary.rollout_id}{_where(summary.store)}",
+        "see": f"agl store show {summary.rollout_id}{_store_option(summary.store)}",
     }
     for name, text in lines.items():
         if text:

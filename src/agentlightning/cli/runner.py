@@ -1,4 +1,4 @@
-"""`agl runner`: run an agent on the rollouts of a server."""
+"""`agl runner`: runs an agent on the rollouts of a server."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from agentlightning.cli.access_token import hide_token
-from agentlightning.cli.main import Output, reported
-from agentlightning.cli.train import Agent, Json, Reward, Token
+from agentlightning.cli.opening import has_model
+from agentlightning.cli.options import Agent, Json, LogFormat, Reward, Token
+from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.process.access_token import hide_token
 
 if TYPE_CHECKING:
     from agentlightning.runner import Runner
@@ -23,7 +24,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LogFormat = Annotated[Literal["text", "json"], typer.Option(help="How the log on stderr is written.")]
+POLL_SECONDS = 10.0
+"""How long one claim waits: with a thousand idle runners, the server gets a hundred claims a second."""
+
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        envvar="AGL_SERVER",
+        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
+        show_default=False,
+    ),
+]
+Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent attempts.")]
+Hosts = Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")]
+FreshProcess = Annotated[bool, typer.Option("--fresh-process", help="Run every attempt in a new process.")]
+Queues = Annotated[list[str] | None, typer.Option(help="Claim only from this queue; repeatable.")]
+WorkerId = Annotated[str | None, typer.Option(help="Name of the worker in the store (default: host and process).")]
+Lease = Annotated[
+    float, typer.Option(min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
+]
+MaxRollouts = Annotated[int | None, typer.Option(min=1, help="Exit after this number of rollouts.")]
+Env = Annotated[
+    list[str] | None, typer.Option(help="VARIABLE=FIELD: an environment variable with a field of a dict task.")
+]
+Hide = Annotated[
+    list[str] | None,
+    typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
+]
+Cwd = Annotated[Path | None, typer.Option(help="Working directory of the agent.")]
+Log = Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")]
+Redirect = Annotated[
+    bool | None,
+    typer.Option(
+        help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run "
+        "are redirected to that run)."
+    ),
+]
+DrainSeconds = Annotated[
+    float | None, typer.Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
+]
+Patience = Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -31,102 +72,73 @@ def register(app: typer.Typer) -> None:
 
 
 def runner(
-    server: Annotated[
-        str | None,
-        typer.Option(
-            envvar="AGL_SERVER",
-            help="Where `agl serve` listens: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-            show_default=False,
-        ),
-    ] = None,
+    server: ServerUrl = None,
     agent: Agent = None,
     reward: Reward = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Attempts under way at once.")] = 32,
-    hosts: Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")] = 1,
-    fresh_process: Annotated[
-        bool, typer.Option("--fresh-process", help="A process of its own for every attempt, gone with it.")
-    ] = False,
-    queue: Annotated[list[str] | None, typer.Option(help="Claim from this queue only; may be given again.")] = None,
+    concurrency: Concurrency = 32,
+    hosts: Hosts = 1,
+    fresh_process: FreshProcess = False,
+    queue: Queues = None,
     token: Token = None,
-    worker_id: Annotated[str | None, typer.Option(help="Its name in the store (default: host and process).")] = None,
-    lease: Annotated[
-        float, typer.Option(min=1, help="Seconds of silence after which others get this runner's rollouts.")
-    ] = 30.0,
-    max_rollouts: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
-    env: Annotated[
-        list[str] | None, typer.Option(help="VARIABLE=FIELD: a variable that holds a field of a dict task.")
-    ] = None,
-    hide: Annotated[
-        list[str] | None,
-        typer.Option(help="A field of a dict task that only the reward function is given; may be given again."),
-    ] = None,
-    cwd: Annotated[Path | None, typer.Option(help="Where the agent runs.")] = None,
-    log: Annotated[Path | None, typer.Option(help="Where what the agent prints goes (default: stderr).")] = None,
-    redirect: Annotated[
-        bool | None,
-        typer.Option(
-            help="Lead the agent's model calls to the server (default: where it has a model; a training run's rollouts "
-            "are led to that run)."
-        ),
-    ] = None,
-    drain_seconds: Annotated[
-        float | None,
-        typer.Option(min=0, help="How long attempts have to end after SIGTERM (default: the time they take)."),
-    ] = None,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds the server may be away.")] = 600.0,
+    worker_id: WorkerId = None,
+    lease: Lease = 30.0,
+    max_rollouts: MaxRollouts = None,
+    env: Env = None,
+    hide: Hide = None,
+    cwd: Cwd = None,
+    log: Log = None,
+    redirect: Redirect = None,
+    drain_seconds: DrainSeconds = None,
+    patience: Patience = 600.0,
     log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
-    """Run an agent on the rollouts of a server, until it is told to stop.
+    """Run an agent on the rollouts of a server, until stopped.
 
-    SIGTERM or Ctrl-C: claim no more, let what runs end, report, exit 0. Again: what runs is stopped and queued again.
+    SIGTERM or Ctrl-C: claim no more rollouts, let running attempts finish, report, exit 0. Again: stop running attempts
+    and requeue them.
     """
     output = Output(as_json)
-    with reported(output):
+    with errors_reported(output):
         from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
         hide_token()
-        options = _Options(
-            server=_address(server),
-            agent=agent,
-            reward=reward,
-            token=token or None,
-            redirect=redirect,
-            drain_seconds=drain_seconds,
-            patience=patience,
-            runner={
-                "concurrency": concurrency,
-                "hosts": hosts,
-                "fresh_process": fresh_process,
-                "queues": queue or None,
-                "worker_id": worker_id,
-                "lease_seconds": lease,
-                "max_rollouts": max_rollouts,
-                "env": _fields(env),
-                "hide": tuple(hide or ()),
-                "cwd": cwd,
-                "log": log,
-            },
-        )
-        record = _uvloop_run(options, output)
-        output.finish(record, lambda console: _show(record, console))
+        settings = {
+            "concurrency": concurrency,
+            "hosts": hosts,
+            "fresh_process": fresh_process,
+            "queues": queue or None,
+            "worker_id": worker_id,
+            "lease_seconds": lease,
+            "max_rollouts": max_rollouts,
+            "env": _fields(env),
+            "hide": tuple(hide or ()),
+            "cwd": cwd,
+            "log": log,
+        }
+        url = _server_url(server)
+        options = Options(url, agent, reward, token or None, redirect, drain_seconds, patience, settings)
+        record = _run_in_uvloop(options, output)
+        output.finish(record, lambda console: _print_summary(record, console))
 
 
-def _address(server: str | None) -> str:
-    """Where the server is. Raises ConfigError where nothing says it."""
+def _server_url(server: str | None) -> str:
+    """The URL of the server. Raises ConfigError if neither option nor environment has one."""
     if server:
         return server.rstrip("/")
     host, port = os.environ.get("AGL_SERVER_HOST"), os.environ.get("AGL_SERVER_PORT")
     if not host and not port:
         from agentlightning.errors import ConfigError
 
-        raise ConfigError("which server is meant? Give --server http://HOST:PORT, or set AGL_SERVER")
+        raise ConfigError("there is no server; give --server http://HOST:PORT, or set AGL_SERVER")
     return f"http://{host or '127.0.0.1'}:{port or 4747}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class Options:
+    """The options of `agl runner`; `runner` are those of `Runner`."""
+
     server: str
     agent: str | None
     reward: str | None
@@ -137,44 +149,44 @@ class _Options:
     runner: Mapping[str, Any]
 
 
-def _fields(given: list[str] | None) -> dict[str, str] | None:
+def _fields(texts: list[str] | None) -> dict[str, str] | None:
     from agentlightning.errors import ConfigError
 
     fields = dict[str, str]()
-    for text in given or []:
+    for text in texts or []:
         name, equals, key = text.partition("=")
         if not equals or not name or not key:
-            raise ConfigError(f"--env {text!r} names no field; write VARIABLE=FIELD")
+            raise ConfigError(f"--env {text!r} has no field; write VARIABLE=FIELD")
         fields[name] = key
     return fields or None
 
 
-def _uvloop_run(options: _Options, output: Output) -> dict[str, Any]:
+def _run_in_uvloop(options: Options, output: Output) -> dict[str, Any]:
     import uvloop
 
     return uvloop.run(_run(options, output))
 
 
-async def _run(options: _Options, output: Output) -> dict[str, Any]:
-    from agentlightning.cli.stop_signals import Signals
+async def _run(options: Options, output: Output) -> dict[str, Any]:
+    from agentlightning.cli.process.stop_signals import StopSignals
 
     async with AsyncExitStack() as stack:
-        signals = Signals()
+        signals = StopSignals()
         signals.install()
-        runner = _make(options, stack)
+        runner = _open_runner(options, stack)
         record = {"worker_id": runner.worker_id}
         if await signals.while_running(_start(options, runner)):
             return record
         signals.on_second(runner.stop_at_once)
         output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {options.server}", markup=False)
         if await signals.while_running(runner.wait()):
-            left = runner.statistics.running
-            output.console.print(f"stopping; {left} attempts are under way (again to stop them and queue them again)")
+            running = runner.statistics.running
+            output.console.print(f"stopping; {running} attempts are running (again to stop and requeue them)")
         await runner.stop(options.drain_seconds)
         return {**record, **asdict(runner.statistics)}
 
 
-def _make(options: _Options, stack: AsyncExitStack) -> Runner:
+def _open_runner(options: Options, stack: AsyncExitStack) -> Runner:
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.errors import ConfigError
     from agentlightning.runner import Runner
@@ -199,20 +211,20 @@ def _make(options: _Options, stack: AsyncExitStack) -> Runner:
     return runner
 
 
-async def _start(options: _Options, runner: Runner) -> None:
-    """Import the agent, and meanwhile see whether there is a server that lets us in."""
-    runner.start_hosts(await _leads(options))
-    await _find_server(options, runner.store)
-    await runner.start(redirect=await _leads(options))
+async def _start(options: Options, runner: Runner) -> None:
+    """Import the agent, and at the same time check that the server is there and accepts the token."""
+    runner.start_hosts(await _redirects(options))
+    await _check_server(options, runner.store)
+    await runner.start(redirect=await _redirects(options))
 
 
-async def _leads(options: _Options) -> bool | None:
-    """Whether model calls are led to the server, where nothing was said; None: only where a rollout's resources say."""
+async def _redirects(options: Options) -> bool | None:
+    """Whether model calls are redirected to the server by default; None: only if the resources of a rollout say so."""
     return (options.redirect is None and await has_model(options.server, options.token)) or None
 
 
-async def _find_server(options: _Options, store: LightningStoreBase) -> None:
-    """Raises StoreServerError where there is none within a minute: a mistake in the URL must not take longer."""
+async def _check_server(options: Options, store: LightningStoreBase) -> None:
+    """Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
     from agentlightning.errors import StoreAuthError, StoreServerError
     from agentlightning.store.http.client import LightningStoreClient
 
@@ -228,25 +240,6 @@ async def _find_server(options: _Options, store: LightningStoreBase) -> None:
         await probe.close()
 
 
-POLL_SECONDS = 10.0
-"""How long one claim waits: a thousand idle runners then ask a hundred times a second."""
-
-
-async def has_model(server: str, token: str | None) -> bool:
-    """Whether the server, whose access token this is, answers model calls."""
-    import httpx
-
-    async with httpx.AsyncClient(timeout=10) as client:
-        try:
-            reply = await client.get(
-                f"{server}/v1/models", headers={"authorization": f"Bearer {token}"} if token else {}
-            )
-            said = reply.json()
-            return reply.status_code == 200 and bool(said.get("data") or said.get("patterns"))
-        except (httpx.HTTPError, ValueError, AttributeError):
-            return False
-
-
-def _show(record: Mapping[str, Any], console: Console) -> None:
+def _print_summary(record: Mapping[str, Any], console: Console) -> None:
     counts = ", ".join(f"{number} {name}" for name, number in record.items() if name != "worker_id" and number)
-    console.print(f"{record['worker_id']} has stopped: {counts or 'nothing was done'}", markup=False)
+    console.print(f"{record['worker_id']} has stopped: {counts or 'no attempts'}", markup=False)

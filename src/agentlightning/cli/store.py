@@ -1,4 +1,4 @@
-"""`agl store`: what a store holds, and keeping it small: stats, show, prune, vacuum, export, import."""
+"""`agl store`: inspects a store and keeps it small: stats, show, prune, vacuum, export, import."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from agentlightning.cli.main import Output, reported
-from agentlightning.cli.train import Json
+from agentlightning.cli.formatting.units import retention_from, show_size
+from agentlightning.cli.options import Json, Store, Token
+from agentlightning.cli.output import Output, errors_reported
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,21 +27,24 @@ if TYPE_CHECKING:
     from agentlightning.util.progress import Progress
 
 POSTGRES = ("postgresql:", "postgresql+", "postgres:")
-QUIET_SECONDS = 2.0
-"""What is done sooner needs no progress; what takes longer tells it this often at least."""
-PATIENCE_SECONDS = 3.0
-"""How long a server may be away: somebody waits who can try again."""
+PROGRESS_SECONDS = 2.0
+"""Work that takes longer shows its progress, updated this often."""
+RETRY_SECONDS = 3.0
+"""How long calls are retried if no server answers; the user can repeat the command."""
 
-Store = Annotated[
-    str | None,
-    typer.Option(help="A SQLite file, or postgresql://... (default: .agentlightning/store.db)", show_default=False),
+Server = Annotated[
+    str | None, typer.Option(help="Use the store of the server at this URL instead.", show_default=False)
 ]
-Server = Annotated[str | None, typer.Option(help="Ask the server at this URL instead.", show_default=False)]
-Token = Annotated[str | None, typer.Option(envvar="AGL_TOKEN", help="The server's access token.", show_default=False)]
+Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")]
+Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
+Queues = Annotated[list[str] | None, typer.Option("--queue", help="Only rollouts of this queue; repeatable.")]
+
+Result = tuple[dict[str, Any], Callable[[Console], None]]
+"""The record of a verb for programs, and a function that prints it for people."""
 
 
 def register(app: typer.Typer) -> None:
-    verbs = typer.Typer(name="store", no_args_is_help=True, help="Look into a store, and keep it small.")
+    verbs = typer.Typer(name="store", no_args_is_help=True, help="Inspect a store, and keep it small.")
     for name, verb in (
         ("stats", stats),
         ("show", show),
@@ -57,13 +61,13 @@ def register(app: typer.Typer) -> None:
 
 
 @asynccontextmanager
-async def _opened(
+async def _open(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.store.journal.store import take_over
 
-    opened = _open_client(server, token, store) if server is not None else _open(store, create)
+    opened = _open_client(server, token, store) if server is not None else _open_database(store, create)
     try:
         await take_over(opened, raw_exchange.read)
         yield opened
@@ -75,12 +79,12 @@ def _open_client(server: str, token: str | None, store: str | None) -> Lightning
     from agentlightning.store.http.client import LightningStoreClient
 
     if store is not None:
-        raise ConfigError("--store opens a database and --server asks a server that has one open; give one of them")
-    return LightningStoreClient(server, token=token, patience=PATIENCE_SECONDS)
+        raise ConfigError("--store opens a database, and --server uses that of a server; give only one of them")
+    return LightningStoreClient(server, token=token, patience=RETRY_SECONDS)
 
 
-def _open(store: str | None, create: bool) -> LightningStoreBase:
-    """The database. One that is not there is made only where something is to be written to it."""
+def _open_database(store: str | None, create: bool) -> LightningStoreBase:
+    """Open the database. Without `create`, it must exist."""
     from agentlightning.store import LightningStore
     from agentlightning.store.sql.sqlite.backend import locate
 
@@ -95,14 +99,14 @@ def _open(store: str | None, create: bool) -> LightningStoreBase:
 
 def _run(
     as_json: bool,
-    work: Callable[[Output, Progress], Awaitable[tuple[dict[str, Any], Callable[[Console], None]]]],
+    work: Callable[[Output, Progress], Awaitable[Result]],
 ) -> None:
-    """Do a verb's work; it returns the record for machines, and what prints it for people."""
+    """Run the work of a verb and print its result."""
     output = Output(as_json)
-    with reported(output):
+    with errors_reported(output):
         from agentlightning.util.progress import Progress
 
-        async def main() -> tuple[dict[str, Any], Callable[[Console], None]]:
+        async def main() -> Result:
             with Progress(output.console) as progress:
                 return await work(output, progress)
 
@@ -113,13 +117,10 @@ def _run(
 
 
 def stats(store: Store = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """Show what a store holds.
+    """Show the contents of a store: rollouts by status, attempts, spans, queues, and its size."""
 
-    Rollouts by status, attempts, spans, queues, and its size.
-    """
-
-    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        async with _opened(store, server, token) as opened:
+    async def work(output: Output, progress: Progress) -> Result:
+        async with _open(store, server, token) as opened:
             counts = await opened.statistics()
             queues = await opened.query_queues()
         record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
@@ -130,26 +131,26 @@ def stats(store: Store = None, server: Server = None, token: Token = None, as_js
 
 def show(
     rollout_id: Annotated[
-        str | None, typer.Argument(help="Its id, or the beginning of it (default: the newest).", show_default=False)
+        str | None, typer.Argument(help="Its id, or the start of it (default: the newest rollout).", show_default=False)
     ] = None,
     store: Store = None,
     server: Server = None,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Show one rollout: its attempts, its calls, what was said, and its reward."""
+    """Show a rollout: its attempts, model calls, messages and reward."""
 
-    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        from agentlightning.cli.rollout_text import shown
+    async def work(output: Output, progress: Progress) -> Result:
+        from agentlightning.cli.formatting.rollout_text import rollout_lines
 
-        async with _opened(store, server, token) as opened:
-            found = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
-            rollout = next((each for each in found if each.rollout_id.startswith(rollout_id or "")), None)
+        async with _open(store, server, token) as opened:
+            rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
+            rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
             if rollout is None:
                 raise ConfigError(f"the store has no rollout {rollout_id!r}" if rollout_id else "the store is empty")
             attempts = await opened.query_attempts(rollout.rollout_id)
             spans = await opened.query_spans(rollout.rollout_id)
-        lines = list(shown(rollout, attempts, spans))
+        lines = list(rollout_lines(rollout, attempts, spans))
         record = {
             "rollout": asdict(rollout) | {"config": rollout.config.model_dump()},
             "attempts": [asdict(attempt) for attempt in attempts],
@@ -161,11 +162,9 @@ def show(
 
 
 def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -> None:
-    from agentlightning.cli.units import show_size
-
     by_status = {name.partition(".")[2]: count for name, count in counts.items() if name.startswith("rollouts.")}
-    shown = "  ".join(f"{count:,} {status}" for status, count in by_status.items() if count)
-    console.print(f"{'rollouts':<12} {sum(by_status.values()):>12,}  {shown}".rstrip())
+    statuses = "  ".join(f"{count:,} {status}" for status, count in by_status.items() if count)
+    console.print(f"{'rollouts':<12} {sum(by_status.values()):>12,}  {statuses}".rstrip())
     for name, count in counts.items():
         if name in ("rollouts", "bytes") or name.startswith("rollouts."):
             continue
@@ -177,37 +176,37 @@ def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -
         console.print(f"queue {queue.name}: {queue.waiting:,} waiting, {queue.open:,} open{limit}", markup=False)
 
 
-# -- keeping it small ------------------------------------------------------------------------------------------------
+# -- prune and vacuum ------------------------------------------------------------------------------------------------
 
 
 def prune(
     store: Store = None,
     server: Server = None,
     token: Token = None,
-    older_than: Annotated[str | None, typer.Option(help="Remove what finished longer ago: 12h, 30d, 2w.")] = None,
-    keep: Annotated[int | None, typer.Option(help="Keep so many finished rollouts, the newest ones.")] = None,
-    max_size: Annotated[str | None, typer.Option(help="Keep so much of the newest: 500MB, 10GB.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and stop.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    older_than: Annotated[
+        str | None, typer.Option(help="Remove rollouts that finished longer ago: 12h, 30d, 2w.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="Keep this number of finished rollouts, the newest ones.")] = None,
+    max_size: Annotated[str | None, typer.Option(help="Keep the newest rollouts up to this size: 500MB, 10GB.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and stop.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the oldest finished rollouts until what is left fits.
+    """Remove the oldest finished rollouts until the others fit.
 
-    Their attempts and spans go with them; unfinished rollouts and resources stay, and in the store of a training run
-    what the run has not made use of yet. The file does not become smaller before `agl store vacuum`.
+    Their attempts and spans are removed too. Unfinished rollouts and resources stay, and in the store of a training run
+    also the rollouts that the run still needs. The file becomes smaller only with `agl store vacuum`.
     """
 
-    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        from agentlightning.cli.units import retention_from
-
-        spared = () if server is not None else _in_use(store)
+    async def work(output: Output, progress: Progress) -> Result:
+        spared = () if server is not None else _rollouts_in_use(store)
         retention = replace(retention_from(older_than, keep, max_size), spare=spared)
-        async with _opened(store, server, token) as opened:
+        async with _open(store, server, token) as opened:
             planned = await opened.prune(retention, dry_run=True)
             if dry_run or not planned.rollouts:
                 removed = None
             else:
-                _ask(planned, yes, output, progress)
+                _confirm(planned, yes, output, progress)
                 removed = await _prune(opened, retention, planned, progress)
         record = {"dry_run": dry_run, **asdict(removed or planned)}
         return record, lambda console: _show_pruned(removed, planned, console)
@@ -215,8 +214,8 @@ def prune(
     _run(as_json, work)
 
 
-def _in_use(store: str | None) -> tuple[str, ...]:
-    """What the ids of rollouts begin with that the run needs whose store this is."""
+def _rollouts_in_use(store: str | None) -> tuple[str, ...]:
+    """Prefixes of the ids of rollouts that a training run still needs, if this is the store of one."""
     from agentlightning.store.sql.sqlite.backend import locate
     from agentlightning.training.run_dir import rollouts_in_use
 
@@ -226,24 +225,24 @@ def _in_use(store: str | None) -> tuple[str, ...]:
     return () if path is None else rollouts_in_use(path.parent)
 
 
-def _ask(planned: Pruned, yes: bool, output: Output, progress: Progress) -> None:
+def _confirm(planned: Pruned, yes: bool, output: Output, progress: Progress) -> None:
     if yes:
         return
     if output.as_json or not sys.stdin.isatty():
-        raise ConfigError(f"this would remove {_told(planned)}, and nobody is there to ask; add --yes, or --dry-run")
-    if not typer.confirm(f"Remove {_told(planned)}?"):
+        raise ConfigError(f"this would remove {_describe(planned)}; confirm with --yes, or add --dry-run")
+    if not typer.confirm(f"Remove {_describe(planned)}?"):
         progress.note("nothing was removed")
         raise typer.Exit(1)
 
 
 async def _prune(store: LightningStoreBase, retention: Retention, planned: Pruned, progress: Progress) -> Pruned:
-    async with _meanwhile(_watch(store, await _finished(store), planned.rollouts, progress)):
+    async with _in_background(_show_pruning(store, await _finished(store), planned.rollouts, progress)):
         return await store.prune(retention)
 
 
 @asynccontextmanager
-async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Inside, `work` goes on; what becomes of it is of no interest."""
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run `work` while the context is open. Its result and errors are ignored."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -252,13 +251,13 @@ async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
         await asyncio.wait({task})
 
 
-async def _watch(store: LightningStoreBase, before: int, total: int, progress: Progress) -> None:
-    """Tell how far it is, by what is left of the rollouts `before`; others may finish some meanwhile."""
-    await asyncio.sleep(QUIET_SECONDS)
+async def _show_pruning(store: LightningStoreBase, before: int, total: int, progress: Progress) -> None:
+    """Show the progress, from the number of finished rollouts compared to that `before`."""
+    await asyncio.sleep(PROGRESS_SECONDS)
     progress.phase("pruning rollouts", total)
     while True:
         progress.update(max(0, min(total, before - await _finished(store))))
-        await asyncio.sleep(QUIET_SECONDS)
+        await asyncio.sleep(PROGRESS_SECONDS)
 
 
 async def _finished(store: LightningStoreBase) -> int:
@@ -268,32 +267,30 @@ async def _finished(store: LightningStoreBase) -> int:
     return sum(counts.get(f"rollouts.{status}", 0) for status in FINISHED)
 
 
-def _told(pruned: Pruned) -> str:
-    from agentlightning.cli.units import show_size
-
+def _describe(pruned: Pruned) -> str:
     return f"{pruned.rollouts:,} rollouts with {pruned.spans:,} spans, {show_size(pruned.bytes)}"
 
 
 def _show_pruned(removed: Pruned | None, planned: Pruned, console: Console) -> None:
     if removed is not None:
-        console.print(f"removed {_told(removed)}; `agl store vacuum` gives the space back to the system")
+        console.print(f"removed {_describe(removed)}; `agl store vacuum` returns the space to the file system")
     elif planned.rollouts:
-        console.print(f"would remove {_told(planned)}")
+        console.print(f"would remove {_describe(planned)}")
     else:
-        console.print("nothing to remove: everything fits")
+        console.print("nothing to remove")
 
 
 def vacuum(store: Store = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """Give free space back to the system.
+    """Return free space to the file system.
 
-    Also drops tokens that no span refers to any more. Needs as much free disk as the store is large; others can go on
-    meanwhile, but their writes may wait.
+    Also deletes tokens that no span refers to. Needs as much free disk space as the store is large. The store stays
+    usable, but writes may wait.
     """
 
-    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
-        async with _opened(store, server, token) as opened:
+    async def work(output: Output, progress: Progress) -> Result:
+        async with _open(store, server, token) as opened:
             before = (await opened.statistics())["bytes"]
-            async with _meanwhile(_say_later(progress, "giving space back")):
+            async with _in_background(_show_phase_later(progress, "vacuuming")):
                 await opened.vacuum()
             after = (await opened.statistics())["bytes"]
         return {"bytes_before": before, "bytes": after}, lambda console: _show_vacuum(before, after, console)
@@ -301,18 +298,16 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
     _run(as_json, work)
 
 
-async def _say_later(progress: Progress, name: str) -> None:
-    await asyncio.sleep(QUIET_SECONDS)
+async def _show_phase_later(progress: Progress, name: str) -> None:
+    await asyncio.sleep(PROGRESS_SECONDS)
     progress.phase(name)
 
 
 def _show_vacuum(before: int, after: int, console: Console) -> None:
-    from agentlightning.cli.units import show_size
-
     console.print(f"{show_size(before)} before, {show_size(after)} now")
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
+# -- export and import -----------------------------------------------------------------------------------------------
 
 
 def export_(
@@ -320,27 +315,26 @@ def export_(
     store: Store = None,
     server: Server = None,
     token: Token = None,
-    status: Annotated[list[str] | None, typer.Option(help="Only rollouts of this status; may be given again.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="Only rollouts of this mode; may be given again.")] = None,
-    queue: Annotated[list[str] | None, typer.Option(help="Only rollouts of this queue; may be given again.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+    statuses: Statuses = None,
+    modes: Modes = None,
+    queues: Queues = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write resources and rollouts to a file.
+    """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
-    Attempts and spans go with them; `agl store import` reads it all. Others may write to the store meanwhile. The file
-    appears when it is whole.
+    The store may be written to meanwhile. The file appears when it is complete.
     """
 
-    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
+    async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.store.export import export_store
 
-        filters: dict[str, Any] = {"status_in": _known(status, "status"), "mode_in": _known(mode, "mode")}
-        async with _opened(store, server, token) as opened:
-            with _writing(file):
+        filters: dict[str, Any] = {"status_in": _checked(statuses, "status"), "mode_in": _checked(modes, "mode")}
+        async with _open(store, server, token) as opened:
+            with _write_errors(file):
                 report = _report(progress, "exporting")
                 exported = await export_store(
-                    opened, file, **filters, queue_in=queue or None, overwrite=force, report=report
+                    opened, file, **filters, queue_in=queues or None, overwrite=force, report=report
                 )
         return {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console)
 
@@ -348,7 +342,7 @@ def export_(
 
 
 @contextmanager
-def _writing(file: Path) -> Generator[None]:
+def _write_errors(file: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
@@ -357,7 +351,7 @@ def _writing(file: Path) -> Generator[None]:
         raise ConfigError(f"{file} cannot be written: {error}") from error
 
 
-def _known(values: list[str] | None, name: str) -> list[str] | None:
+def _checked(values: list[str] | None, name: str) -> list[str] | None:
     from typing import get_args
 
     from agentlightning.rollouts import RolloutMode, RolloutStatus
@@ -370,23 +364,21 @@ def _known(values: list[str] | None, name: str) -> list[str] | None:
 
 
 def _report(progress: Progress, name: str) -> Report:
-    """What is told how far a copy is, and begins to tell it on when the copy takes long."""
-    start, begun = time.monotonic(), False
+    """A function that shows the progress of a copy that takes long."""
+    start, shown = time.monotonic(), False
 
     def report(done: int, total: int | None) -> None:
-        nonlocal begun
-        if not begun and time.monotonic() - start >= QUIET_SECONDS:
+        nonlocal shown
+        if not shown and time.monotonic() - start >= PROGRESS_SECONDS:
             progress.phase(f"{name} rollouts", total, done)
-            begun = True
-        if begun:
+            shown = True
+        if shown:
             progress.update(done)
 
     return report
 
 
 def _show_exported(file: Path, exported: Any, console: Console) -> None:
-    from agentlightning.cli.units import show_size
-
     console.print(
         f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources "
         f"in {file}, {show_size(exported.bytes)}",
@@ -401,20 +393,20 @@ def import_(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Add what a file holds to a store.
+    """Add the contents of a file to a store.
 
-    What the store has already stays as it is, so this can be repeated. Unfinished rollouts wait again. Of a file that
-    is cut off or damaged, what comes before that place is imported.
+    What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
+    truncated or damaged file, the part before the damage is imported.
     """
 
-    async def work(output: Output, progress: Progress) -> tuple[dict[str, Any], Callable[[Console], None]]:
+    async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.store.export import import_store
         from agentlightning.store.export.copy import check_source
 
-        check_source(file)  # before a database is made for it
-        async with _opened(store, server, token, create=True) as opened:
+        check_source(file)  # before a database is created for it
+        async with _open(store, server, token, create=True) as opened:
             imported = await import_store(opened, file, report=_report(progress, "importing"))
-        known = f"; {imported.known:,} were there already" if imported.known else ""
+        known = f"; {imported.known:,} were already there" if imported.known else ""
         text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"
         return {"file": str(file), **asdict(imported)}, lambda console: console.print(text, markup=False)
 

@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from agentlightning.cli.main import Output, reported
-from agentlightning.credit.rejection import describe_reasons
-from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.result import TrainingResult
-
-Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
-Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
-Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file.")]
-Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
-Token = Annotated[str | None, typer.Option(envvar="AGL_TOKEN", help="The server's access token.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
+from agentlightning.cli.formatting.training_report import print_result
+from agentlightning.cli.options import Agent, Dataset, Json, Model, Reward, Token
+from agentlightning.cli.output import Output, errors_reported
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +43,7 @@ def train(
     """
     output = Output(as_json)
     directory = resume or run_dir
-    with reported(output, lambda: directory):
+    with errors_reported(output, lambda: directory):
         from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
         from agentlightning.store.http.client import LightningStoreClient
@@ -81,38 +72,4 @@ def train(
             trainer = Trainer(resolved, run_dir=run_dir, progress=progress, store=store)
         directory = trainer.run_dir
         result = trainer.fit()
-        output.finish(result.as_json(), lambda console: show(result, console))
-
-
-def show(result: TrainingResult, console: Console) -> None:
-    """The report, for people."""
-    console.print()
-    for mode, gain in result.held_out.items():
-        low, high = gain.interval
-        console.print(
-            f"held-out reward, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
-            f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}, {gain.tasks} tasks)"
-        )
-        if gain.missing_before or gain.missing_after:
-            console.print(f"  {_missing(result, mode, gain)}")
-    failed = f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
-    if result.rejected_rollouts:
-        failed += f", left out: {describe_reasons(result.rejected_rollouts)}"
-    console.print(
-        f"{result.steps} steps, {result.rollouts} rollouts{failed}, {result.seconds:.1f} s"
-        + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")
-    )
-    for warning in result.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
-    for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
-        console.print(f"{name:<11} {path}")
-
-
-def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:
-    counts = (("before", gain.missing_before), ("after", gain.missing_after))
-    parts = [
-        f"{describe_reasons(result.missing.get(f'{when}-{mode}', {})) or f'{count} missing'} {when}"
-        for when, count in counts
-        if count
-    ]
-    return f"tasks without a reward: {'; '.join(parts)}. The means leave them out; the interval allows them any reward"
+        output.finish(result.as_json(), lambda console: print_result(result, console))

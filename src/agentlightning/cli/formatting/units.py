@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them: `30d`, `1.5h`, `10GB`, `512 MiB`."""
+"""Parses and formats durations and sizes: `30d`, `1.5h`, `10GB`, `512 MiB`."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ BYTES: Final = {
 
 
 def read_duration(text: str) -> float:
-    """Seconds of `90s`, `15m`, `12h`, `30d` or `2w`. ConfigError for anything else."""
+    """The seconds in `90s`, `15m`, `12h`, `30d` or `2w`. Raises ConfigError for other text."""
     return _read(text, SECONDS, "a duration such as 90s, 15m, 12h, 30d or 2w")
 
 
 def read_size(text: str) -> int:
-    """Bytes of `500MB` (millions), `512MiB` (powers of 1024), `10GB` ... or a plain number. ConfigError for anything
-    else."""
+    """The bytes in `500MB` (powers of 1000), `512MiB` (powers of 1024) or a plain number. Raises ConfigError for other
+    text."""
     return round(_read(text, BYTES, "a size such as 500MB, 10GB or 512MiB"))
 
 
 def _read(text: str, units: Mapping[str, float], what: str) -> float:
-    found = _quantity.fullmatch(text)
-    factor = None if found is None else units.get(found[2].lower())
-    if found is None or factor is None:
+    match = _quantity.fullmatch(text)
+    factor = None if match is None else units.get(match[2].lower())
+    if match is None or factor is None:
         raise ConfigError(f"{text!r} is not {what}")
-    value = float(found[1]) * factor
+    value = float(match[1]) * factor
     if not math.isfinite(value) or value >= 2**63:
         raise ConfigError(f"{text!r} is too large for {what}")
     return value
 
 
 def show_size(size: int) -> str:
-    """`512 bytes`, `1.5 KB`, `10 GB`: in powers of 1000, three digits or so."""
+    """Such as `512 bytes`, `1.5 KB` or `10 GB`: powers of 1000, two or three digits."""
     value, unit = float(size), "bytes"
     for larger in ("KB", "MB", "GB", "TB"):
         if value < 999.5:
@@ -56,8 +56,8 @@ def show_size(size: int) -> str:
 
 
 def retention_from(older_than: str | None, keep: int | None, max_size: str | None) -> Retention:
-    """What to keep, from how people say it: an age, a number of rollouts, a size. ConfigError for what is none, for a
-    negative number, and where nothing is given, which would keep everything."""
+    """The retention policy for an age, a number of rollouts and a size. Raises ConfigError for invalid values, and if
+    none is given, as that would keep everything."""
     from agentlightning.store.types import Retention
 
     if older_than is None and keep is None and max_size is None:

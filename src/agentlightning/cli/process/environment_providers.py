@@ -1,7 +1,6 @@
-"""The providers a command already uses, as its environment says: so that its calls are recorded and go where they
-always went.
+"""Finds the providers that a command uses in its environment, so that its calls are recorded and still go there.
 
-Called by `agl run` where neither a model nor routes are given. It reads the environment and nothing else.
+Called by `agl run` if neither a model nor routes are given.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _OPENAI_MODELS: Final = ("gpt-*", "o[0-9]*", "chatgpt-*", "codex-*", "text-embed
 
 
 def inherited_config(environment: Mapping[str, str]) -> GatewayConfig | None:
-    """Routes to the providers whose keys or URLs the environment holds; None where it holds none.
+    """Routes to the providers whose keys or URLs are in the environment; None if there are none.
 
-    With one provider every model is its own. With both, models are told apart by their names: Claude is Anthropic's,
-    and what is neither Claude nor a model of OpenAI's goes to the one whose URL is not the usual one.
+    With one provider, all calls go there. With both, the model name decides: Claude models go to Anthropic, and models
+    of neither provider go to the one with a URL other than its default.
     """
     openai, anthropic = _openai(environment), _anthropic(environment)
     providers = tuple(provider for provider in (openai, anthropic) if provider is not None)
@@ -52,7 +51,7 @@ def _openai(environment: Mapping[str, str]) -> Provider | None:
         base_urls=(url or OPENAI_URL,),
         api_key=SecretStr(key) if key else None,
         paths=("chat/completions", "completions", "responses", "embeddings"),
-        retries=0,  # whoever calls repeats as it always did
+        retries=0,  # the command retries as it does without us
     )
 
 

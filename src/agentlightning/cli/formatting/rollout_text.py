@@ -1,4 +1,4 @@
-"""One rollout in words: what was asked, what was said, what it was worth. Pure; `agl store show` prints it."""
+"""A rollout as text for `agl store show`: its task, its model calls with their messages, its rewards."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.util.printable import printable
 
 WIDTH: Final = 160
-"""Characters of a message that are shown."""
+"""Maximum length of a message, in characters."""
 
 
-def shown(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
-    """Lines: the rollout, then each attempt with its spans in order. What agents have written moves no cursor."""
+def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
     yield from map(printable, _lines(rollout, attempts, spans))
 
 
@@ -29,7 +29,7 @@ def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span])
     if command := rollout.metadata.get("command"):
         yield f"  command  {_short(command)}"
     for attempt in attempts:
-        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_took(attempt)}"
+        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_duration(attempt)}"
         error = attempt.metadata.get("error")
         if isinstance(error, dict):
             yield f"  error    {_short(cast('dict[str, Any]', error).get('message'))}"
@@ -38,7 +38,7 @@ def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span])
                 yield from _span(span)
 
 
-def _took(attempt: Attempt) -> str:
+def _duration(attempt: Attempt) -> str:
     return "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
 
 
@@ -60,22 +60,22 @@ def _span(span: Span) -> Iterator[str]:
 def _call(span: Span, number: str) -> Iterator[str]:
     values = span.attributes
     agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
-    paid = values.get(names.COST)
-    cost = f", ${paid:.4f}" if isinstance(paid, int | float) else ""
+    dollars = values.get(names.COST)
+    cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
     tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
     yield f"{number} {span.name}{agent}: {tokens}{cost}"
-    asked, said = _messages(values.get(names.INPUT_MESSAGES)), _messages(values.get(names.OUTPUT_MESSAGES))
-    yield from (f"        {line}" for message in (*asked[-1:], *said) for line in _message(message))
+    inputs, outputs = _messages(values.get(names.INPUT_MESSAGES)), _messages(values.get(names.OUTPUT_MESSAGES))
+    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
     if span.status_code == "ERROR":
         yield f"        failed: {_short(span.status_message or values.get(names.ERROR_TYPE))}"
 
 
 def _messages(text: Any) -> list[dict[str, Any]]:
     try:
-        found = orjson.loads(text) if isinstance(text, str) else text
+        messages = orjson.loads(text) if isinstance(text, str) else text
     except orjson.JSONDecodeError:
         return []
-    return [message for message in cast("list[Any]", found or []) if isinstance(message, dict)]
+    return [message for message in cast("list[Any]", messages or []) if isinstance(message, dict)]
 
 
 def _message(message: dict[str, Any]) -> Iterator[str]:
@@ -87,12 +87,12 @@ def _message(message: dict[str, Any]) -> Iterator[str]:
         elif kind == "tool_call_response":
             yield f"{role:<10} {_short(part.get('response'))}"
         else:
-            thinks = " (thinks)" if kind == "reasoning" else ""
-            yield f"{role:<10}{thinks} {_short(part.get('content', kind))}"
+            note = " (thinks)" if kind == "reasoning" else ""
+            yield f"{role:<10}{note} {_short(part.get('content', kind))}"
 
 
 def _short(value: Any) -> str:
-    """A value on one line."""
+    """The value on one line."""
     text = value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
     line = " ".join(text.split())
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."

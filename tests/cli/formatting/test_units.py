@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.cli.units import read_duration, read_size, retention_from, show_size
+from agentlightning.cli.formatting.units import read_duration, read_size, retention_from, show_size
 from agentlightning.errors import ConfigError
 from agentlightning.store.types import Retention
 

@@ -1,6 +1,6 @@
-"""The access token of a command that runs agents: kept from the agents, which run as the same user.
+"""Hides the access token of a program from the agents that it runs, which run as the same user.
 
-A process's environment can be read by every process of its user (`/proc/PID/environ`), and so can its memory. Called by
+Every process of a user can read the environment (`/proc/PID/environ`) and the memory of the others. Called by
 `agl runner` and `agl run` once they have read the token.
 """
 
@@ -15,12 +15,12 @@ from typing import Final
 VARIABLE: Final = "AGL_TOKEN"
 _PR_SET_DUMPABLE: Final = 4
 _ENV_START, _ENV_END = 49, 50
-"""Where `/proc/PID/stat` has the bounds of the environment that the process was started with, from 0."""
+"""Indexes, from 0, of the fields of `/proc/PID/stat` with the bounds of the initial environment."""
 
 
 def hide_token() -> None:
-    """Take the token out of this process's environment, where the kernel shows it too, and its memory out of the reach
-    of other processes of the same user."""
+    """Remove the token from the environment, also where the kernel shows it, and make the memory of this process
+    unreadable to other processes of the same user."""
     token = os.environ.pop(VARIABLE, None)
     if sys.platform != "linux":
         return
@@ -30,7 +30,7 @@ def hide_token() -> None:
 
 
 def _erase(entry: str) -> None:
-    """Overwrite an entry of the environment that the process was started with."""
+    """Overwrite an entry of the initial environment."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = int(fields[_ENV_START - 2]), int(fields[_ENV_END - 2])

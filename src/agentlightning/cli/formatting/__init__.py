@@ -1,0 +1,1 @@
+"""Text for people: sizes and durations, a rollout, the report of a training run."""

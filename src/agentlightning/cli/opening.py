@@ -1,0 +1,79 @@
+"""Opens what the options of a verb name: the store, models, and the table of routes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from agentlightning.engine.base import Engine
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.store.sql.store import SqlStore
+
+DEFAULT_DB: Final = ".agentlightning/store.db"
+
+
+def open_store(db: str | None) -> SqlStore:
+    """Open the database of `--db`. Raises ConfigError if that fails."""
+    from agentlightning.errors import ConfigError, StoreError
+    from agentlightning.store.sql.store import SqlStore
+
+    try:
+        return SqlStore(db)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+
+
+def file_beside_store(db: str | None, suffix: str) -> Path:
+    """The path of the database with a suffix; that of the default database if the store is not a file."""
+    name = db or DEFAULT_DB
+    is_file = "://" not in name and name != ":memory:"
+    path = Path(name if is_file else DEFAULT_DB)
+    return path.with_name(path.name + suffix)
+
+
+def without_password(url: str) -> str:
+    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", url)
+
+
+def read_routing(path: Path | None) -> GatewayConfig:
+    """The configuration in the file of `--routes`."""
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.util.settings import load_settings
+
+    return load_settings(GatewayConfig, toml=path)
+
+
+async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+    """Open the models of `--model [NAME=]DIR`, named after their directory by default, and those that the routes file
+    names. The stack closes them."""
+    engines: dict[str, Engine] = {}
+    for model in models:
+        from agentlightning.policy.open import open_frozen
+
+        name, equals, path = model.partition("=")
+        policy = await open_frozen(name, path) if equals else await open_frozen(Path(model).name, model)
+        stack.push_async_callback(policy.close)
+        engines[policy.model] = policy
+    if not routing.models:
+        return engines
+    from agentlightning.policy.open import open_models
+
+    return engines | await open_models(routing.models, stack)
+
+
+async def has_model(server: str, token: str | None) -> bool:
+    """Whether the server has a model, or routes to one."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(timeout=10) as client:
+        try:
+            response = await client.get(f"{server}/v1/models", headers=headers)
+            models = response.json()
+            return response.status_code == 200 and bool(models.get("data") or models.get("patterns"))
+        except (httpx.HTTPError, ValueError, AttributeError):
+            return False

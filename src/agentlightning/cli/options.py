@@ -1,0 +1,30 @@
+"""Types of the command line options that several verbs have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
+Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
+Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file.")]
+Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="[NAME=]DIR: a model that answers model calls; repeatable.")
+]
+Routes = Annotated[
+    Path | None,
+    typer.Option(
+        help="A TOML or JSON file that maps calls to models and providers, and sets budgets.", show_default=False
+    ),
+]
+_DB_HELP = "A SQLite file, or postgresql://... (default: .agentlightning/store.db)"
+Db = Annotated[str | None, typer.Option("--db", help=_DB_HELP, show_default=False)]
+Store = Annotated[str | None, typer.Option("--store", help=_DB_HELP, show_default=False)]
+Token = Annotated[
+    str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
+]
+LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Format of the log on stderr.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]

@@ -1,0 +1,92 @@
+"""The output of a verb: text or JSON, and the one place where an error becomes a message and an exit status.
+
+Exit status: 0 success; 1 the run failed; 2 invalid input; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+import typer
+from rich.console import Console
+
+from agentlightning.errors import (
+    AgentError,
+    AgentLightningError,
+    ConfigError,
+    DatasetError,
+    MissingExtraError,
+    ResumeError,
+    ServerError,
+)
+
+INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
+EXTRAS: Final = {
+    "torch": "train",
+    "transformers": "train",
+    "tokenizers": "train",
+    "matplotlib": "train",
+    "openai": "demo",
+}
+"""The extra of this package that installs a module."""
+
+
+class Output:
+    """Where a verb writes: text for people, or one JSON object on the last line for programs."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+
+    def finish(self, record: dict[str, Any], text: Callable[[Console], None]) -> None:
+        if self.as_json:
+            sys.stdout.write(orjson.dumps(record).decode() + "\n")
+        else:
+            text(self.console)
+
+    def fail(self, kind: str, message: str, status: int) -> typer.Exit:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", markup=False)
+        if self.as_json:
+            sys.stdout.write(orjson.dumps({"error": {"type": kind, "message": message}}).decode() + "\n")
+        return typer.Exit(status)
+
+
+@contextmanager
+def errors_reported(output: Output, run_dir: Callable[[], Path | None] = lambda: None) -> Generator[None]:
+    """Print errors that users cause or can fix as one message; any other keeps its traceback."""
+    try:
+        yield
+    except AgentLightningError as error:
+        status = 2 if isinstance(error, INVALID_INPUT) else 1
+        advice = "" if status == 2 else _resume_advice(run_dir(), isinstance(error, AgentError))
+        raise output.fail(type(error).__name__, str(error) + advice, status) from error
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        missing = MissingExtraError(error.name, EXTRAS[error.name])
+        raise output.fail("MissingExtraError", str(missing), 2) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        path, advice = error.filename or "while writing the run", _resume_advice(run_dir())
+        raise output.fail("StoreFullError", f"the disk is full ({path}); free some space{advice}", 1) from error
+    except KeyboardInterrupt:
+        raise output.fail("KeyboardInterrupt", "interrupted" + _resume_advice(run_dir()), 130) from None
+
+
+def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
+    """How to resume the run, if there is one to resume."""
+    if run_dir is None:
+        return ""
+    try:
+        orjson.loads((run_dir / "state.json").read_bytes())
+    except (OSError, ValueError):
+        return ""
+    other = " (with --agent or --reward for another one)" if agent_failed else ""
+    return f"\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
