@@ -6,13 +6,12 @@ A span is one recorded operation in the shape of OpenTelemetry. Names follow OTe
 
 from __future__ import annotations
 
-import os
-import random
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
+from agentlightning.util.random_ids import random_bits
 
 # -- names of spans --------------------------------------------------------------------------------------------------
 
@@ -183,17 +182,11 @@ def counts(span: Span) -> bool:
     return not attributes.get(SUPERSEDED) and not attributes.get(LATE)
 
 
-_random = random.Random()
-"""Separate from the module's generator, which agents may seed; `os.urandom` would cost as much as creating a span."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_random.seed)
-
-
 def new_span_id() -> str:
     """A span id of OpenTelemetry: 16 hexadecimal digits."""
-    return f"{_random.getrandbits(64):016x}"
+    return f"{random_bits(64):016x}"
 
 
 def new_trace_id() -> str:
     """A trace id of OpenTelemetry: 32 hexadecimal digits."""
-    return f"{_random.getrandbits(128):032x}"
+    return f"{random_bits(128):032x}"

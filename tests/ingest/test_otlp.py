@@ -32,7 +32,7 @@ from agentlightning.attempt_variables import attempt_environment
 from agentlightning.ingest.otlp import MAX_BODY_BYTES, PATH, OtlpReceiver
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.instrumented import observed
+from agentlightning.store.instrumented import instrument
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.tracing.rewards import find_reward_spans, get_reward_value
 
@@ -474,7 +474,7 @@ async def test_without_the_token_nothing_is_taken(guarded: Site) -> None:
 
 async def test_a_server_does_not_send_its_spans_to_itself(site: Site) -> None:
     exporter = OtlpExporter(site.server.url)
-    store = observed(site.store, [exporter])
+    store = instrument(site.store, [exporter])
     kept = await store.add_span(names.Span(site.rollout_id, site.attempt_id, "work", 1.0))
     assert await asyncio.to_thread(exporter.close)
     assert (exporter.counts.sent, exporter.counts.refused) == (0, 1)

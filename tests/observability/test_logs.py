@@ -10,7 +10,7 @@ import pytest
 from agentlightning.attempt_address import attempt_key
 from agentlightning.observability import logs
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.instrumented import Observed, observed
+from agentlightning.store.instrumented import CallRecord, instrument
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_configure_writes_our_log_to_stderr(capsys):
 
 async def test_failures_cancellations_and_limits_are_logged_with_their_ids(caplog):
     bare = InMemoryLightningStore()
-    store = observed(bare, [logs.ChangeLog()])
+    store = instrument(bare, [logs.ChangeLog()])
     failed = await store.start_rollout("a task")
     ids = failed.rollout_id, failed.attempt.attempt_id
     cancelled = await store.enqueue_rollout("another")
@@ -115,13 +115,13 @@ async def test_failures_cancellations_and_limits_are_logged_with_their_ids(caplo
 
 
 def slow_call(seconds=1.0, method="add_many_spans", **options):
-    return Observed(method, (), options, seconds)
+    return CallRecord(method, (), options, seconds)
 
 
 def test_a_slow_call_is_mentioned_with_its_method_and_ids(caplog):
     log = logs.SlowLog(0.5)
-    log.ended(slow_call(0.4))
-    log.ended(slow_call(0.6, "update_attempt", rollout_id="ro-1", attempt_id="at-1"))
+    log.on_end(slow_call(0.4))
+    log.on_end(slow_call(0.6, "update_attempt", rollout_id="ro-1", attempt_id="at-1"))
     log.request_ended("/v1/agl/spans", "GET", 200, 0.7)
     first, second = caplog.records
     assert "600 ms for update_attempt" in first.getMessage()
@@ -134,13 +134,13 @@ def test_a_slow_call_says_how_long_it_waited_and_how_long_its_transaction_took(c
     log.took("add_many_spans", 0.1, 5.0, 3)
     log.took("add_many_spans", 0.7, 0.25, 64)
     log.took("update_attempt", 0.9, 0.1, 1)
-    log.ended(slow_call(1.0))
+    log.on_end(slow_call(1.0))
     (record,) = caplog.records
     assert (record.waited, record.decided, record.together) == (0.7, 0.25, 64)
 
 
 def test_waiting_is_not_slow(caplog):
-    logs.SlowLog(0.5).ended(slow_call(60, "wait_for_rollouts"))
+    logs.SlowLog(0.5).on_end(slow_call(60, "wait_for_rollouts"))
     assert not caplog.records
 
 
@@ -148,8 +148,8 @@ def test_a_slow_minute_does_not_flood_the_log(caplog, monkeypatch):
     log, now = logs.SlowLog(0.5), [0.0]
     monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
     for _ in range(100):
-        log.ended(slow_call())
+        log.on_end(slow_call())
     assert len(caplog.records) == logs.SLOW_LINES
     now[0] = 60.0
-    log.ended(slow_call())
+    log.on_end(slow_call())
     assert caplog.records[-1].unreported == 100 - logs.SLOW_LINES

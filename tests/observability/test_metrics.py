@@ -11,14 +11,14 @@ from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.instrumented import observed
+from agentlightning.store.instrumented import instrument
 
 
 @pytest.fixture
 async def parts():
     bare = InMemoryLightningStore()
     metrics = Metrics(bare)
-    yield bare, observed(bare, [metrics]), metrics
+    yield bare, instrument(bare, [metrics]), metrics
     await bare.close()
 
 

@@ -17,7 +17,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.upstream.budget import Account, spend_of_spans
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.instrumented import observed
+from agentlightning.store.instrumented import instrument
 from agentlightning.testing import ScriptedEngine
 from agentlightning.tracing.rewards import find_final_reward
 
@@ -211,7 +211,7 @@ async def test_stopping_lets_calls_under_way_finish(store):
 
 
 async def test_stopping_sends_those_away_who_wait_for_rollouts_and_they_have_claimed_nothing(store):
-    waiting = observed(store, [listener := Listener()])
+    waiting = instrument(store, [listener := Listener()])
     server = await Server(waiting, secret=SECRET).start()
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         polling = asyncio.create_task(client.post("/v1/agl/queues/rollouts/dequeue", json={"timeout": 60}))
@@ -230,11 +230,11 @@ class Listener:
     def __init__(self):
         self.heard = asyncio.Event()
 
-    def began(self, method):
+    def on_start(self, method):
         if method == "dequeue_many_rollouts":
             self.heard.set()
 
-    def ended(self, call):
+    def on_end(self, call):
         pass
 
 

@@ -9,24 +9,24 @@ from agentlightning.errors import NotFoundError
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.instrumented import METHODS, ids_of, observed
+from agentlightning.store.instrumented import METHODS, ids_of, instrument
 
 
 class Listener:
     def __init__(self):
         self.began_calls, self.calls = [], []
 
-    def began(self, method):
+    def on_start(self, method):
         self.began_calls.append(method)
 
-    def ended(self, call):
+    def on_end(self, call):
         self.calls.append(call)
 
 
 @pytest.fixture
 async def heard():
     bare, listener = InMemoryLightningStore(), Listener()
-    yield observed(bare, [listener]), listener
+    yield instrument(bare, [listener]), listener
     await bare.close()
 
 
@@ -57,10 +57,10 @@ async def test_a_call_that_is_cancelled_has_ended_too(heard):
 
 async def test_an_observer_that_fails_costs_nobody_their_call(caplog):
     class Broken(Listener):
-        def ended(self, call):
+        def on_end(self, call):
             raise ValueError("cannot count")
 
-    store = observed(InMemoryLightningStore(), [Broken()])
+    store = instrument(InMemoryLightningStore(), [Broken()])
     with caplog.at_level(logging.CRITICAL):
         assert (await store.enqueue_rollout("a task")).input == "a task"
     await store.close()

@@ -234,14 +234,14 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Recorder:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.server.serve import serve
-    from agentlightning.store.journal.store import take_over
+    from agentlightning.store.journal.store import recover_journals
 
     config = _config(options)
     engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
     store = open_store(options.db)
     stack.push_async_callback(store.close)
-    await take_over(store, raw_exchange.read)
+    await recover_journals(store, raw_exchange.read)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
     spent = file_beside_store(options.db, ".spent")

@@ -184,8 +184,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.serve import serve
-    from agentlightning.store.instrumented import Observer, observed
-    from agentlightning.store.journal.store import journaled
+    from agentlightning.store.instrumented import Observer, instrument
+    from agentlightning.store.journal.store import with_journal
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
     _check_access(options)
@@ -199,10 +199,10 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         stack.push_async_callback(asyncio.to_thread, exporter.close)
         metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
         observers.append(exporter)
-    store = observed(database, observers)
+    store = instrument(database, observers)
     if database.path is not None:
         packer = Scribe() if options.otlp_export is None else None  # the exporter needs the spans in this process
-        store = await stack.enter_async_context(journaled(store, database.path, raw_exchange.read, packer))
+        store = await stack.enter_async_context(with_journal(store, database.path, raw_exchange.read, packer))
     serving = serve(
         store,
         await open_engines(options.models, options.routing, stack),

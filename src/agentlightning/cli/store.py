@@ -65,11 +65,11 @@ async def _open(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
     from agentlightning.gateway.recording import raw_exchange
-    from agentlightning.store.journal.store import take_over
+    from agentlightning.store.journal.store import recover_journals
 
     opened = _open_client(server, token, store) if server is not None else _open_database(store, create)
     try:
-        await take_over(opened, raw_exchange.read)
+        await recover_journals(opened, raw_exchange.read)
         yield opened
     finally:
         await opened.close()

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from agentlightning.rollouts import Attempt, Rollout
-from agentlightning.store.instrumented import Observed, ids_of
+from agentlightning.store.instrumented import CallRecord, ids_of
 from agentlightning.store.types import Queue
 from agentlightning.util.printable import printable
 
@@ -132,15 +132,15 @@ class ChangeLog:
     """Mentions what somebody may ask about later: attempts that failed, rollouts that were cancelled or queued again,
     what was removed, and the limits of queues. An observer of stores."""
 
-    def began(self, method: str) -> None:
+    def on_start(self, method: str) -> None:
         """Nothing has changed yet."""
 
-    def ended(self, call: Observed) -> None:
+    def on_end(self, call: CallRecord) -> None:
         if call.method in CHANGES and call.error is None and (text := _change(call)):
             logger.info(text, extra=ids_of(call))
 
 
-def _change(call: Observed) -> str | None:
+def _change(call: CallRecord) -> str | None:
     match call.method, call.result:
         case "update_attempt", Attempt(status="failed" | "timeout" as status, metadata=metadata):
             error = metadata.get("error")
@@ -173,10 +173,10 @@ class SlowLog:
         if waited + decided >= self._limit / 2:
             self._parts.append((method, waited, decided, together))
 
-    def began(self, method: str) -> None:
+    def on_start(self, method: str) -> None:
         """Nothing is slow yet."""
 
-    def ended(self, call: Observed) -> None:
+    def on_end(self, call: CallRecord) -> None:
         if call.seconds >= self._limit and not call.waits:
             how = "" if call.error is None else f" and failed with {type(call.error).__name__}"
             self._mention(
@@ -184,7 +184,7 @@ class SlowLog:
                 {"method": call.method, "seconds": round(call.seconds, 4), **self._split(call), **ids_of(call)},
             )
 
-    def _split(self, call: Observed) -> dict[str, Any]:
+    def _split(self, call: CallRecord) -> dict[str, Any]:
         """How the time of a call was spent, if the store said so of one of this method that took about as long."""
         said = [part for part in list(self._parts) if part[0] == call.method]
         nearest = min(said, key=lambda part: abs(call.seconds - part[1] - part[2]), default=None)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.instrumented import WAITING_CALLS, Observed
+from agentlightning.store.instrumented import WAITING_CALLS, CallRecord
 from agentlightning.util.api_key import api_key
 
 PATH: Final = "/metrics"
@@ -95,10 +95,10 @@ class Metrics:
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
-    def began(self, method: str) -> None:
+    def on_start(self, method: str) -> None:
         self._under_way[method] += 1
 
-    def ended(self, call: Observed) -> None:
+    def on_end(self, call: CallRecord) -> None:
         method = call.method
         self._under_way[method] -= 1
         if call.error is not None:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.origin_guard import SiteGuard
-from agentlightning.store.instrumented import Waited, waited
+from agentlightning.store.instrumented import WaitTime, wait_time
 
 ROUTE: Final = "agentlightning.route"
 UNKNOWN: Final = "other"
@@ -74,7 +74,7 @@ class Door:
             return await app(scope, receive, send)
         visit = _Visit(scope["path"], send, self.came() if began is None else began)
         self._under_way.add(visit)
-        waited.set(visit.waited)
+        wait_time.set(visit.waited)
         try:
             await visit.run(app, scope, receive)
         finally:
@@ -111,7 +111,7 @@ class _Visit:
     def __init__(self, path: str, send: Send, began: float) -> None:
         self.began = began
         self.status = GONE
-        self.waited = Waited()
+        self.waited = WaitTime()
         self._path, self._send = path, send
         self._task = asyncio.current_task()
         self._sent_away = False

@@ -23,8 +23,8 @@ from agentlightning.server.app import Server, is_loopback
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.instrumented import observed
-from agentlightning.store.journal.store import take_over
+from agentlightning.store.instrumented import instrument
+from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
 from agentlightning.training.checkpoints import Checkpoints, read_resources
@@ -50,8 +50,8 @@ async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: A
     if endpoint is not None:
         exporter = OtlpExporter(endpoint)
         stack.push_async_callback(asyncio.to_thread, exporter.close)
-        store = observed(store, [exporter])
-    await take_over(store, raw_exchange.read)
+        store = instrument(store, [exporter])
+    await recover_journals(store, raw_exchange.read)
     return store
 
 

@@ -11,7 +11,7 @@ from agentlightning import span as names
 from agentlightning.assemble import transitions
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.resources import LLM
-from agentlightning.store.journal.store import journaled
+from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import (
     Reply,
@@ -398,7 +398,7 @@ async def test_a_reader_that_stops_reading_makes_the_provider_wait(ask):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_is_in_the_journal_before_its_last_byte_goes_out(ask, tmp_path, stream):
     bare = SqlStore(tmp_path / "store.db")
-    async with journaled(bare, tmp_path / "store.db") as store:
+    async with with_journal(bare, tmp_path / "store.db") as store:
         reply = Reply(events=chat_events(["Hello."])) if stream else Reply(chat_answer("Hello."))
         service, _ = await ask("openai", [reply], use_store=store)
         client = await service.client()
@@ -412,7 +412,7 @@ async def test_an_answer_is_in_the_journal_before_its_last_byte_goes_out(ask, tm
 
 async def test_an_answer_that_cannot_be_recorded_is_an_error(ask, tmp_path, monkeypatch):
     bare = SqlStore(tmp_path / "store.db")
-    async with journaled(bare, tmp_path / "store.db") as store:
+    async with with_journal(bare, tmp_path / "store.db") as store:
         service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
         client = await service.client()
 
@@ -431,7 +431,7 @@ async def test_an_answer_that_cannot_be_recorded_is_an_error(ask, tmp_path, monk
 
 async def test_calls_of_an_attempt_that_was_superseded_are_refused_soon(ask, tmp_path):
     bare = SqlStore(tmp_path / "store.db")
-    async with journaled(bare, tmp_path / "store.db") as store:
+    async with with_journal(bare, tmp_path / "store.db") as store:
         service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
         client = await service.client()
         await client.chat.completions.create(model="theirs", messages=HI)

@@ -10,7 +10,7 @@ from agentlightning.gateway.recording import packer_process as scribe_module
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.packer_process import Scribe
 from agentlightning.span import Span, new_span_id
-from agentlightning.store.journal.store import journaled
+from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 
 
@@ -58,13 +58,13 @@ def span_of(attempted, number):
 
 async def test_it_packs_when_many_come_and_what_it_packs_is_what_was_kept(bare, tmp_path, busy):
     scribe, attempted = Scribe(), await bare.start_rollout({})
-    async with journaled(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
-        store.keep([span_of(attempted, 0)])
+    async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
+        store.append([span_of(attempted, 0)])
         await store.flush()
         await until(lambda: scribe.pid is not None)
         pid = scribe.pid
         for number in range(1, 700):
-            store.keep([span_of(attempted, number)])
+            store.append([span_of(attempted, number)])
         spans = await store.query_spans(attempted.rollout_id)
         assert scribe.pid == pid
     assert [span.name for span in spans] == [f"call {number}" for number in range(700)]
@@ -74,13 +74,13 @@ async def test_it_packs_when_many_come_and_what_it_packs_is_what_was_kept(bare, 
 
 async def test_its_death_costs_nothing(bare, tmp_path, busy, caplog):
     scribe, attempted = Scribe(), await bare.start_rollout({})
-    async with journaled(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
-        store.keep([span_of(attempted, 0)])
+    async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
+        store.append([span_of(attempted, 0)])
         await store.flush()
         await until(lambda: scribe.pid is not None)
         os.kill(scribe.pid, signal.SIGKILL)
         for number in range(1, 50):
-            store.keep([span_of(attempted, number)])
+            store.append([span_of(attempted, number)])
         spans = await store.query_spans(attempted.rollout_id)
         assert scribe.pid is None
     assert [span.name for span in spans] == [f"call {number}" for number in range(50)]
@@ -89,23 +89,23 @@ async def test_its_death_costs_nothing(bare, tmp_path, busy, caplog):
 
 async def test_few_records_start_nothing(bare, tmp_path):
     scribe, attempted = Scribe(), await bare.start_rollout({})
-    async with journaled(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
+    async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         for number in range(5):
-            store.keep([span_of(attempted, number)])
+            store.append([span_of(attempted, number)])
             await store.flush()
     assert (scribe.pid, scribe._starting) == (None, None)
 
 
 async def test_it_ends_when_few_come(bare, tmp_path, busy, monkeypatch):
     scribe, attempted = Scribe(), await bare.start_rollout({})
-    async with journaled(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
-        store.keep([span_of(attempted, 0)])
+    async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
+        store.append([span_of(attempted, 0)])
         await store.flush()
         await until(lambda: scribe.pid is not None)
         pid = scribe.pid
         monkeypatch.setattr(scribe_module, "BUSY", float("inf"))
         monkeypatch.setattr(scribe_module, "IDLE_SECONDS", 0.0)
-        store.keep([span_of(attempted, 1)])
+        store.append([span_of(attempted, 1)])
         await store.flush()
         assert len(await store.query_spans(attempted.rollout_id)) == 2
     assert gone(pid)
@@ -114,9 +114,9 @@ async def test_it_ends_when_few_come(bare, tmp_path, busy, monkeypatch):
 async def test_a_machine_on_which_nothing_can_be_started_packs_for_itself(bare, tmp_path, busy, monkeypatch, caplog):
     monkeypatch.setattr(scribe_module.sys, "executable", str(tmp_path / "nothing"))
     scribe, attempted = Scribe(), await bare.start_rollout({})
-    async with journaled(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
+    async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         for number in range(3):
-            store.keep([span_of(attempted, number)])
+            store.append([span_of(attempted, number)])
             await store.flush()
         await until(lambda: "no process can be started" in caplog.text)
         assert len(await store.query_spans(attempted.rollout_id)) == 3

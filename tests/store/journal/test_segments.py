@@ -13,13 +13,13 @@ from agentlightning.store.journal import segments
 from agentlightning.store.journal.segments import Segments
 
 
-def left_behind(stem):
+def orphaned(stem):
     """What others find there, and remove."""
-    return [record for _, records in Segments(stem).left_behind() for record in records]
+    return [record for _, records in Segments(stem).orphaned() for record in records]
 
 
 def fail_to_take_over(stem):
-    for path, _ in Segments(stem).left_behind():
+    for path, _ in Segments(stem).orphaned():
         raise StoreError(f"{path}: the disk is full")
 
 
@@ -28,10 +28,10 @@ def test_what_a_process_leaves_is_found_once(tmp_path, name):
     ours = Segments(tmp_path / name)
     for record in (b"one", b"two", b""):
         ours.append(record)
-    assert left_behind(tmp_path / name) == []  # its process lives
+    assert orphaned(tmp_path / name) == []  # its process lives
     ours.close(keep=True)
-    assert left_behind(tmp_path / name) == [b"one", b"two", b""]
-    assert left_behind(tmp_path / name) == []
+    assert orphaned(tmp_path / name) == [b"one", b"two", b""]
+    assert orphaned(tmp_path / name) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -41,7 +41,7 @@ def test_a_file_that_could_not_be_taken_over_stays_for_the_next(tmp_path):
     ours.close(keep=True)
     with pytest.raises(StoreError, match="full"):
         fail_to_take_over(tmp_path / "calls")
-    assert left_behind(tmp_path / "calls") == [b"one"]
+    assert orphaned(tmp_path / "calls") == [b"one"]
 
 
 def test_containers_with_one_process_id_share_a_folder(tmp_path):
@@ -50,9 +50,9 @@ def test_containers_with_one_process_id_share_a_folder(tmp_path):
     second.append(b"two")
     assert len(list(tmp_path.iterdir())) == 2
     first.close(keep=True)
-    assert left_behind(tmp_path / "calls") == [b"one"]
+    assert orphaned(tmp_path / "calls") == [b"one"]
     second.close(keep=True)
-    assert left_behind(tmp_path / "calls") == [b"two"]
+    assert orphaned(tmp_path / "calls") == [b"two"]
 
 
 def test_a_file_that_was_taken_for_one_left_behind_is_not_written_to(tmp_path, monkeypatch):
@@ -70,7 +70,7 @@ def test_a_file_that_was_taken_for_one_left_behind_is_not_written_to(tmp_path, m
     ours.append(b"one")
     ours.close(keep=True)
     assert stolen
-    assert left_behind(tmp_path / "calls") == [b"one"]
+    assert orphaned(tmp_path / "calls") == [b"one"]
 
 
 def test_a_record_that_does_not_fit_its_sum_ends_the_file(tmp_path):
@@ -81,7 +81,7 @@ def test_a_record_that_does_not_fit_its_sum_ends_the_file(tmp_path):
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
     path.write_bytes(data.replace(b"two", b"owt"))
-    assert left_behind(tmp_path / "calls") == [b"one"]
+    assert orphaned(tmp_path / "calls") == [b"one"]
 
 
 def test_files_are_written_over_when_what_they_hold_is_written_and_go_in_the_end(tmp_path, monkeypatch):
@@ -92,7 +92,7 @@ def test_files_are_written_over_when_what_they_hold_is_written_and_go_in_the_end
     many = len(list(tmp_path.iterdir()))
     ours.written(19)
     few = len(list(tmp_path.iterdir()))
-    assert many > few <= 1 + segments.MAX_SPARE
+    assert many > few <= 1 + segments.MAX_REUSABLE
     for number in range(5):
         ours.append(b"record %d again" % number)
     assert len(list(tmp_path.iterdir())) <= few + 1
@@ -118,5 +118,5 @@ def test_what_is_left_is_what_was_not_written_whatever_was_there_before(rounds):
             ours.written(done)
             del pending[:done]
         ours.close(keep=True)
-        left = left_behind(Path(folder) / "calls")
+        left = orphaned(Path(folder) / "calls")
     assert left[len(left) - len(pending) :] == pending

@@ -14,10 +14,10 @@ import pytest
 from agentlightning.errors import StoreClosedError, StoreError, StoreFullError
 from agentlightning.span import Span, SpanEvent, new_span_id
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.instrumented import observed
+from agentlightning.store.instrumented import instrument
 from agentlightning.store.journal import segments
 from agentlightning.store.journal import store as journal_module
-from agentlightning.store.journal.store import JournaledStore, journaled, take_over
+from agentlightning.store.journal.store import JournaledStore, recover_journals, with_journal
 from agentlightning.store.sql.store import SqlStore
 
 
@@ -35,7 +35,7 @@ async def bare(database):
 
 @pytest.fixture
 async def store(bare, database):
-    async with journaled(bare, database) as store:
+    async with with_journal(bare, database) as store:
         yield store
 
 
@@ -55,21 +55,21 @@ def files(database):
 
 async def test_whoever_asks_sees_what_was_taken_before(store, attempted):
     for number in range(20):
-        assert store.keep([span_of(attempted, f"call {number}")]) is None
+        assert store.append([span_of(attempted, f"call {number}")]) is None
         spans = await store.query_spans(attempted.rollout_id)
         assert [span.name for span in spans] == [f"call {place}" for place in range(number + 1)]
 
 
 async def test_what_is_written_after_comes_after(store, attempted):
-    store.keep([span_of(attempted, "call")])
+    store.append([span_of(attempted, "call")])
     await store.add_span(span_of(attempted, "reward"))
-    store.keep([span_of(attempted, "call again")])
+    store.append([span_of(attempted, "call again")])
     ((_, spans),) = [each async for each in store.iter_spans([attempted.rollout_id])]
     assert [(span.sequence_id, span.name) for span in spans] == [(1, "call"), (2, "reward"), (3, "call again")]
 
 
 async def test_spans_reach_the_store_by_themselves_and_leave_the_journal(store, bare, attempted, database):
-    store.keep([span_of(attempted)])
+    store.append([span_of(attempted)])
     assert store.pending == 1
     for _ in range(500):
         if not store.pending:
@@ -80,23 +80,23 @@ async def test_spans_reach_the_store_by_themselves_and_leave_the_journal(store, 
 
 
 async def test_nothing_is_left_of_a_journal_that_was_closed(bare, attempted, database):
-    async with journaled(bare, database) as store:
-        store.keep([span_of(attempted)])
+    async with with_journal(bare, database) as store:
+        store.append([span_of(attempted)])
         assert files(database)
     assert files(database) == []
     assert len(await bare.query_spans(attempted.rollout_id)) == 1
     with pytest.raises(StoreClosedError):
-        store.keep([span_of(attempted)])
+        store.append([span_of(attempted)])
 
 
 async def test_attempts_that_were_superseded_are_named(store, attempted):
     told = []
     store.on_superseded = lambda *ids: told.append(ids)
-    store.keep([span_of(attempted)])
+    store.append([span_of(attempted)])
     await store.flush()
     assert told == []
     await store.start_attempt(attempted.rollout_id)
-    store.keep([span_of(attempted)])
+    store.append([span_of(attempted)])
     await store.flush()
     assert told == [(attempted.rollout_id, attempted.attempt.attempt_id)]
 
@@ -105,19 +105,19 @@ KILLED = """
     import asyncio, os, signal, sys
     from pathlib import Path
     from agentlightning.span import Span, SpanEvent
-    from agentlightning.store.journal.store import journaled
+    from agentlightning.store.journal.store import with_journal
     from agentlightning.store.sql.store import SqlStore
 
     async def main():
         store = SqlStore(sys.argv[1])
-        async with journaled(store, Path(sys.argv[1])) as journal:
+        async with with_journal(store, Path(sys.argv[1])) as journal:
             rollout = await journal.start_rollout({})
             for number in range(int(sys.argv[2])):
                 event = SpanEvent("e", 1.5, {"n": number})
                 span = Span(rollout.rollout_id, rollout.attempt.attempt_id, f"call {number}", 1.0, 2.0,
                             span_id=f"{number:016x}", attributes={"agentlightning.prompt_token_ids": [1, 2, number]},
                             events=(event,), parent_id="aa" if number % 2 else None)
-                journal.keep([span])
+                journal.append([span])
             print(rollout.rollout_id, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -138,7 +138,7 @@ async def test_what_was_taken_before_a_kill_is_there_after_it(database):
     assert files(database)
     bare = SqlStore(database)
     assert await bare.query_spans(rollout_id) == []
-    async with journaled(bare, database) as store:
+    async with with_journal(bare, database) as store:
         spans = await store.query_spans(rollout_id)
         assert files(database) == []
     await bare.close()
@@ -153,7 +153,7 @@ async def test_a_record_that_was_cut_off_ends_the_journal_and_costs_nothing_else
     (path,) = database.parent.glob("*-calls-*")
     path.write_bytes(path.read_bytes()[:-3])
     bare = SqlStore(database)
-    async with journaled(bare, database) as store:
+    async with with_journal(bare, database) as store:
         spans = await store.query_spans(rollout_id)
     await bare.close()
     assert [span.name for span in spans] == [f"call {number}" for number in range(4)]
@@ -166,34 +166,34 @@ async def test_a_record_that_the_disk_spoilt_is_not_believed(database, bare, att
     left.close(keep=True)
     (path,) = database.parent.glob("*-calls-*")
     path.write_bytes(path.read_bytes().replace(b"call 3", b"call 9"))
-    await take_over(bare)
+    await recover_journals(bare)
     spans = await bare.query_spans(attempted.rollout_id)
     assert [span.name for span in spans] == [f"call {number}" for number in range(3)]
 
 
 async def test_what_is_in_the_store_already_is_not_written_twice(database, bare, attempted):
     span = span_of(attempted)
-    async with journaled(bare, database) as first:
-        first.keep([span])
+    async with with_journal(bare, database) as first:
+        first.append([span])
         (path,) = database.parent.glob("*-calls-*")
         left = path.read_bytes()
         await first.flush()
     path.write_bytes(left)
-    async with journaled(bare, database) as store:
+    async with with_journal(bare, database) as store:
         assert len(await store.query_spans(attempted.rollout_id)) == 1
     assert files(database) == []
 
 
 async def test_the_journal_of_a_process_that_lives_is_left_alone(store, bare, attempted, database):
-    store.keep([span_of(attempted)])
+    store.append([span_of(attempted)])
     mine = files(database)
-    async with journaled(bare, database):
+    async with with_journal(bare, database):
         assert files(database) == mine
 
 
 async def test_a_span_that_the_store_refuses_does_not_hold_up_the_others(store, attempted, caplog):
     stranger = replace(span_of(attempted, "stranger"), rollout_id="ro-unknown")
-    store.keep([span_of(attempted, "one"), stranger, span_of(attempted, "two")])
+    store.append([span_of(attempted, "one"), stranger, span_of(attempted, "two")])
     assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
     assert stranger.span_id in caplog.text
 
@@ -203,7 +203,7 @@ async def test_one_refused_span_of_many_costs_no_commit_for_each_of_the_others(s
     spans[250] = replace(spans[250], rollout_id="no such rollout")
     before = bare.counters()["commits"]
     for span in spans:
-        store.keep([span])
+        store.append([span])
     await store.flush()
     assert bare.counters()["commits"] - before <= 5
     kept = await store.query_spans(attempted.rollout_id)
@@ -215,11 +215,11 @@ async def test_a_journal_beside_another_database_is_set_aside(tmp_path, caplog):
     old, new = SqlStore(tmp_path / "old" / "store.db"), SqlStore(tmp_path / "new" / "store.db")
     attempted = await old.start_rollout({})
     for _ in range(2):
-        async with journaled(Failing(old), old.path) as store:
-            store.keep([span_of(attempted, f"call {number}") for number in range(3)])
+        async with with_journal(Failing(old), old.path) as store:
+            store.append([span_of(attempted, f"call {number}") for number in range(3)])
         (left,) = old.path.parent.glob("*-calls-*")
         left.rename(new.path.with_name(left.name))
-        await take_over(new)
+        await recover_journals(new)
     aside = sorted(new.path.parent.glob("unread-*"))
     assert len(aside) == 2
     assert f"3 of 3 spans are refused, as those of another database would be; the records are kept in {aside[1]}" in (
@@ -227,7 +227,7 @@ async def test_a_journal_beside_another_database_is_set_aside(tmp_path, caplog):
     )
     for path in aside:
         path.rename(old.path.with_name(left.name))
-        await take_over(old)
+        await recover_journals(old)
     assert len(await old.query_spans(attempted.rollout_id)) == 6
     await old.close()
     await new.close()
@@ -244,9 +244,9 @@ async def test_a_full_disk_is_an_error_to_whoever_records(store, attempted, monk
 
     monkeypatch.setattr(segments.os, "pwrite", write)
     with pytest.raises(StoreFullError, match="No space left"):
-        store.keep([span_of(attempted, "lost")])
+        store.append([span_of(attempted, "lost")])
     monkeypatch.undo()
-    store.keep([span_of(attempted, "kept")])
+    store.append([span_of(attempted, "kept")])
     assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["kept"]
 
 
@@ -266,44 +266,44 @@ class Failing:
 
 async def test_while_the_store_fails_nothing_is_taken_and_what_was_taken_is_not_lost(bare, attempted, database):
     failing = Failing(bare)
-    async with journaled(failing, database) as store:
-        store.keep([span_of(attempted, "taken")])
+    async with with_journal(failing, database) as store:
+        store.append([span_of(attempted, "taken")])
         await asyncio.wait_for(failing.tried.wait(), 5)
         await store.flush()
         with pytest.raises(StoreError, match="disk is full"):
-            store.keep([span_of(attempted, "refused")])
+            store.append([span_of(attempted, "refused")])
         failing.error = None
         for _ in range(100):
             if not store.pending:
                 break
             await asyncio.sleep(0.02)
-        store.keep([span_of(attempted, "after")])
+        store.append([span_of(attempted, "after")])
     assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken", "after"]
 
 
 async def test_what_the_store_never_took_is_kept_for_the_next(bare, attempted, database):
     failing = Failing(bare)
-    async with journaled(failing, database) as store:
-        store.keep([span_of(attempted, "taken")])
+    async with with_journal(failing, database) as store:
+        store.append([span_of(attempted, "taken")])
     assert files(database)
-    async with journaled(bare, database) as store:
+    async with with_journal(bare, database) as store:
         assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["taken"]
 
 
 async def test_whoever_opens_the_store_without_a_journal_takes_over_what_was_left(bare, attempted, database):
-    async with journaled(Failing(bare), database) as store:
-        store.keep([span_of(attempted, "taken")])
+    async with with_journal(Failing(bare), database) as store:
+        store.append([span_of(attempted, "taken")])
     assert files(database)
-    await take_over(bare)
+    await recover_journals(bare)
     assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken"]
     assert files(database) == []
-    await take_over(InMemoryLightningStore())
+    await recover_journals(InMemoryLightningStore())
 
 
 async def test_an_observed_store_takes_over_what_was_left_too(bare, attempted, database):
-    async with journaled(Failing(bare), database) as store:
-        store.keep([span_of(attempted, "taken")])
-    await take_over(observed(bare, []))
+    async with with_journal(Failing(bare), database) as store:
+        store.append([span_of(attempted, "taken")])
+    await recover_journals(instrument(bare, []))
     assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["taken"]
     assert files(database) == []
 
@@ -315,10 +315,10 @@ async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(
     seen = 0
     for round in range(5):
         for number in range(20):
-            store.keep([span_of(attempted, "call", attributes={"text": "x" * 1000, "n": round * 20 + number})])
+            store.append([span_of(attempted, "call", attributes={"text": "x" * 1000, "n": round * 20 + number})])
         seen = max(seen, len(files(database)))
         await store.flush()
-        assert len(files(database)) <= 1 + segments.MAX_SPARE
+        assert len(files(database)) <= 1 + segments.MAX_REUSABLE
     assert seen > 3
     spans = await bare.query_spans(attempted.rollout_id)
     assert [span.attributes["n"] for span in spans] == list(range(100))
@@ -326,7 +326,7 @@ async def test_a_long_journal_is_cut_into_files_that_go_when_they_are_written(
 
 async def test_more_than_the_store_can_follow_has_to_wait(store, attempted, monkeypatch):
     monkeypatch.setattr(journal_module, "MAX_PENDING", 10)
-    waits = [store.keep([span_of(attempted, str(number))]) for number in range(30)]
+    waits = [store.append([span_of(attempted, str(number))]) for number in range(30)]
     waiting = [wait for wait in waits if wait is not None]
     assert len(waiting) == 19
     await asyncio.gather(*waiting)
@@ -335,7 +335,7 @@ async def test_more_than_the_store_can_follow_has_to_wait(store, attempted, monk
 
 def test_it_is_a_store(database):
     store = SqlStore(database)
-    assert isinstance(journaled(store, database), JournaledStore)
+    assert isinstance(with_journal(store, database), JournaledStore)
     asyncio.run(store.close())
 
 
@@ -372,10 +372,10 @@ class Packing:
 async def test_records_become_spans_in_their_order_whoever_packs_them(bare, attempted, database, answers):
     read = Pair(attempted).read
     packer = Packing(read, answers) if answers else None
-    async with journaled(bare, database, read, packer) as store:
+    async with with_journal(bare, database, read, packer) as store:
         for number in range(6):
-            store.keep_record(f"a{number}|b{number}".encode())
-            store.keep([span_of(attempted, f"c{number}")])
+            store.append_record(f"a{number}|b{number}".encode())
+            store.append([span_of(attempted, f"c{number}")])
             if number % 2:
                 await store.flush()
         names = [span.name for span in await store.query_spans(attempted.rollout_id)]
@@ -386,10 +386,10 @@ async def test_records_become_spans_in_their_order_whoever_packs_them(bare, atte
 
 async def test_packs_that_were_superseded_are_marked_and_named(bare, attempted, database):
     read, told = Pair(attempted).read, []
-    async with journaled(bare, database, read, Packing(read)) as store:
+    async with with_journal(bare, database, read, Packing(read)) as store:
         store.on_superseded = lambda *ids: told.append(ids)
         await store.start_attempt(attempted.rollout_id)
-        store.keep_record(b"late|later")
+        store.append_record(b"late|later")
         spans = await store.query_spans(attempted.rollout_id)
     assert [span.attributes.get("agentlightning.superseded") for span in spans] == [True, True]
     assert told == [(attempted.rollout_id, attempted.attempt.attempt_id)]
@@ -400,28 +400,28 @@ async def test_a_pack_that_the_store_refuses_does_not_hold_up_the_others(bare, a
         span = Pair(attempted).read(record)[0]
         return [replace(span, rollout_id="ro-unknown") if span.name == "stranger" else span]
 
-    async with journaled(bare, database, read, Packing(read)) as store:
+    async with with_journal(bare, database, read, Packing(read)) as store:
         for name in (b"one", b"stranger", b"two"):
-            store.keep_record(name)
+            store.append_record(name)
         assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
     assert "ro-unknown" in caplog.text
 
 
 async def test_records_left_behind_are_read_by_whoever_can(bare, attempted, database):
     read = Pair(attempted).read
-    async with journaled(Failing(bare), database, read) as store:
-        store.keep_record(b"one|two")
+    async with with_journal(Failing(bare), database, read) as store:
+        store.append_record(b"one|two")
     assert files(database)
     with pytest.raises(StoreError, match="agl serve"):
-        await take_over(bare)
+        await recover_journals(bare)
     assert files(database)
-    await take_over(bare, read)
+    await recover_journals(bare, read)
     assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["one", "two"]
     assert files(database) == []
 
 
 async def test_a_mistake_in_the_journal_ends_nothing(bare, attempted, database, monkeypatch, caplog):
-    async with journaled(bare, database) as store:
+    async with with_journal(bare, database) as store:
         failing = [OSError(30, "Read-only file system")]
         real = segments.Segments.written
 
@@ -431,40 +431,40 @@ async def test_a_mistake_in_the_journal_ends_nothing(bare, attempted, database, 
             real(self, count)
 
         monkeypatch.setattr(segments.Segments, "written", written)
-        store.keep([span_of(attempted, "one")])
+        store.append([span_of(attempted, "one")])
         await asyncio.wait_for(store.flush(), 5)
         for _ in range(100):
-            if store._trouble is None:
+            if store._failure is None:
                 break
             await asyncio.sleep(0.02)
-        store.keep([span_of(attempted, "two")])
+        store.append([span_of(attempted, "two")])
         assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
     assert "Read-only" in caplog.text
 
 
 async def test_records_of_another_version_keep_nobody_from_opening_the_store(bare, attempted, database, caplog):
-    async with journaled(Failing(bare), database, Pair(attempted).read) as store:
-        store.keep_record(b"one|two")
+    async with with_journal(Failing(bare), database, Pair(attempted).read) as store:
+        store.append_record(b"one|two")
 
     def read(record):
         raise ValueError("another version")
 
-    async with journaled(bare, database, read) as store:
+    async with with_journal(bare, database, read) as store:
         assert await store.query_spans(attempted.rollout_id) == []
     (aside,) = database.parent.glob("unread-*")
     assert b"one|two" in aside.read_bytes()
     assert aside.name in caplog.text
-    await take_over(bare)
+    await recover_journals(bare)
 
 
 async def test_what_comes_while_some_are_written_gathers_again(bare, attempted, database):
     """A caller that never rests must not cause a transaction for each call."""
     slow = Slow(bare)
-    async with journaled(slow, database) as store:
-        store.keep([span_of(attempted, "first")])
+    async with with_journal(slow, database) as store:
+        store.append([span_of(attempted, "first")])
         await asyncio.wait_for(slow.writing.wait(), 5)
         for number in range(50):
-            store.keep([span_of(attempted, f"call {number}")])
+            store.append([span_of(attempted, f"call {number}")])
             if number == 5:
                 slow.go_on.set()
             await asyncio.sleep(0)

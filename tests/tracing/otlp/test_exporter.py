@@ -23,7 +23,7 @@ from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import ConfigError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, REWARD, REWARD_VALUES, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.store.instrumented import observed
+from agentlightning.store.instrumented import instrument
 from agentlightning.tracing.otlp import exporter as exporter_module
 from agentlightning.tracing.otlp.decode import decode_protobuf
 from agentlightning.tracing.otlp.encode import encode
@@ -99,7 +99,7 @@ def eventually(done: Callable[[], bool]) -> None:
 
 async def test_every_span_a_store_keeps_is_sent_on(endpoint: Endpoint) -> None:
     exporter = OtlpExporter(endpoint.url, headers="authorization=Basic%20abc,x-project=p")
-    store = observed(InMemoryLightningStore(), [exporter])
+    store = instrument(InMemoryLightningStore(), [exporter])
     started = await store.start_rollout({})
     ids = started.rollout_id, started.attempt.attempt_id
     await store.add_many_spans([Span(*ids, "one", 1.0), Span(*ids, "two", 2.0)])

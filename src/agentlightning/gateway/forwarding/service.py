@@ -79,8 +79,8 @@ class Forwarder:
         self.keep_record: Callable[[bytes], Awaitable[None] | None] | None = None
         """Where the store can read them: keeps an exchange as it was said (`gateway.verbatim`)."""
         if isinstance(store, JournaledStore):
-            self.keep = store.keep
-            self.keep_record = store.keep_record if store.keeps_records else None
+            self.keep = store.append
+            self.keep_record = store.append_record if store.takes_records else None
             store.on_superseded = contexts.invalidate
 
     async def plan(

@@ -1,9 +1,9 @@
-"""The files of a journal, as bytes: records written one after the other, and read when their process is gone.
+"""Segment files of a journal: records with checksums, written by one process and recovered once that is gone.
 
-One process writes each file and holds a lock on it while it lives; a folder may be shared by several. What a record
-means is the business of `journal`. A file whose records are in the store is written over: a page that is in memory
-already takes a record in a third of the time of a new one. It begins with a number that changes then, and that the sums
-of its records depend on, so that what is left of former records is known as such.
+Each file is written by one process, which holds a lock on it as long as it lives; several processes may share a folder.
+A file whose records are all in the store is overwritten: a page that is in memory takes a record in a third of the time
+of a new one. The file header has a generation number that changes then and seeds the checksums of the records, so that
+leftovers of the former generation are recognised.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ except ImportError:  # Windows: there a file that is open cannot be removed by a
     fcntl = None
 
 SEGMENT_BYTES: Final = 2 * 1024 * 1024
-"""A file that is longer is followed by another."""
-MAX_SPARE: Final = 4
-"""Files that are kept to be written over."""
-_START: Final = struct.Struct("<8sIQ")
-"""Of a file: what it is, its number, and since when it holds these records (nanoseconds since the epoch)."""
-_MARK: Final = b"AGLcalls"
-_HEAD: Final = struct.Struct("<II")
-"""Of a record: its length, and its CRC-32 begun with the file's number."""
-_MAX_TRIES: Final = 1000
-"""Names that are tried for a new file: another container that shares the folder may have our process id."""
+"""A file that is longer is followed by a new one."""
+MAX_REUSABLE: Final = 4
+"""Files that are kept to be overwritten."""
+_FILE_HEADER: Final = struct.Struct("<8sIQ")
+"""(magic, generation, when the generation began in nanoseconds since the epoch)"""
+_MAGIC: Final = b"AGLcalls"
+_RECORD_HEADER: Final = struct.Struct("<II")
+"""(length, CRC-32 seeded with the generation)"""
+_MAX_NAMES: Final = 1000
+"""Names tried for a new file: another container that shares the folder may have the same process id."""
 
 
 class Segments:
-    """The files that begin with `stem`: ours, and those others have left behind."""
+    """The files whose names begin with `stem`: those of this process, and orphaned ones."""
 
     def __init__(self, stem: Path) -> None:
         self._stem = stem
         self._number = 0
         self._segments: deque[_Segment] = deque()
-        self._spare: list[_Segment] = []
+        self._reusable: list[_Segment] = []
 
     def append(self, record: bytes) -> None:
         """Raises StoreFullError where the disk has no room, StoreError where it cannot be written."""
         segment = self._segments[-1] if self._segments else None
         if segment is None or segment.size > SEGMENT_BYTES:
-            segment = self._begin()
+            segment = self._next_segment()
         try:
             segment.append(record)
         except OSError as error:
@@ -62,7 +62,7 @@ class Segments:
             raise kind(f"the journal {segment.path} cannot be written: {error.strerror}; make room there") from error
 
     def written(self, count: int) -> None:
-        """The next so many records are in the store. Raises StoreError where a file cannot be emptied or removed."""
+        """The next `count` records are in the store. Raises StoreError if a file cannot be cleared or removed."""
         failed: list[str] = []
         while count:
             segment = self._segments[0]
@@ -78,80 +78,80 @@ class Segments:
             raise StoreError("; ".join(failed))
 
     def _clear(self, segment: _Segment) -> None:
-        """Its records are in the store."""
+        """Reuse or remove a file whose records are in the store."""
         if len(self._segments) > 1:
             self._segments.popleft()
-            if len(self._spare) >= MAX_SPARE:
+            if len(self._reusable) >= MAX_REUSABLE:
                 return segment.remove()
-            self._spare.append(segment)
+            self._reusable.append(segment)
         segment.empty()
 
     def close(self, keep: bool = False) -> None:
-        """Remove the files; `keep` those that hold what is not written."""
-        while self._segments or self._spare:
-            segment = self._segments.popleft() if self._segments else self._spare.pop()
+        """Remove the files; with `keep`, only those whose records are all in the store."""
+        while self._segments or self._reusable:
+            segment = self._segments.popleft() if self._segments else self._reusable.pop()
             segment.close() if keep and segment.records else segment.remove()
 
-    def left_behind(self) -> Generator[tuple[Path, list[bytes]]]:
-        """Files of processes that are gone, with their records, the oldest first; each is removed when the next is
-        asked for, and left where it is when that never happens."""
+    def orphaned(self) -> Generator[tuple[Path, list[bytes]]]:
+        """Files of processes that are gone, with their records, the oldest first. Each file is removed when the next
+        one is asked for, and stays if that never happens."""
         found: list[tuple[int, _Segment, list[bytes]]] = []
         for path in self._stem.parent.glob(f"{glob.escape(self._stem.name)}-*"):
             try:
                 segment = _Segment(path, os.O_RDWR)
-            except (BlockingIOError, FileNotFoundError):  # its process lives, or somebody else has just read it
+            except (BlockingIOError, FileNotFoundError):  # its process lives, or another one has just recovered it
                 continue
             data = path.read_bytes()
-            found.append((_since(data), segment, list(_records(data))))
+            found.append((_began_at(data), segment, list(_records(data))))
         found.sort(key=lambda each: each[0])
-        left = deque(segment for _, segment, _ in found)
+        remaining = deque(segment for _, segment, _ in found)
         try:
             for _, segment, records in found:
                 yield segment.path, records
-                left.popleft().remove()
+                remaining.popleft().remove()
         finally:
-            for segment in left:
+            for segment in remaining:
                 segment.close()
 
-    def _begin(self) -> _Segment:
-        if not self._spare:
-            segment = self._make()
+    def _next_segment(self) -> _Segment:
+        if not self._reusable:
+            segment = self._create()
         else:
-            segment = self._spare[-1]
+            segment = self._reusable[-1]
             try:
-                segment.empty()  # again: since now it holds what comes
+                segment.empty()  # again, as its generation begins now
             except OSError as error:
                 raise StoreError(f"the journal {segment.path} cannot be written: {error.strerror}") from error
-            self._spare.pop()
+            self._reusable.pop()
         self._segments.append(segment)
         return segment
 
-    def _make(self) -> _Segment:
-        for _ in range(_MAX_TRIES):
+    def _create(self) -> _Segment:
+        for _ in range(_MAX_NAMES):
             self._number += 1
             path = self._stem.with_name(f"{self._stem.name}-{os.getpid()}-{self._number}")
             try:
                 segment = _Segment(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            except (FileExistsError, BlockingIOError):  # another's
+            except (FileExistsError, BlockingIOError):  # of another process
                 continue
             except OSError as error:
                 raise StoreError(f"the journal {path} cannot be made: {error.strerror}") from error
-            if segment.is_there():
+            if segment.is_linked():
                 return segment
-            segment.close()  # it was taken for one left behind, before it was locked
-        raise StoreError(f"no journal can be made beside {self._stem}: {_MAX_TRIES} names are taken")
+            segment.close()  # another process took it for an orphan before it was locked
+        raise StoreError(f"no journal can be made beside {self._stem}: {_MAX_NAMES} names are taken")
 
 
 class _Segment:
-    """One file, locked while its process lives."""
+    """One file, locked by its process."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
         self.size = 0
-        """Bytes in use; 0: nothing was written yet."""
+        """Bytes in use; 0 before the first write."""
         self.records = 0
-        """Those in it that are not written to the store."""
-        self._number = secrets.randbits(32) | 1
+        """Records that are not in the store."""
+        self._generation = secrets.randbits(32) | 1
         self._file = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
         if fcntl is not None:
             try:
@@ -160,7 +160,7 @@ class _Segment:
                 os.close(self._file)
                 raise
 
-    def is_there(self) -> bool:
+    def is_linked(self) -> bool:
         """Whether the path still leads to this file."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self.path))
@@ -169,22 +169,22 @@ class _Segment:
 
     def append(self, record: bytes) -> None:
         if self.size == 0:
-            self._start()
-        self._write(_HEAD.pack(len(record), zlib.crc32(record, self._number)) + record, self.size)
-        self.size += _HEAD.size + len(record)
+            self._write_header()
+        self._write(_RECORD_HEADER.pack(len(record), zlib.crc32(record, self._generation)) + record, self.size)
+        self.size += _RECORD_HEADER.size + len(record)
         self.records += 1
 
     def empty(self) -> None:
-        """What is in it counts no more."""
-        self._number = (self._number + 2) % 2**32
-        self._start()
+        """Begin a new generation: the records are no longer valid."""
+        self._generation = (self._generation + 2) % 2**32
+        self._write_header()
 
-    def _start(self) -> None:
-        self._write(_START.pack(_MARK, self._number, time.time_ns()), 0)
-        self.size = _START.size
+    def _write_header(self) -> None:
+        self._write(_FILE_HEADER.pack(_MAGIC, self._generation, time.time_ns()), 0)
+        self.size = _FILE_HEADER.size
 
     def _write(self, data: bytes, place: int) -> None:
-        # Where it fails, what is there of the record does not fit its sum, and is written over by the next.
+        # After a failure, the partial record does not match its checksum, and is overwritten by the next one.
         done = 0
         while done < len(data):
             done += _write_at(self._file, data[done:] if done else data, place + done)
@@ -206,20 +206,20 @@ def _write_at(file: int, data: bytes, place: int) -> int:
     return os.write(file, data)
 
 
-def _since(data: bytes) -> int:
-    return _START.unpack_from(data)[2] if data.startswith(_MARK) and len(data) >= _START.size else 0
+def _began_at(data: bytes) -> int:
+    return _FILE_HEADER.unpack_from(data)[2] if data.startswith(_MAGIC) and len(data) >= _FILE_HEADER.size else 0
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Up to the first that is not whole."""
-    if not data.startswith(_MARK) or len(data) < _START.size:
+    """The records up to the first invalid one."""
+    if not data.startswith(_MAGIC) or len(data) < _FILE_HEADER.size:
         return
-    _, number, _ = _START.unpack_from(data)
-    start = _START.size
-    while start + _HEAD.size <= len(data):
-        length, checksum = _HEAD.unpack_from(data, start)
-        record = data[start + _HEAD.size : start + _HEAD.size + length]
-        if len(record) != length or zlib.crc32(record, number) != checksum:
+    _, generation, _ = _FILE_HEADER.unpack_from(data)
+    start = _FILE_HEADER.size
+    while start + _RECORD_HEADER.size <= len(data):
+        length, checksum = _RECORD_HEADER.unpack_from(data, start)
+        record = data[start + _RECORD_HEADER.size : start + _RECORD_HEADER.size + length]
+        if len(record) != length or zlib.crc32(record, generation) != checksum:
             return
         yield record
-        start += _HEAD.size + length
+        start += _RECORD_HEADER.size + length

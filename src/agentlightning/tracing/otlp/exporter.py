@@ -122,10 +122,10 @@ class OtlpExporter:
         if taken < len(spans):
             self._drop(len(spans) - taken, f"{self._queue_size} spans are queued already")
 
-    def began(self, method: str) -> None:
+    def on_start(self, method: str) -> None:
         """Observer method: a store call has started."""
 
-    def ended(self, call: _Call) -> None:
+    def on_end(self, call: _Call) -> None:
         """Observer method: a store call has ended. Queues the spans that it stored."""
         result = call.result
         if call.method == "add_many_spans" and isinstance(result, list):

@@ -14,7 +14,7 @@ from agentlightning import LightningStoreClient
 from agentlightning.resources import PromptTemplate
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
-from agentlightning.store.journal.store import journaled
+from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.session import answered_calls
 from agentlightning.store.sql.tables import statements
 from agentlightning.testing.store_hub import Hub
@@ -183,7 +183,7 @@ async def test_claims_spans_and_reports_cost_no_row(store: Any, hub: Hub) -> Non
 
 async def test_a_journal_before_the_store_changes_nothing(tmp_path: Path, serve: Serve) -> None:
     store = LightningStore(tmp_path / "store.db")
-    async with journaled(store, tmp_path / "store.db") as kept:
+    async with with_journal(store, tmp_path / "store.db") as kept:
         first = await store.start_rollout("a task")
         server = serve(kept)
         for _ in range(2):

@@ -18,7 +18,7 @@ from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.operations import OPERATIONS
 from agentlightning.store.http.server.rest_endpoint import PAGE
-from agentlightning.store.instrumented import observed
+from agentlightning.store.instrumented import instrument
 from agentlightning.testing.store_hub import Hub
 
 Store = LightningStoreBase
@@ -213,11 +213,11 @@ class Watched:
         self.answered: list[int] = []
         self.under_way = self.most = 0
 
-    def began(self, method: str) -> None:
+    def on_start(self, method: str) -> None:
         self.under_way += method == "query_spans"
         self.most = max(self.most, self.under_way)
 
-    def ended(self, call: Any) -> None:
+    def on_end(self, call: Any) -> None:
         if call.method == "query_spans":
             self.under_way -= 1
             self.answered.append(len(call.result))
@@ -234,7 +234,7 @@ async def large(store: Store, claimed: AttemptedRollout) -> AttemptedRollout:
 
 async def test_large_items_are_read_a_few_at_a_time(store: Store, large: AttemptedRollout) -> None:
     watched = Watched()
-    server = Server(observed(store, [watched]), secret="s")
+    server = Server(instrument(store, [watched]), secret="s")
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         items = (await client.get("/v1/agl/spans", params={"rollout_id": large.rollout_id})).json()["items"]
     assert [item["name"] for item in items] == [f"span {number}" for number in range(12)]
@@ -245,7 +245,7 @@ async def test_the_total_of_a_long_list_is_counted_in_few_reads(store: Store, cl
     ids = claimed.rollout_id, claimed.attempt.attempt_id
     await store.add_many_spans([Span(*ids, "work", 1.0) for _ in range(500)])
     watched = Watched()
-    server = Server(observed(store, [watched]), secret="s")
+    server = Server(instrument(store, [watched]), secret="s")
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         params = {"rollout_id": claimed.rollout_id, "limit": 1}
         page = (await client.get("/v1/agl/spans", params=params)).json()
@@ -258,7 +258,7 @@ async def test_many_large_lists_of_one_request_are_read_a_few_at_a_time(store: S
     call = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id}}
     small = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id, "name": "span 3"}}
     body = {"calls": [{"method": "query_queues", "arguments": {}}, small, *[call] * 6, {"method": "no"}, small]}
-    server = Server(observed(store, [watched]), secret="s")
+    server = Server(instrument(store, [watched]), secret="s")
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         results = (await client.post("/v1/agl/calls", json=body)).json()["results"]
     assert results[0]["value"][0]["name"] == "default"

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, making
+from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 
 _READ_CURRENT: Final[Mapping[str, tuple[str, str]]] = {
     "add_resources": ("get_resources_by_id", "resources_id"),
@@ -25,7 +25,7 @@ async def call_once(store: LightningStoreBase, method: str, arguments: dict[str,
     """The encoded result of `call`, a call of `method`. Raises what the method raises, and ConflictError if the key was
     used with other arguments."""
     try:
-        with making(call):
+        with use_key(call):
             return call.encode(await getattr(store, method)(**arguments))
     except AlreadyAnsweredError as before:
         if before.answer is not None:

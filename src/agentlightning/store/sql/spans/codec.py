@@ -36,8 +36,8 @@ from agentlightning.span import (
     TOKEN_ATTRIBUTES,
     Span,
     SpanEvent,
+    new_span_id,
 )
-from agentlightning.store.ids import new_hex, new_random
 from agentlightning.store.sql.spans import token_blocks
 from agentlightning.store.sql.spans.token_blocks import ChainCache, TokenBlock, TokenChain
 from agentlightning.store.sql.spans.validate import (
@@ -48,6 +48,7 @@ from agentlightning.store.sql.spans.validate import (
     refuse_not_finite,
     refuse_unusual,
 )
+from agentlightning.util.random_ids import random_bytes
 
 _header = Layout("<xII")
 ABSENT: Final = -1
@@ -133,8 +134,8 @@ def pack(spans: Sequence[Span]) -> SpanPack:
             row = _long_row(row, span, before, numbers, chains)
         before = resource
         rows.append(row)
-    made = b"" if any(param) else b"\0" + new_random(8 * len(param))
-    span_ids = split_ids(made) if made else tuple([span_id or new_hex() for span_id in param])
+    made = b"" if any(param) else b"\0" + random_bytes(8 * len(param))
+    span_ids = split_ids(made) if made else tuple([span_id or new_span_id() for span_id in param])
     check_text(spans, span_ids, texts)
     check_sequence_ids(spans, sequence_ids)
     ids = made or join_ids(span_ids)
