@@ -19,10 +19,10 @@ def whole(tokens, reason="stop"):
     return Sample(tuple(tokens), (0.0,) * len(tokens), reason, 0)
 
 
-def show(text, sizes=(1,), *, stops=(), reads_calls=True, end=True, chat=BYTES):
+def show(text, sizes=(1,), *, stops=(), reads_tool_calls=True, end=True, chat=BYTES):
     """(what was shown after each run of tokens, the answer)."""
     tokens = chat.encode(text + ("<|im_end|>" if end else "")) if isinstance(text, str) else list(text)
-    answer, shown, position = Answer(0, chat, stops, reads_calls=reads_calls), [], 0
+    answer, shown, position = Answer(0, chat, stops, reads_tool_calls=reads_tool_calls), [], 0
     while position < len(tokens):
         size = sizes[len(shown) % len(sizes)]
         shown.append(answer.feed(tokens[position : position + size]))
@@ -53,7 +53,7 @@ def test_bytes_that_never_become_a_character_are_shown_as_the_replacement_at_the
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_and_the_stop_string_never_shown():
-    shown, answer = show("a EN, then END and more", stops=("END", "STOP"), reads_calls=False)
+    shown, answer = show("a EN, then END and more", stops=("END", "STOP"), reads_tool_calls=False)
     assert shown[:5] == [["a"], [" "], [], [], ["EN,"]]
     assert "".join(pieces(shown)) == answer.content == "a EN, then "
 
@@ -72,7 +72,7 @@ def test_text_that_only_looks_like_a_tool_call_is_shown_in_the_end():
 
 
 def test_without_tools_a_tool_call_is_text():
-    _, answer = show(CALL, reads_calls=False)
+    _, answer = show(CALL, reads_tool_calls=False)
     assert (answer.content, answer.finish_reason) == (CALL, "stop")
 
 
@@ -131,19 +131,19 @@ def test_however_tokens_are_cut_the_pieces_make_the_message_and_it_is_what_the_f
 
 @given(AWKWARD, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([("END",), ("x", "N"), ("EN\n",)]))
 def test_however_tokens_are_cut_text_ends_before_the_first_stop_string(text, sizes, stops):
-    _, answer = show(text, sizes, stops=stops, reads_calls=False)
+    _, answer = show(text, sizes, stops=stops, reads_tool_calls=False)
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     assert answer.content == text[: min(places, default=len(text))]
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_whatever_bytes_come_the_text_is_what_decoding_them_at_once_gives(data, sizes):
-    _, answer = show(list(data), sizes, reads_calls=False, end=False)
+    _, answer = show(list(data), sizes, reads_tool_calls=False, end=False)
     assert answer.content == BYTES.decode(list(data))
 
 
 @pytest.mark.parametrize("text", ["héllo world 🎉", " leading and trailing ", "🎉🎉", CALL])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_same_holds_for_a_real_tokenizer(bpe_chat, text, size):
-    shown, answer = show(text, (size,), chat=bpe_chat, reads_calls=False)
+    shown, answer = show(text, (size,), chat=bpe_chat, reads_tool_calls=False)
     assert "".join(pieces(shown)) == answer.content == text

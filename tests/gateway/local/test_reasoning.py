@@ -66,7 +66,7 @@ def test_a_template_that_writes_a_thought_as_a_message_of_its_own_is_left_alone(
 def show(text, markers=THINK, size=1):
     chat = ByteChatFormat()
     tokens = chat.encode(text + "<|im_end|>")
-    answer, pieces = Answer(0, chat, thinks=markers), []
+    answer, pieces = Answer(0, chat, reasoning_markers=markers), []
     for start in range(0, len(tokens), size):
         pieces += answer.feed(tokens[start : start + size])
     pieces += answer.finish(Sample(tuple(tokens), (0.0,) * len(tokens), "stop", 0))
@@ -87,18 +87,18 @@ CASES = [
 @pytest.mark.parametrize(("text", "thought", "content"), CASES)
 def test_a_thought_at_the_beginning_is_told_from_the_rest(text, thought, content):
     _, answer = show(text)
-    assert (answer.thought, answer.content) == (thought, content)
+    assert (answer.reasoning, answer.content) == (thought, content)
     assert answer.message.get("reasoning_content") == (thought or None)
 
 
 def test_an_answer_begins_inside_the_thought_its_template_opens():
     _, answer = show("Hm.\n</think>\n\nHello.", Markers("<think>", "</think>", True))
-    assert (answer.thought, answer.content) == ("Hm.", "Hello.")
+    assert (answer.reasoning, answer.content) == ("Hm.", "Hello.")
 
 
 def test_tool_calls_within_a_thought_are_thoughts():
     _, answer = show(f"<think>\nPerhaps {CALL}</think>\n{CALL}")
-    assert answer.thought == f"Perhaps {CALL}"
+    assert answer.reasoning == f"Perhaps {CALL}"
     assert [call.name for call in answer.tool_calls] == ["f"]
 
 
@@ -113,7 +113,9 @@ def test_what_is_shown_piece_by_piece_is_the_thought_and_the_content_however_it_
     pieces, answer = show(text, markers, size)
     _, whole = show(text, markers, 10_000)
     assert (
-        "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta)) == answer.thought == whole.thought
+        "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
+        == answer.reasoning
+        == whole.reasoning
     )
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == answer.content == whole.content
     assert len(answer.tool_calls) == len(whole.tool_calls)

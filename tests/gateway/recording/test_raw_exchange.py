@@ -14,11 +14,12 @@ from agentlightning import span as names
 from agentlightning.gateway.callers.agents import Agent
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.forwarding.passthrough import Forward
 from agentlightning.gateway.recording import raw_exchange
-from agentlightning.gateway.recording.provider_response import READERS, hear
+from agentlightning.gateway.recording.provider_response import ProviderResponse, usage_of
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.upstream.provider import Price, Provider, Usage
+from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing.provider import chat_answer, messages_answer
 
@@ -74,8 +75,8 @@ def exchange(path, request, answer):
     forward = Forward(path, route, CALLER, request, {}, "cd" * 16, {"top_k": 5}, 1000.5)
     call = forward.call()
     call.body = orjson.dumps(answer)
-    hear(READERS[path], forward.heard, answer)
-    call.settle(forward.heard.usage)
+    forward.response.read(answer)
+    call.settle(forward.response.usage)
     record = raw_exchange.write(forward, call, orjson.dumps(request), 1001.25)
     return forward.spans(call.attributes(), 1001.25), record
 
@@ -86,10 +87,10 @@ def same(spans, others):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_an_answer_used_is_known_without_reading_the_rest(path):
-    assert raw_exchange.usage_of(path, orjson.dumps(ANSWERS[path])) == USED[path]
-    assert raw_exchange.usage_of(path, b"{}") is None
+    assert usage_of(path, orjson.dumps(ANSWERS[path])) == USED[path]
+    assert usage_of(path, b"{}") is None
     with pytest.raises(msgspec.DecodeError):
-        raw_exchange.usage_of(path, b"<html>")
+        usage_of(path, b"<html>")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -124,7 +125,7 @@ def test_words_that_cannot_be_read_are_kept_as_they_are(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(raw_exchange, "hear", fail)
+    monkeypatch.setattr(ProviderResponse, "read", fail)
     (span,) = raw_exchange.read(record)
     assert (span.status_code, span.attributes[names.OUTPUT_MESSAGES]) == ("ERROR", '{"choices":"odd"}')
     assert (span.rollout_id, span.attempt_id, span.trace_id) == ("ro-1", "at-1", "cd" * 16)

@@ -20,10 +20,11 @@ from agentlightning.gateway.dialects.content import (
 )
 from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.dialects.sse import event_data
-from agentlightning.gateway.translation.provider_answer import Told
-from agentlightning.gateway.translation.provider_events import Telling
+from agentlightning.gateway.recording.provider_response import ProviderResponse
+from agentlightning.gateway.translation.provider_answer import ProviderAnswer
 from agentlightning.testing.provider import (
     chat_answer,
     chat_events,
@@ -38,17 +39,27 @@ HI = [{"role": "user", "content": "hi"}]
 ITEMS = {"input": HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
 
 
-def telling():
-    return Telling(Told(0, call_prefix="call_"), Head("x", "theirs", 0, 0))
+class Translated:
+    """A provider's answer on its way to a client of another dialect."""
+
+    def __init__(self, path):
+        self.response = ProviderResponse(path, with_blocks=True)
+        self.answer, self.head = ProviderAnswer(), Head("x", "theirs", 0, 0)
+
+    def read(self, data):
+        for event in self.response.read(data):
+            self.answer.add(event)
+            if isinstance(event, UsageReport):
+                self.head.add_usage(event)
 
 
-def heard(path, events):
-    """(the pieces of a stream of which each event comes by itself, what is known in the end)."""
-    given_answer, pieces = telling(), []
+def stream(path, events):
+    """(the output events of a stream of which each event arrives by itself, the translated answer in the end)."""
+    translated, shown = Translated(path), []
     for event in events:
-        given_answer.take(path, event_data(event) if isinstance(event, bytes) else event)
-        pieces += given_answer.told.news()
-    return [*pieces, *given_answer.told.news(done=True)], given_answer
+        translated.read(event_data(event) if isinstance(event, bytes) else event)
+        shown += translated.answer.take_new()
+    return [*shown, *translated.answer.take_new(done=True)], translated
 
 
 def calls_of(deltas):
@@ -65,12 +76,12 @@ def test_arguments_are_shown_as_they_are_written(path):
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":6,"b":7}'}}
     use = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 6, "b": 7}}
     events = chat_events(["Let me."], [call]) if path == CHAT else messages_events([{"type": "text", "text": "x"}, use])
-    pieces, answer = heard(path, events)
+    pieces, answer = stream(path, events)
     begun, *parts, ended = [piece for piece in pieces if not isinstance(piece, str)]
     assert begun == ToolCallStart(0, "call_1", "add")
     assert [piece.text for piece in parts] == ['{"a":6', ',"b":7}']
-    assert (ended.call.arguments, answer.told.finish_reason) == ('{"a":6,"b":7}', "tool_calls")
-    assert answer.told.parts()[-1] == ended.call
+    assert (ended.call.arguments, answer.answer.finish_reason) == ('{"a":6,"b":7}', "tool_calls")
+    assert answer.answer.parts()[-1] == ended.call
 
 
 @settings(max_examples=25)
@@ -86,7 +97,7 @@ def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
         elif rest[turn]:
             begun = {"id": turn, "name": turn} if len(rest[turn]) == len(written[turn]) else {}
             events.append(calls_of([part(len(turn) + ord(turn[0]), rest[turn].pop(0), **begun)]))
-    pieces, answer = heard(CHAT, events)
+    pieces, answer = stream(CHAT, events)
     under_way, shown = None, {}
     for piece in pieces:
         match piece:
@@ -102,21 +113,21 @@ def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
                 assert under_way is None
     taken = {name: text[: len(text) - len(rest[name])] for name, text in written.items()}
     assert shown == {name: text for name, text in taken.items() if text}
-    assert answer.told.content == said
+    assert answer.answer.content == said
 
 
 def test_a_call_that_goes_on_after_its_end_is_the_providers_mistake():
     first, second = part(0, "{}", id="a", name="f"), part(1, "{", id="b", name="g")
-    _, answer = heard(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, '{"x": 1}')])])
-    assert "went on with the tool call 'f'" in answer.told.broken
-    _, answer = heard(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, "\n")])])
-    assert answer.told.broken == ""
+    _, answer = stream(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, '{"x": 1}')])])
+    assert "went on with the tool call 'f'" in answer.answer.protocol_error
+    _, answer = stream(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, "\n")])])
+    assert answer.answer.protocol_error == ""
 
 
 def test_calls_without_arguments_ids_or_with_an_id_twice_are_calls():
     given_calls = [part(0, None, id="a", name="f"), part(1, "{}", id="a", name="g"), part(2, {"x": 1}, name="h")]
-    _, answer = heard(CHAT, [calls_of(given_calls)])
-    calls = answer.told.tool_calls
+    _, answer = stream(CHAT, [calls_of(given_calls)])
+    calls = answer.answer.tool_calls
     assert [(call.name, call.arguments) for call in calls] == [("f", "{}"), ("g", "{}"), ("h", '{"x":1}')]
     assert calls[0].id == "a"
     assert len({call.id for call in calls}) == 3
@@ -133,14 +144,14 @@ BLOCKS = [
 
 
 def test_what_anthropic_wants_back_is_gathered_as_it_said_it():
-    pieces, streamed = heard(MESSAGES, messages_events(BLOCKS))
-    whole = telling()
-    whole.take(MESSAGES, messages_answer(BLOCKS))
-    whole.told.news(done=True)
-    assert streamed.told.blocks == whole.told.blocks == BLOCKS
-    assert streamed.told.parts() == whole.told.parts()
+    pieces, streamed = stream(MESSAGES, messages_events(BLOCKS))
+    whole = Translated(MESSAGES)
+    whole.read(messages_answer(BLOCKS))
+    whole.answer.take_new(done=True)
+    assert streamed.answer.blocks == whole.answer.blocks == BLOCKS
+    assert streamed.answer.parts() == whole.answer.parts()
     assert [piece.block for piece in pieces if isinstance(piece, SignedReasoning)] == [BLOCKS[0], BLOCKS[1], BLOCKS[3]]
-    kinds = [type(piece) for piece in streamed.told.parts()]
+    kinds = [type(piece) for piece in streamed.answer.parts()]
     assert kinds[:5] == [ReasoningDelta, SignedReasoning, SignedReasoning, str, ReasoningDelta]
 
 
@@ -149,13 +160,13 @@ def test_log_probabilities_go_with_the_words_they_came_with():
         listed = [{"token": str(value), "logprob": value, "top_logprobs": []} for value in values]
         return {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": listed}}]}
 
-    pieces, answer = heard(CHAT, [chunk("", -1.0), chunk("a", -2.0), chunk("b", -3.0, -4.0), chunk(None, -5.0)])
+    pieces, answer = stream(CHAT, [chunk("", -1.0), chunk("a", -2.0), chunk("b", -3.0, -4.0), chunk(None, -5.0)])
     assert pieces == ["a", "b"]
-    shown = [[each["logprob"] for each in answer.told.logprobs_of_piece()] for _ in pieces]
+    shown = [[each["logprob"] for each in answer.answer.next_logprobs()] for _ in pieces]
     assert shown == [[-1.0, -2.0], [-3.0, -4.0]]
-    assert [each["logprob"] for each in answer.told.logprobs_of_rest()] == [-5.0]
-    assert len(answer.told.logprobs_of_all()) == 5
-    assert answer.told.logprobs_of_all()[0] == {
+    assert [each["logprob"] for each in answer.answer.remaining_logprobs()] == [-5.0]
+    assert len(answer.answer.all_logprobs()) == 5
+    assert answer.answer.all_logprobs()[0] == {
         "token": "-1.0",
         "logprob": -1.0,
         "bytes": [*b"-1.0"],
@@ -170,17 +181,17 @@ def test_refusals_stop_strings_and_what_was_cached_are_told():
         {"choices": [{"index": 0, "delta": {"refusal": "I will not."}}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}], "usage": usage},
     ]
-    pieces, answer = heard(CHAT, events)
+    pieces, answer = stream(CHAT, events)
     assert pieces == [RefusalDelta("I will not.")]
-    assert (answer.told.refused, answer.told.stop_string) == (True, "END")
+    assert (answer.answer.is_refusal, answer.answer.stop_string) == (True, "END")
     events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
-    assert heard(CHAT, events)[1].told.stop_string == "STOP"
-    assert (answer.head.cached_tokens, answer.head.thought_tokens) == (4, 3)
+    assert stream(CHAT, events)[1].answer.stop_string == "STOP"
+    assert (answer.head.cached_tokens, answer.head.reasoning_tokens) == (4, 3)
     whole = messages_answer(BLOCKS[2:3]) | {"stop_reason": "stop_sequence", "stop_sequence": "END"}
     whole["usage"] |= {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 8}
-    _, answer = heard(MESSAGES, [whole])
-    assert (answer.told.stop_string, answer.told.finish_reason) == ("END", "stop")
-    assert (answer.head.cached_tokens, answer.head.cached_now_tokens) == (7, 8)
+    _, answer = stream(MESSAGES, [whole])
+    assert (answer.answer.stop_string, answer.answer.finish_reason) == ("END", "stop")
+    assert (answer.head.cached_tokens, answer.head.cache_write_tokens) == (7, 8)
 
 
 ONE = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -209,11 +220,11 @@ def test_what_is_not_as_expected_is_passed_over(path, place, odd):
     whole, streamed = SAID[path]
     events = [data for event in streamed if (data := event_data(event)) is not None]
     events[place % len(events)] = odd
-    pieces, answer = heard(path, events)
+    pieces, answer = stream(path, events)
     assert_written(pieces, answer)
     text = orjson.dumps(whole).decode()
     name = ["choices", "message", "content", "tool_calls", "usage", "output", "summary"][place % 7]
-    assert_written(*heard(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))]))
+    assert_written(*stream(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))]))
 
 
 def assert_written(pieces, answer):
@@ -221,25 +232,25 @@ def assert_written(pieces, answer):
     for dialect, body in ((CHAT_COMPLETIONS, {"messages": HI}), (ANTHROPIC, {"messages": HI}), (RESPONSES, ITEMS)):
         request = dialect.read(orjson.dumps(body), Recall())
         reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
-        parts = [reply.opening([answer.told]), *(reply.piece(answer.told, piece) for piece in pieces)]
-        events = b"".join([*parts, reply.ending([answer.told])]).split(b"\n\n")
+        parts = [reply.opening([answer.answer]), *(reply.piece(answer.answer, piece) for piece in pieces)]
+        events = b"".join([*parts, reply.ending([answer.answer])]).split(b"\n\n")
         assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)
-        assert orjson.loads(whole.whole([answer.told]))
+        assert orjson.loads(whole.whole([answer.answer]))
 
 
 def test_a_long_answer_in_many_pieces_takes_time_in_proportion():
     piece = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "abcd"}}
 
     def seconds(pieces):
-        telling = Telling(Told(0), Head("id", "m", 0, 0))
+        translated = Translated(MESSAGES)
         started = time.thread_time()
-        telling.take("messages", {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
+        translated.read({"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
         for _ in range(pieces):
-            telling.take("messages", piece)
-            telling.told.news()
-        telling.take("messages", {"type": "content_block_stop", "index": 0})
-        telling.told.news(done=True)
-        assert telling.told.content == telling.told.blocks[0]["text"] == "abcd" * pieces
+            translated.read(piece)
+            translated.answer.take_new()
+        translated.read({"type": "content_block_stop", "index": 0})
+        translated.answer.take_new(done=True)
+        assert translated.answer.content == translated.answer.blocks[0]["text"] == "abcd" * pieces
         return time.thread_time() - started
 
     few, many = (min(seconds(pieces) for _ in range(3)) for pieces in (25_000, 100_000))

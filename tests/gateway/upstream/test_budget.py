@@ -1,6 +1,7 @@
 """Promises of budgets: nothing is overspent, however many calls are under way, and a restart forgets nothing."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import BudgetConfig
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.recording.provider_response import READERS, Heard, hear, usage_of
+from agentlightning.gateway.recording.provider_response import ProviderResponse, usage_of
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.provider import Price, Usage
+from agentlightning.gateway.upstream.provider import Price
 from agentlightning.span import Span, new_span_id
 
 
@@ -106,14 +108,14 @@ def test_what_anthropic_writes_to_its_cache_is_read_from_whole_answers_and_strea
     created = {"ephemeral_5m_input_tokens": 30, "ephemeral_1h_input_tokens": 20}
     used = {"input_tokens": 10, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 50, "output_tokens": 7}
     expected = Usage(65, 7, 5, 30, 20)
-    assert usage_of("messages", used | {"cache_creation": created}) == expected
-    assert usage_of("messages", used) == Usage(65, 7, 5, 50, 0)
+    assert usage_of("messages", json.dumps({"usage": used | {"cache_creation": created}}).encode()) == expected
+    assert usage_of("messages", json.dumps({"usage": used}).encode()) == Usage(65, 7, 5, 50, 0)
     start = {"type": "message_start", "message": {"usage": used | {"cache_creation": created, "output_tokens": 1}}}
     for end in ({"output_tokens": 7}, used):
-        heard = Heard()
+        response = ProviderResponse("messages")
         for event in (start, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": end}):
-            hear(READERS["messages"], heard, event)
-        assert heard.usage == expected
+            response.read(event)
+        assert response.usage == expected
 
 
 async def test_calls_of_no_rollout_share_no_rollouts_limit_and_all_share_the_servers():

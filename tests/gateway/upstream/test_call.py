@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import BudgetConfig, GatewayConfig
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.provider import Price, Provider, Usage
+from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events

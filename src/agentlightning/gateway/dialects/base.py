@@ -12,11 +12,11 @@ from typing import Any, Literal, Protocol
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.content import OutputEvent
+from agentlightning.gateway.dialects.content import AnswerView, OutputEvent
 from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.local.answer import Answer
 
 Body = bytes | dict[str, Any]
 """The body of a request, as it came or parsed."""
@@ -67,28 +67,38 @@ class Head:
     """Of all prompts, each counted once; a provider says it with the last of its answer."""
     cached_tokens: int | None = None
     """Of the prompt, those a provider had in its cache; None: nobody said."""
-    cached_now_tokens: int | None = None
+    cache_write_tokens: int | None = None
     """Of the prompt, those a provider put into its cache; None: nobody said."""
-    thought_tokens: int | None = None
+    reasoning_tokens: int | None = None
     """Of the answer, those of a provider's thoughts; None: nobody said."""
+
+    def add_usage(self, report: UsageReport) -> None:
+        """Take the counts that a provider reports beside its usage."""
+        self.cached_tokens = _count(report.cached_tokens, self.cached_tokens)
+        self.cache_write_tokens = _count(report.cache_write_tokens, self.cache_write_tokens)
+        self.reasoning_tokens = _count(report.reasoning_tokens, self.reasoning_tokens)
+
+
+def _count(given: Any, before: int | None) -> int | None:
+    return given if type(given) is int and 0 <= given < 2**53 else before
 
 
 class Reply(Protocol):
     """Writes the reply to one request: `whole`, or else `opening`, `piece`... and `ending`."""
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[AnswerView]) -> bytes:
         """The reply as one object."""
         ...
 
-    def opening(self, answers: Sequence[Answer]) -> bytes:
+    def opening(self, answers: Sequence[AnswerView]) -> bytes:
         """The events before the first piece."""
         ...
 
-    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
+    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         """The events that show one more piece of an answer."""
         ...
 
-    def ending(self, answers: Sequence[Answer]) -> bytes:
+    def ending(self, answers: Sequence[AnswerView]) -> bytes:
         """The events after the last piece of the last answer: why each ended, and what was used."""
         ...
 
@@ -121,6 +131,6 @@ class Dialect:
     """A failure after the stream has begun."""
 
 
-def drawn_tokens(answers: Sequence[Answer]) -> int:
+def drawn_tokens(answers: Sequence[AnswerView]) -> int:
     """Tokens of all answers."""
-    return sum(answer.received for answer in answers)
+    return sum(answer.num_tokens for answer in answers)

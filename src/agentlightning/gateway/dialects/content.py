@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from msgspec import Struct
+
+from agentlightning.chat.base import Message
 
 
 class ToolCall(Struct, frozen=True):
@@ -66,3 +69,90 @@ OutputEvent = (
     str | ToolCall | ReasoningDelta | SignedReasoning | RefusalDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
 )
 """More of an answer as its caller is shown it; a string is more content, a `ToolCall` one that comes whole."""
+
+
+class AnswerView(Protocol):
+    """An answer as reply writers see it, whether it comes from our engine or from a provider."""
+
+    @property
+    def index(self) -> int:
+        """Among the answers to one request."""
+        ...
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]: ...
+
+    @property
+    def message(self) -> Message:
+        """As an assistant message in terms of chat completions."""
+        ...
+
+    @property
+    def finish_reason(self) -> str:
+        """One of stop, length, tool_calls and content_filter."""
+        ...
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        ...
+
+    @property
+    def is_refusal(self) -> bool:
+        """The content is the reason why the model does not answer."""
+        ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def prefill(self) -> str:
+        """What the caller wrote of the answer; `content` continues it."""
+        ...
+
+    @property
+    def is_constrained(self) -> bool:
+        """The engine sampled no token that the request's constraint forbids."""
+        ...
+
+    @property
+    def stops_after_call(self) -> bool:
+        """Sampling ends with the first tool call."""
+        ...
+
+    def parts(self) -> list[OutputEvent]:
+        """The whole answer in order, with whole tool calls."""
+        ...
+
+    def next_logprobs(self) -> list[dict[str, Any]]:
+        """Log-probabilities of the next event to be written, as chat completions shows them."""
+        ...
+
+    def remaining_logprobs(self) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens that belong to no event."""
+        ...
+
+    def all_logprobs(self) -> list[dict[str, Any]]: ...
+
+    def take_token_ids(self) -> list[int]:
+        """The tokens of the log-probabilities that were asked for last, once."""
+        ...
+
+
+def assistant_message(content: str, reasoning: str, tool_calls: Sequence[ToolCall]) -> Message:
+    """An answer as an assistant message in terms of chat completions."""
+    message: Message = {"role": "assistant", "content": content or None if tool_calls else content}
+    if tool_calls:
+        message["tool_calls"] = [call.wire() for call in tool_calls]
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message

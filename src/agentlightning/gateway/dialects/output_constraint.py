@@ -26,8 +26,8 @@ from typing import Any, Final, Literal
 import jsonschema_rs
 import orjson
 
+from agentlightning.gateway.dialects.content import AnswerView
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.local.answer import Answer
 
 Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
@@ -66,16 +66,16 @@ class Constraint:
     def __bool__(self) -> bool:
         return bool(self.needs_call or self.names is not None or self.one_call or self.arguments or self.content)
 
-    def judge(self, answer: Answer) -> tuple[Verdict, list[str]]:
+    def judge(self, answer: AnswerView) -> tuple[Verdict, list[str]]:
         """(how the answer met it, the fields of the request it fails)."""
         failed = [name for name, holds in self._checks(answer) if not holds]
         if failed:
             return "violated", failed
         free = self.needs_call or self.names is not None or self.arguments or self.content is not None
         free = free or (self.one_call and not answer.stops_after_call)
-        return ("checked" if free and not answer.held else "enforced"), failed
+        return ("checked" if free and not answer.is_constrained else "enforced"), failed
 
-    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
+    def _checks(self, answer: AnswerView) -> list[tuple[str, bool]]:
         calls = answer.tool_calls
         chosen = (calls or not self.needs_call) and all(self.names is None or call.name in self.names for call in calls)
         strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
@@ -85,7 +85,7 @@ class Constraint:
             ("tools", strict),
             (
                 self.content_field,
-                bool(calls) or self.content is None or self.content.check(answer.begun + answer.content),
+                bool(calls) or self.content is None or self.content.check(answer.prefill + answer.content),
             ),
         ]
 

@@ -28,7 +28,7 @@ from agentlightning.gateway.forwarding.passthrough import Forward, to_the_end
 from agentlightning.gateway.forwarding.service import Forwarder
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording import raw_exchange
-from agentlightning.gateway.recording.provider_response import id_of
+from agentlightning.gateway.recording.provider_response import id_of, usage_of
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath
 
@@ -200,13 +200,13 @@ class _Passing:
         if forwarder.keep_record is None or forward.strips or not raw_exchange.can_wait(call.body):
             return forward.take(call), forward.keep(forwarder.keep, call)
         try:
-            usage = raw_exchange.usage_of(forward.path, call.body)
+            usage = usage_of(forward.path, call.body)
         except MsgspecError:
             return forward.take(call), forward.keep(forwarder.keep, call)
         call.settle(usage)
-        forward.heard.usage = usage
+        forward.response.usage = usage
         if forward.stored:
-            forward.heard.id = id_of(call.body)
+            forward.response.id = id_of(call.body)
         record = raw_exchange.write(forward, call, self._line.body, time.time())
         forward.recorded = True
         return call.body, forwarder.keep_record(record)

@@ -29,7 +29,7 @@ from agentlightning.gateway.recording.otel_messages import (
     reshaped,
     said_messages,
 )
-from agentlightning.gateway.recording.provider_response import READERS, Choice, Heard, hear
+from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.failures import display_text
@@ -76,10 +76,13 @@ class Forward:
     """What the attempt's resources say of the sampling, whatever the agent asks for."""
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
-    heard: Heard = field(default_factory=Heard, init=False)
+    response: ProviderResponse = field(init=False)
     _strip: Strip = field(default_factory=lambda: Strip(), init=False)
     recorded: bool = field(default=False, init=False)
     _asked: UpstreamRequest | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.response = ProviderResponse(self.path)
 
     @property
     def strips(self) -> bool:
@@ -208,8 +211,8 @@ class Forward:
             answer = loads(body)
         except ValueError:
             raise self._broken("sent an answer that is not JSON") from None
-        hear(READERS[self.path], self.heard, answer)
-        call.settle(self.heard.usage)
+        self.response.read(answer)
+        call.settle(self.response.usage)
         if self._strip and self._strip.take_out(answer):
             body = orjson.dumps(answer)
         return body
@@ -217,19 +220,19 @@ class Forward:
     async def _pass_stream(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         last = list[bytes]()
         async for events in call.events():
-            shown = [self._hear(event, last) for event in events]
+            shown = [self._read_event(event, last) for event in events]
             if passed := b"".join(shown):
                 await writer.send_events(passed)
         self._check_whole(bool(last))
-        call.settle(self.heard.usage)
+        call.settle(self.response.usage)
         await self._keep(keep, call)
         await writer.send_events(b"".join(last) + call.trailing_bytes)
         await writer.close()
 
-    def _hear(self, event: bytes, last: list[bytes]) -> bytes:
+    def _read_event(self, event: bytes, last: list[bytes]) -> bytes:
         """What to show of an event now; `last` gathers what is shown when all is recorded."""
         data = event_data(event)
-        hear(READERS[self.path], self.heard, data)
+        self.response.read(data)
         if self._strip and isinstance(data, dict):
             event = self._strip.shown(event, cast("Json", data))
         kind = cast("Json", data).get("type") if isinstance(data, dict) else None
@@ -240,7 +243,7 @@ class Forward:
 
     def _check_whole(self, ended: bool) -> None:
         """Raises ApiError where a stream ended without its end."""
-        if not ended and not any(choice.reason for choice in self.heard.choices.values()):
+        if not ended and not any(choice.finish_reason for choice in self.response.choices.values()):
             raise self._broken("ended its stream before the answer was whole")
 
     def _broken(self, what: str) -> ApiError:
@@ -260,10 +263,10 @@ class Forward:
     def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
         """One for each answer. What the call cost is said once. `of_call`: `Call.attributes`; `first_id`: the id of the
         first, from which those of the others follow."""
-        heard = self.heard
-        choices = [heard.choices[index] for index in sorted(heard.choices)] or [Choice()]
+        response = self.response
+        choices = [response.choices[index] for index in sorted(response.choices)] or [Choice()]
         shared = self._attributes() | of_call
-        status = ("ERROR", self._hidden(heard.error)) if heard.error else ("OK", None)
+        status = ("ERROR", self._hidden(response.error)) if response.error else ("OK", None)
         spans: list[Span] = []
         for choice in choices:
             attributes = shared | self._choice_attributes(choice)
@@ -285,8 +288,8 @@ class Forward:
         if self.path == "embeddings":
             return attributes
         attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
-        attributes[names.FINISH_REASONS] = [choice.reason or "error"]
-        prompt = choice.prompt_token_ids or self.heard.prompt_token_ids
+        attributes[names.FINISH_REASONS] = [choice.finish_reason or "error"]
+        prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         drawn, logprobs = choice.token_ids, choice.logprobs
         if not (
             prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
@@ -309,8 +312,8 @@ class Forward:
             error, cancelled = error.args[0], False
         kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
         message = "the caller hung up before the answer was whole" if cancelled else str(error)
-        choice = self.heard.choices.get(0) or Choice()
-        choice.reason = None
+        choice = self.response.choices.get(0) or Choice()
+        choice.finish_reason = None
         attributes = self._attributes() | call.attributes()
         attributes[names.ERROR_TYPE] = kind
         attributes[names.INPUT_MESSAGES] = said_messages(self.path, self.data)
@@ -318,16 +321,16 @@ class Forward:
         return [self._span(attributes, time.time(), "ERROR", message)]
 
     def _attributes(self) -> Json:
-        heard, asked = self.heard, self.data.get("model")
+        response, asked = self.response, self.data.get("model")
         attributes: Json = {
             names.OPERATION_NAME: OPERATIONS[self.path],
             names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
-            names.RESPONSE_MODEL: heard.model or self.route.send_model,
+            names.RESPONSE_MODEL: response.model or self.route.send_model,
             **asked_attributes({**self.data, **self.forced} if self.forced else self.data),
             **self.caller.attributes(),
         }
-        if heard.id:
-            attributes[names.RESPONSE_ID] = heard.id
+        if response.id:
+            attributes[names.RESPONSE_ID] = response.id
         return attributes
 
     def _span(

@@ -21,6 +21,7 @@ from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait
 from agentlightning.gateway.callers.agents import Agents
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import Kept
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, can_forward
@@ -31,7 +32,7 @@ from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, Router
 from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath, Price, Usage
+from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath, Price
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
@@ -127,12 +128,12 @@ class Forwarder:
 
     def count_usage(self, forward: Forward) -> None:
         """An answer is whole: count what it used, and note who keeps it."""
-        if (usage := forward.heard.usage) is not None:
+        if (usage := forward.response.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
         attempt, provider = forward.caller.attempt, forward.route.provider
-        if forward.stored and attempt is not None and provider is not None and forward.heard.id:
-            self._kept.note_provider(attempt, forward.heard.id, provider.name)
+        if forward.stored and attempt is not None and provider is not None and forward.response.id:
+            self._kept.note_provider(attempt, forward.response.id, provider.name)
 
     async def count(
         self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, writer: ResponseWriter

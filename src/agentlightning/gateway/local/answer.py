@@ -14,7 +14,7 @@ from typing import Any
 from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall
 from agentlightning.chat.tool_calls.format import CallReader, held_back
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, ToolCall
+from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, ToolCall, assistant_message
 from agentlightning.gateway.local.logprobs import Drawn, Likeliest, Token, token_logprobs
 from agentlightning.gateway.local.reasoning import Markers
 
@@ -152,33 +152,33 @@ class Answer:
     prompt_token_ids: Sequence[int] = ()
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end it beside those that end a turn; they are not shown."""
-    reads_calls: bool = True
+    reads_tool_calls: bool = True
     """False where the request offered no tools: a tool call is then content like any other."""
-    one_call: bool = False
+    single_tool_call: bool = False
     """At most one tool call was asked for."""
     call_prefix: str = "call_"
     """What the ids of its tool calls begin with."""
     tools: Sequence[dict[str, Any]] | None = None
     """Those the request offered: in some formats they say what type an argument has."""
-    held: bool = False
+    is_constrained: bool = False
     """No token was drawn that what was asked for forbids."""
-    begun: str = ""
+    prefill: str = ""
     """What the caller wrote of it: it goes on after that."""
-    legacy: bool = False
+    uses_functions: bool = False
     """The caller knows calls by their names alone (`dialects.legacy`)."""
-    thinks: Markers | None = None
+    reasoning_markers: Markers | None = None
     """How the model marks a thought; None: nothing is told apart."""
-    thought: str = ""
+    reasoning: str = ""
     content: str = ""
-    refused: bool = False
+    is_refusal: bool = False
     """The content is why the model does not answer."""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     sample: Sample | None = None
-    received: int = 0
+    num_tokens: int = 0
     """Tokens fed so far."""
     token_ids: list[int] = field(default_factory=list[int])
     """These tokens; of a provider's answer nothing."""
-    written_ids: list[int] = field(default_factory=list[int])
+    _written_ids: list[int] = field(default_factory=list[int])
     """Of what was written last, where log-probabilities were asked for with it."""
     drawn: Drawn = field(default_factory=Drawn, init=False)
     _text: Detokenizer = field(init=False)
@@ -189,14 +189,14 @@ class Answer:
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.chat)
         self._stop = StopFilter(self.stops)
-        self._thoughts = ThoughtFilter(self.thinks)
+        self._thoughts = ThoughtFilter(self.reasoning_markers)
         self._calls = CallReader(self.chat.tool_calls, self.tools)
 
     def feed(
         self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()
     ) -> list[OutputEvent]:
         """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
-        self.received += len(token_ids)
+        self.num_tokens += len(token_ids)
         self.token_ids += token_ids
         shown = [token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens]
         pieces = self._show(self._stop.feed(self._text.feed(shown)))
@@ -206,14 +206,14 @@ class Answer:
 
     def finish(self, sample: Sample) -> list[OutputEvent]:
         """What is left to show once the sample is whole."""
-        pieces = self.feed(sample.token_ids[self.received :]) if self.received < len(sample.token_ids) else []
+        pieces = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
         self.sample = sample
         self.drawn.complete(sample)
         rest = self._stop.feed(self._text.finish()) + self._stop.finish()
         pieces += self._show(rest)
         thought, content = self._thoughts.finish()
         pieces += self._keep_thought(thought) + self._show_content(content)
-        return pieces + (self._keep(self._calls.finish()) if self.reads_calls else [])
+        return pieces + (self._keep(self._calls.finish()) if self.reads_tool_calls else [])
 
     @property
     def finish_reason(self) -> str:
@@ -236,36 +236,41 @@ class Answer:
     def stops_after_call(self) -> bool:
         """The first tool call ends the drawing. A model that thinks may write calls in its thoughts: it is let finish.
         So is an answer that is held, which ends by itself and may say in its arguments what ends a call."""
-        return self.one_call and not self.held and self.thinks is None and self.chat.tool_calls.closing is not None
+        return (
+            self.single_tool_call
+            and not self.is_constrained
+            and self.reasoning_markers is None
+            and self.chat.tool_calls.closing is not None
+        )
 
     @property
     def message(self) -> Message:
         """The answer as an assistant message on the wire."""
-        message: Message = {"role": "assistant", "content": self.content or None if self.tool_calls else self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.wire() for call in self.tool_calls]
-        if self.thought:
-            message["reasoning_content"] = self.thought
-        return message
+        return assistant_message(self.content, self.reasoning, self.tool_calls)
 
     def parts(self) -> list[OutputEvent]:
         """A whole answer, in order: thoughts, content, whole tool calls."""
-        parts: list[OutputEvent] = [ReasoningDelta(self.thought)] if self.thought else []
+        parts: list[OutputEvent] = [ReasoningDelta(self.reasoning)] if self.reasoning else []
         return [*parts, *([self.content] if self.content else []), *self.tool_calls]
 
-    def logprobs_of_piece(self) -> list[dict[str, Any]]:
+    def next_logprobs(self) -> list[dict[str, Any]]:
         """On the wire, of the next piece to be written."""
         return self._written(self.drawn.of_piece())
 
-    def logprobs_of_rest(self) -> list[dict[str, Any]]:
+    def remaining_logprobs(self) -> list[dict[str, Any]]:
         """On the wire, of what no piece has shown."""
         return self._written(self.drawn.rest())
 
+    def take_token_ids(self) -> list[int]:
+        """The tokens of the log-probabilities that were asked for last, once."""
+        taken, self._written_ids = self._written_ids, []
+        return taken
+
     def _written(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        self.written_ids = [token for token, _, _ in tokens]
+        self._written_ids = [token for token, _, _ in tokens]
         return token_logprobs(self.chat, tokens)
 
-    def logprobs_of_all(self) -> list[dict[str, Any]]:
+    def all_logprobs(self) -> list[dict[str, Any]]:
         """On the wire."""
         return token_logprobs(self.chat, self.drawn.tokens)
 
@@ -274,11 +279,11 @@ class Answer:
         return self._keep_thought(thought) + self._show_content(content)
 
     def _keep_thought(self, text: str) -> list[OutputEvent]:
-        self.thought += text
+        self.reasoning += text
         return [ReasoningDelta(text)] if text else []
 
     def _show_content(self, text: str) -> list[OutputEvent]:
-        if not self.reads_calls:
+        if not self.reads_tool_calls:
             return self._keep([text] if text else [])
         return self._keep(self._calls.feed(text))
 
@@ -293,7 +298,7 @@ class Answer:
         # The model refers to a call by the id it wrote itself, where it wrote one.
         taken = {known.id for known in self.tool_calls}
         name = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
-        name = f"call_{call.name}" if self.legacy else name
+        name = f"call_{call.name}" if self.uses_functions else name
         kept = ToolCall(len(self.tool_calls), name, call.name, call.arguments)
         self.tool_calls.append(kept)
         return kept

@@ -66,11 +66,11 @@ class Record:
         """The span of an answer that never became whole, with the tokens there were. Nobody learns from it: an answer
         that was cut off is none."""
         attributes = self._attributes(answer, params) | {
-            names.OUTPUT_TOKENS: answer.received,
+            names.OUTPUT_TOKENS: answer.num_tokens,
             names.OUTPUT_MESSAGES: _output(answer, "error"),
             names.ERROR_TYPE: type,
         }
-        if answer.received:
+        if answer.num_tokens:
             attributes |= {
                 names.PROMPT_TOKEN_IDS: self.prompt.token_ids,
                 names.RESPONSE_TOKEN_IDS: list(answer.token_ids),

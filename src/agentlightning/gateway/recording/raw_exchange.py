@@ -17,11 +17,9 @@ from agentlightning import span as names
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.forwarding.passthrough import Forward
-from agentlightning.gateway.recording.provider_response import READERS, hear
-from agentlightning.gateway.recording.provider_response import usage_of as usage_said
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall
-from agentlightning.gateway.upstream.provider import ApiPath, Usage
+from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.span import Span, new_span_id
 
 logger = logging.getLogger(__name__)
@@ -48,19 +46,12 @@ class Verbatim(Struct, frozen=True, array_like=True):
     answer: bytes
 
 
-class _Used(Struct):
-    """Of an answer, what it cost; the rest is passed over, and checked to be JSON."""
-
-    usage: Any = None
-
-
 VERSION: Final = 1
 """Of a record: its first byte. Raised where older readers could not read it, or would read something else."""
 _UNVERSIONED: Final = range(0x90, 0xA0)
 """First bytes of records from before there were versions: a MessagePack array. They are read as version 1."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Verbatim)
-_used: Final = msgspec.json.Decoder(_Used)
 _ERROR: Final = b'"error"'
 
 
@@ -68,11 +59,6 @@ def can_wait(answer: bytes) -> bool:
     """Whether an answer can be read later. What a provider says went wrong is read while it is known what must not be
     repeated of it."""
     return _ERROR not in answer
-
-
-def usage_of(path: ApiPath, answer: bytes) -> Usage | None:
-    """What an answer says it used. Raises MsgspecError for what is no JSON object."""
-    return usage_said(path, _used.decode(answer).usage)
 
 
 def write(forward: Forward, call: UpstreamCall, request: bytes, ended: float) -> bytes:
@@ -125,7 +111,7 @@ def _spans(said: Verbatim) -> list[Span]:
     route = ModelRoute(said.model, send_model=said.sent_model)
     data = orjson.loads(said.request)
     forward = Forward(said.path, route, said.caller, data, {}, said.trace_id, said.forced, said.started)
-    hear(READERS[said.path], forward.heard, loads(said.answer))
+    forward.response.read(loads(said.answer))
     return forward.spans(said.call, said.ended, said.span_id)
 
 

@@ -21,7 +21,8 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
 from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.dialects.message_digest import message_digests
-from agentlightning.gateway.dialects.openai import responses_request
+from agentlightning.gateway.dialects.openai import responses_events, responses_request
+from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import Kept
 from agentlightning.gateway.dialects.sampling import forced_params
 from agentlightning.gateway.dialects.signed_reasoning import is_sealed, turn_key
@@ -29,10 +30,9 @@ from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, Keep, written
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.recording.provider_response import READERS, Choice, hear
+from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.translation.provider_answer import Told
-from agentlightning.gateway.translation.provider_events import RESPONSE_ENDS, Telling
+from agentlightning.gateway.translation.provider_answer import ProviderAnswer
 from agentlightning.gateway.translation.requests import body_of
 from agentlightning.gateway.translation.requests.base import given_params, split_stops, turns_of
 from agentlightning.gateway.upstream.call import UpstreamCall
@@ -40,7 +40,7 @@ from agentlightning.gateway.upstream.failures import display_text, unreadable_re
 from agentlightning.gateway.upstream.provider import ApiPath, Provider
 
 _ASKED_INSTEAD: Final[tuple[ApiPath, ...]] = ("chat/completions", "messages", "responses")
-_LAST: Final = ("message_stop", *RESPONSE_ENDS)
+_LAST: Final = ("message_stop", *responses_events.LAST_EVENTS)
 """Types of the events that end a stream."""
 _LOST: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
 """Names of fields that stand anywhere in a conversation and say nothing to other dialects -> how a request that has
@@ -88,7 +88,7 @@ class Translator:
             request=replace(request, params=params),
             head=head,
             reply=dialect.reply(replace(request, params=params), head),
-            telling=Telling(Told(0, stops=split_stops(instead, params.stop)[1], call_prefix=dialect.call_prefix), head),
+            answer=ProviderAnswer(split_stops(instead, params.stop)[1], dialect.call_prefix),
             kept=self._kept,
         )
 
@@ -100,14 +100,17 @@ class Translation(Forward):
     request: Request = field(kw_only=True)
     head: Head = field(kw_only=True)
     reply: Reply = field(kw_only=True)
-    telling: Telling = field(kw_only=True)
+    answer: ProviderAnswer = field(kw_only=True)
     kept: Kept = field(kw_only=True)
     _opened: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.response = ProviderResponse(self.path, with_blocks=True)
 
     async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         self._hear_whole(call.body)
         self._settle(call)
-        body = self.reply.whole([self.told])
+        body = self.reply.whole([self.answer])
         await self._keep(keep, call)
         self._remember(body)
         await writer.send_json(200, body)
@@ -121,7 +124,7 @@ class Translation(Forward):
                 await writer.send_events(self._written(pieces))
         self._check_whole(ended)
         self._settle(call)
-        ending = self._written(self._news(done=True)) + self.reply.ending([self.told])
+        ending = self._written(self._news(done=True)) + self.reply.ending([self.answer])
         await self._keep(keep, call)
         self._remember(None)
         await writer.send_events(ending)
@@ -135,9 +138,9 @@ class Translation(Forward):
         except ValueError as error:
             raise unreadable_response(self._provider, f"its answer is not JSON: {error}") from None
         self._take(answer)
-        if not self.heard.choices:
+        if not self.response.choices:
             raise unreadable_response(self._provider, "its answer holds no choice")
-        self.told.news(done=True)
+        self.answer.take_new(done=True)
 
     def _hear_event(self, event: bytes) -> bool:
         """Whether it was the last. Raises ApiError where the provider says that it failed."""
@@ -150,32 +153,31 @@ class Translation(Forward):
         return isinstance(data, dict) and data.get("type") in _LAST
 
     def _take(self, data: Any) -> None:
-        hear(READERS[self.path], self.heard, data)
+        events = self.response.read(data)
         self._check_failed()
-        self.telling.take(self.path, data)
+        for event in events:
+            self.answer.add(event)
+            if isinstance(event, UsageReport):
+                self.head.add_usage(event)
 
     def _news(self, done: bool = False) -> list[OutputEvent]:
         """What can be shown since the last time. Raises ApiError where the provider has spoilt it."""
-        pieces = self.told.news(done)
-        if self.told.broken:
-            raise unreadable_response(self._provider, self.told.broken)
+        pieces = self.answer.take_new(done)
+        if self.answer.protocol_error:
+            raise unreadable_response(self._provider, self.answer.protocol_error)
         return pieces
 
     def _written(self, pieces: Sequence[OutputEvent]) -> bytes:
         """The events of some pieces; before the first, those that open the reply."""
-        opening = b"" if self._opened else self.reply.opening([self.told])
+        opening = b"" if self._opened else self.reply.opening([self.answer])
         self._opened = True
-        return opening + b"".join([self.reply.piece(self.told, piece) for piece in pieces])
+        return opening + b"".join([self.reply.piece(self.answer, piece) for piece in pieces])
 
     def _check_failed(self) -> None:
         """Raises ApiError where the provider says, in the place of an answer, that it failed."""
-        if self.heard.error is not None:
-            message = f"the provider {self._provider.name!r} failed: {self.heard.error}"
+        if self.response.error is not None:
+            message = f"the provider {self._provider.name!r} failed: {self.response.error}"
             raise ApiError(502, display_text(self._provider, message), code="provider_error", retry=False)
-
-    @property
-    def told(self) -> Told:
-        return self.telling.told
 
     @property
     def _provider(self) -> Provider:
@@ -183,12 +185,12 @@ class Translation(Forward):
         return self.route.provider
 
     def _settle(self, call: UpstreamCall) -> None:
-        call.settle(self.heard.usage)
-        if not self.heard.choices:
-            self.heard.choice(0)
+        call.settle(self.response.usage)
+        if not self.response.choices:
+            self.response.choice(0)
         if call.usage is not None:
             self.head.prompt_tokens = call.usage.input_tokens
-            self.told.received = call.usage.output_tokens
+            self.answer.num_tokens = call.usage.output_tokens
 
     # -- the record ------------------------------------------------------------------------------------------------
 
@@ -197,34 +199,36 @@ class Translation(Forward):
         return Forward._attributes(self) | asked
 
     def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
-        if self.told.stopped:  # what nobody was shown is not recorded either
-            calls = dict(list(choice.calls.items())[: len(self.told.tool_calls)])
-            choice = replace(choice, text=[self.told.content], calls=calls, reason=self.told.finish_reason)
+        if self.answer.is_stopped:  # what nobody was shown is not recorded either
+            calls = dict(list(choice.tool_calls.items())[: len(self.answer.tool_calls)])
+            choice = replace(
+                choice, text=[self.answer.content], tool_calls=calls, finish_reason=self.answer.finish_reason
+            )
         found = Forward._choice_attributes(self, choice)
         constraint = self.request.constraint
         if not constraint or choice.index > 0:
             return found
-        verdict, violations = constraint.judge(self.told)
+        verdict, violations = constraint.judge(self.answer)
         return found | {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
 
     def _remember(self, body: bytes | None) -> None:
         """Keep what a later request may name, and what the provider wants back."""
-        attempt, reply, told = self.caller.attempt, self.reply, self.told
+        attempt, reply, answer = self.caller.attempt, self.reply, self.answer
         if attempt is None:
             return
-        if any(is_sealed(block) for block in told.blocks):
+        if any(is_sealed(block) for block in answer.blocks):
             answered = turns_of(self.request.messages)[-1]
-            self.kept.keep_blocks(attempt, turn_key(answered, told.message), told.blocks)
+            self.kept.keep_blocks(attempt, turn_key(answered, answer.message), answer.blocks)
         if not isinstance(reply, responses_request.Reply):
             return
         stored = self.request.asked.get("store") is not False
-        body = reply.whole([told]) if body is None else body
+        body = reply.whole([answer]) if body is None else body
         self.kept.keep(
             attempt,
             self.head.id,
             message_digests(self.request.messages),
             self.request.messages,
-            told.message,
+            answer.message,
             body if stored else None,
             reply.items if stored else (),
             self.request.leading,

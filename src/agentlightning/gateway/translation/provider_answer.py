@@ -1,8 +1,7 @@
-"""An answer as a provider tells it, for the writers of another dialect: in pieces as they come, and whole.
+"""A provider's answer as the reply writers of another dialect need it: as ordered output events, and whole.
 
-Pieces are shown one after the other: while a tool call is under way, what belongs behind it waits until the call is
-seen to be whole, so that calls whose arguments come mixed arrive one by one. `gateway.telling` reads the provider's
-words and tells; `gateway.translate` takes the pieces.
+Provider events may interleave tool calls; output events do not. While a tool call is incomplete, what follows it waits,
+so that calls whose arguments arrive mixed are written one after the other.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final, cast
+from typing import Final
 
 import orjson
 
-from agentlightning.chat.base import ChatFormat
+from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.content import (
     OutputEvent,
     ReasoningDelta,
@@ -26,41 +25,51 @@ from agentlightning.gateway.dialects.content import (
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
+    assistant_message,
 )
-from agentlightning.gateway.dialects.signed_reasoning import Block, is_sealed
-from agentlightning.gateway.local.answer import Answer, StopFilter
+from agentlightning.gateway.dialects.provider_events import (
+    FINISH_REASONS,
+    MALFORMED,
+    BlockDone,
+    Finish,
+    Json,
+    ProviderEvent,
+    SampledTokens,
+    TextDelta,
+    ToolCallDone,
+    ToolCallFragment,
+)
+from agentlightning.gateway.dialects.signed_reasoning import is_sealed
+from agentlightning.gateway.local.answer import StopFilter
 
-Json = dict[str, Any]
-
-_NOBODYS: Final = cast("ChatFormat", None)
-"""There are no tokens to be read."""
-_ENDS_OF_JSON: Final = frozenset('}]"0123456789el')
+_LAST_CHARACTERS: Final = frozenset('}]"0123456789el')
+"""How a JSON value may end."""
 _REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
-"""Why an answer ended, as far as every dialect has a word for it."""
+"""Finish reasons that every dialect can express."""
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A tool call while it is told."""
+class _PartialToolCall:
+    """A tool call that is coming in."""
 
     id: str = ""
     name: str = ""
-    pieces: list[str] = field(default_factory=list[str])
-    shown: int = 0
-    """How many of them."""
-    begun: ToolCallStart | None = None
-    ended: bool = False
-    """Its provider says so."""
-    closed: bool = False
-    """Its end was shown."""
+    deltas: list[str] = field(default_factory=list[str])
+    num_taken: int = 0
+    """How many of the deltas were taken."""
+    start: ToolCallStart | None = None
+    is_complete: bool = False
+    """Its provider said so."""
+    is_ended: bool = False
+    """Its end was taken."""
 
     @property
     def arguments(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self.deltas)
 
-    def is_whole(self) -> bool:
-        last = self.pieces[-1].rstrip() if self.pieces else ""
-        if last and last[-1] not in _ENDS_OF_JSON:  # as most pieces do, it ends in the middle
+    def has_complete_arguments(self) -> bool:
+        last = self.deltas[-1].rstrip() if self.deltas else ""
+        if last and last[-1] not in _LAST_CHARACTERS:  # Most deltas end in the middle of a value.
             return False
         try:
             orjson.loads(self.arguments)
@@ -69,208 +78,253 @@ class _Growing:
         return True
 
 
-_Piece = tuple[OutputEvent | _Growing, list[Json]]
-"""Something to show, with the log-probabilities of its tokens."""
-
-
 @dataclass(slots=True)
-class Told(Answer):
-    """The answer of a provider."""
+class ProviderAnswer:
+    """The first choice of a provider's answer; an `AnswerView`."""
 
-    chat: ChatFormat = _NOBODYS
-    reason: str | None = None
-    """Why it ended, by chat completions' names; None: not said yet."""
-    stopped_by: str | None = None
-    """The stop string that ended it, where its provider says."""
-    broken: str = ""
-    """What its provider did that cannot be shown any more."""
-    blocks: list[Block] = field(default_factory=list[Block])
-    """All of it as its provider said it, where it wants something of it back."""
-    _waiting: deque[_Piece] = field(default_factory=deque[_Piece], init=False)
-    _growing: dict[Hashable, _Growing] = field(default_factory=dict[Hashable, _Growing], init=False)
-    _shown: list[OutputEvent] = field(default_factory=list[OutputEvent], init=False)
+    stops: tuple[str, ...] = ()
+    """Stop strings that the provider does not know, so that its answer is ended here."""
+    call_prefix: str = "call_"
+    """What the ids of tool calls without an id of their own start with."""
+    index: int = field(default=0, init=False)
+    content: str = field(default="", init=False)
+    """Complete once `take_new(done=True)` was called; so is `reasoning`."""
+    reasoning: str = field(default="", init=False)
+    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall], init=False)
+    is_refusal: bool = field(default=False, init=False)
+    num_tokens: int = field(default=0, init=False)
+    prompt_token_ids: Sequence[int] = field(default=(), init=False)
+    token_ids: Sequence[int] = field(default=(), init=False)
+    prefill: str = field(default="", init=False)
+    is_constrained: bool = field(default=False, init=False)
+    stops_after_call: bool = field(default=False, init=False)
+    protocol_error: str = field(default="", init=False)
+    """What the provider did that the caller's dialect cannot express any more."""
+    blocks: list[Json] = field(default_factory=list[Json], init=False)
+    """The content blocks or items as the provider wrote them, where the format has any."""
+    _reason: str | None = field(default=None, init=False)
+    _stop_string: str | None = field(default=None, init=False)
+    """The stop string that ended it, according to its provider."""
+    _stop: StopFilter = field(init=False)
+    _waiting: deque[tuple[OutputEvent | _PartialToolCall, list[Json]]] = field(
+        default_factory=deque[tuple[OutputEvent | _PartialToolCall, list[Json]]], init=False
+    )
+    """What was not taken yet, with the log-probabilities of its tokens."""
+    _partial: dict[Hashable, _PartialToolCall] = field(default_factory=dict[Hashable, _PartialToolCall], init=False)
+    _taken: list[OutputEvent] = field(default_factory=list[OutputEvent], init=False)
     _logprobs: list[Json] = field(default_factory=list[Json], init=False)
-    _loose: list[Json] = field(default_factory=list[Json], init=False)
-    """Log-probabilities that no piece has shown yet."""
-    _contents: list[str] = field(default_factory=list[str], init=False)
-    _thoughts_told: list[str] = field(default_factory=list[str], init=False)
-    """Pieces of content and thought, put together when all has been shown."""
-    _logprobs_of_pieces: deque[list[Json]] = field(default_factory=deque[list[Json]], init=False)
-    """Log-probabilities of each piece that was taken and is not written yet."""
+    _pending_logprobs: list[Json] = field(default_factory=list[Json], init=False)
+    """Log-probabilities that belong to no event yet."""
+    _event_logprobs: deque[list[Json]] = field(default_factory=deque[list[Json]], init=False)
+    """Log-probabilities of each event that was taken and is not written yet."""
 
     def __post_init__(self) -> None:
-        """It comes as text, with its thoughts and calls told apart. `stops` are those its provider does not know."""
         self._stop = StopFilter(self.stops)
 
-    # -- telling ---------------------------------------------------------------------------------------------------
+    # -- adding ----------------------------------------------------------------------------------------------------
 
-    def say(self, text: Any, logprobs: Sequence[Json] = ()) -> None:
-        """Some more content, and what is known of its tokens. Nothing is heard after a stop string."""
-        if self.stopped:
+    def add(self, event: ProviderEvent) -> None:
+        """Add what the provider sent. What is malformed, and whatever follows a stop string, is skipped."""
+        if getattr(event, "choice", 0):
             return
-        self._logprobs += logprobs
-        self._loose += logprobs
-        if isinstance(text, str) and text:
-            self._show_text(self._stop.feed(text))
+        try:
+            self._add(event)
+        except MALFORMED:
+            return
 
-    def _show_text(self, text: str) -> None:
+    def _add(self, event: ProviderEvent) -> None:
+        match event:
+            case TextDelta():
+                if not self.is_stopped:
+                    self._queue_text(self._stop.feed(event.text))
+            case SampledTokens():
+                self._add_logprobs(event.entries)
+            case ReasoningDelta():
+                self._queue(event)
+            case RefusalDelta():
+                self.is_refusal = self._queue(event) or self.is_refusal
+            case ToolCallFragment():
+                self._add_tool_call(event)
+            case ToolCallDone():
+                if call := self._partial.get(event.place):
+                    call.is_complete = True
+            case BlockDone():
+                self._add_block(event.block)
+            case Finish():
+                self._reason = FINISH_REASONS.get(event.reason or "", event.reason) or self._reason
+                self._stop_string = event.stop_string or self._stop_string
+            case _:
+                pass
+
+    def _queue(self, event: OutputEvent) -> bool:
+        """Queue an event other than text, unless the answer was stopped."""
+        if allowed := self._flush_text():
+            self._waiting.append((event, []))
+        return allowed
+
+    def _flush_text(self) -> bool:
+        """Queue text that might have started a stop string. Whether anything other than text may follow."""
+        self._queue_text(self._stop.finish())
+        return not self.is_stopped
+
+    def _queue_text(self, text: str) -> None:
         if text:
-            self._waiting.append((text, self._loose))
-            self._loose = []
+            self._waiting.append((text, self._pending_logprobs))
+            self._pending_logprobs = []
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it was ended here, at a stop string."""
-        return self._stop.stopped
+    def _add_logprobs(self, entries: Sequence[Json]) -> None:
+        if self.is_stopped:
+            return
+        for entry in entries:
+            tops = [_token(top) for top in entry.get("top_logprobs") or ()]
+            shown = _token(entry) | {"top_logprobs": tops}
+            self._logprobs.append(shown)
+            self._pending_logprobs.append(shown)
 
-    def _goes_on(self) -> bool:
-        """Whether something other than text may be told; text that could have begun a stop string is shown first."""
-        self._show_text(self._stop.finish())
-        return not self.stopped
-
-    def think(self, text: Any) -> None:
-        """Some more of a thought."""
-        if isinstance(text, str) and text and self._goes_on():
-            self._waiting.append((ReasoningDelta(text), []))
-
-    def refuse(self, text: Any) -> None:
-        """Some more of why it does not answer."""
-        if isinstance(text, str) and text and self._goes_on():
-            self.refused = True
-            self._waiting.append((RefusalDelta(text), []))
-
-    def keep(self, block: Block) -> None:
-        """A whole block or item, as its provider said it."""
-        if self.stopped:
+    def _add_block(self, block: Json) -> None:
+        if self.is_stopped:
             return
         self.blocks.append(block)
         if is_sealed(block):
             self._waiting.append((SignedReasoning(block), []))
 
-    def call(self, place: Hashable, id: Any, name: Any, arguments: Any) -> None:
-        """A tool call, or some more of one."""
-        if not self._goes_on():
+    def _add_tool_call(self, fragment: ToolCallFragment) -> None:
+        if not self._flush_text():
             return
-        call = self._growing.get(place)
+        call = self._partial.get(fragment.place)
         if call is None:
-            call = self._growing[place] = _Growing()
+            call = self._partial[fragment.place] = _PartialToolCall()
             self._waiting.append((call, []))
-        if isinstance(id, str):
-            call.id = call.id or id
-        if isinstance(name, str) and call.begun is None:
-            call.name += name
+        if isinstance(fragment.id, str):
+            call.id = call.id or fragment.id
+        if isinstance(fragment.name, str) and call.start is None:
+            call.name += fragment.name
+        arguments = fragment.arguments
         if arguments is None or arguments == "":
             return
         text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        if not call.closed:
-            call.pieces.append(text)
+        if not call.is_ended:
+            call.deltas.append(text)
         elif text.strip():
-            self.broken = f"it went on with the tool call {call.name!r} after its end"
+            self.protocol_error = f"it went on with the tool call {call.name!r} after its end"
 
-    def end_call(self, place: Hashable) -> None:
-        """Nothing more will come of a call."""
-        if call := self._growing.get(place):
-            call.ended = True
+    # -- taking ----------------------------------------------------------------------------------------------------
 
-    # -- showing ---------------------------------------------------------------------------------------------------
-
-    def news(self, done: bool = False) -> list[OutputEvent]:
-        """What can be shown since the last time; all the rest where it is `done`. Content and thought are there when
-        it is."""
-        pieces: list[OutputEvent] = []
+    def take_new(self, done: bool = False) -> list[OutputEvent]:
+        """The events that can be written since the last call; all that are left once the provider is `done`."""
+        events: list[OutputEvent] = []
         if done:
-            self._goes_on()
+            self._flush_text()
         while self._waiting:
             first, logprobs = self._waiting[0]
-            if not isinstance(first, _Growing):
-                pieces.append(first)
-                self._logprobs_of_pieces.append(logprobs)
-                self._remember(first)
+            if not isinstance(first, _PartialToolCall):
+                events.append(first)
+                self._event_logprobs.append(logprobs)
                 self._waiting.popleft()
                 continue
-            ends = done or first.ended or (len(self._waiting) > 1 and first.is_whole())
-            shown = self._grow(first, ends)
-            pieces += shown
-            self._logprobs_of_pieces += [[] for _ in shown]
+            ends = done or first.is_complete or (len(self._waiting) > 1 and first.has_complete_arguments())
+            new = self._take_tool_call(first, ends)
+            events += new
+            self._event_logprobs += [[] for _ in new]
             if not ends:
                 break
             self._waiting.popleft()
-        self._shown += pieces
+        self._taken += events
         if done:
-            self.content, self.thought = "".join(self._contents), "".join(self._thoughts_told)
-        return pieces
+            self._join()
+        return events
 
-    def _remember(self, piece: OutputEvent) -> None:
-        if isinstance(piece, str):
-            self._contents.append(piece)
-        elif isinstance(piece, RefusalDelta):
-            self._contents.append(piece.text)
-        elif isinstance(piece, ReasoningDelta):
-            self._thoughts_told.append(piece.text)
+    def _join(self) -> None:
+        content: list[str] = []
+        for event in self._taken:
+            if isinstance(event, str):
+                content.append(event)
+            elif isinstance(event, RefusalDelta):
+                content.append(event.text)
+        self.content = "".join(content)
+        self.reasoning = "".join([event.text for event in self._taken if isinstance(event, ReasoningDelta)])
 
-    def _grow(self, call: _Growing, ends: bool) -> list[OutputEvent]:
-        """Begun with the first of its arguments: its name is whole by then."""
-        pieces: list[OutputEvent] = []
+    def _take_tool_call(self, call: _PartialToolCall, ends: bool) -> list[OutputEvent]:
+        """Starts with the first arguments, by which time the name is complete."""
+        events: list[OutputEvent] = []
         if ends and not call.arguments.strip():
-            call.pieces.append("{}")
-        if call.begun is None and call.pieces:
-            call.begun = ToolCallStart(len(self.tool_calls), self._new_id(call.id), call.name)
-            pieces.append(call.begun)
-        if call.begun is None:
-            return pieces
-        index, news = call.begun.index, "".join(call.pieces[call.shown :])
-        call.shown = len(call.pieces)
-        pieces += [ToolCallDelta(index, news)] if news else []
+            call.deltas.append("{}")
+        if call.start is None and call.deltas:
+            call.start = ToolCallStart(len(self.tool_calls), self._new_id(call.id), call.name)
+            events.append(call.start)
+        if call.start is None:
+            return events
+        index, text = call.start.index, "".join(call.deltas[call.num_taken :])
+        call.num_taken = len(call.deltas)
+        events += [ToolCallDelta(index, text)] if text else []
         if ends:
-            call.closed = True
-            self.tool_calls.append(ToolCall(index, call.begun.id, call.name, call.arguments))
-            pieces.append(ToolCallEnd(self.tool_calls[-1]))
-        return pieces
+            call.is_ended = True
+            self.tool_calls.append(ToolCall(index, call.start.id, call.name, call.arguments))
+            events.append(ToolCallEnd(self.tool_calls[-1]))
+        return events
 
     def _new_id(self, given: str) -> str:
-        """Its own, where no other call of the answer has it."""
-        taken = any(call.begun is not None and call.begun.id == given for call in self._growing.values())
-        return given if given and not taken else self.call_prefix + secrets.token_hex(12)
+        """The provider's id, unless another call of the answer has it."""
+        used = any(call.start is not None and call.start.id == given for call in self._partial.values())
+        return given if given and not used else self.call_prefix + secrets.token_hex(12)
 
-    # -- what is known of it -----------------------------------------------------------------------------------------
+    # -- the whole answer ------------------------------------------------------------------------------------------
 
-    def parts(self) -> list[OutputEvent]:
-        parts: list[OutputEvent] = []
-        for kind, run in groupby(self._shown, type):
-            pieces = list(run)
-            if kind is ToolCallEnd:
-                parts += [piece.call for piece in pieces if isinstance(piece, ToolCallEnd)]
-            elif kind in (ToolCallStart, ToolCallDelta):
-                continue
-            elif kind is SignedReasoning:
-                parts += pieces
-            else:
-                parts.append(_joined(pieces))
-        return parts
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the answer was ended here, at a stop string."""
+        return self._stop.stopped
+
+    @property
+    def message(self) -> Message:
+        return assistant_message(self.content, self.reasoning, self.tool_calls)
 
     @property
     def finish_reason(self) -> str:
-        reason = self.reason if self.reason in _REASONS and not self.stopped else "stop"
+        reason = self._reason if self._reason in _REASONS and not self.is_stopped else "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason or "stop"
 
     @property
     def stop_string(self) -> str | None:
-        return self._stop.found or self.stopped_by
+        return self._stop.found or self._stop_string
 
-    def logprobs_of_piece(self) -> list[Json]:
-        return self._logprobs_of_pieces.popleft() if self._logprobs_of_pieces else []
+    def parts(self) -> list[OutputEvent]:
+        parts: list[OutputEvent] = []
+        for kind, run in groupby(self._taken, type):
+            events = list(run)
+            if kind is ToolCallEnd:
+                parts += [event.call for event in events if isinstance(event, ToolCallEnd)]
+            elif kind is SignedReasoning:
+                parts += events
+            elif kind not in (ToolCallStart, ToolCallDelta):
+                parts.append(_joined(events))
+        return parts
 
-    def logprobs_of_rest(self) -> list[Json]:
-        rest, self._loose = self._loose, []
+    def take_token_ids(self) -> list[int]:
+        """None are known to be shown."""
+        return []
+
+    def next_logprobs(self) -> list[Json]:
+        return self._event_logprobs.popleft() if self._event_logprobs else []
+
+    def remaining_logprobs(self) -> list[Json]:
+        rest, self._pending_logprobs = self._pending_logprobs, []
         return rest
 
-    def logprobs_of_all(self) -> list[Json]:
+    def all_logprobs(self) -> list[Json]:
         return self._logprobs
 
 
-def _joined(pieces: Sequence[OutputEvent]) -> OutputEvent:
-    """Pieces of one kind as one."""
-    if isinstance(pieces[0], str):
-        return "".join(piece for piece in pieces if isinstance(piece, str))
-    text = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta | RefusalDelta))
-    return ReasoningDelta(text) if isinstance(pieces[0], ReasoningDelta) else RefusalDelta(text)
+def _joined(events: Sequence[OutputEvent]) -> OutputEvent:
+    """Events of one kind as one."""
+    if isinstance(events[0], str):
+        return "".join(event for event in events if isinstance(event, str))
+    text = "".join(event.text for event in events if isinstance(event, ReasoningDelta | RefusalDelta))
+    return ReasoningDelta(text) if isinstance(events[0], ReasoningDelta) else RefusalDelta(text)
+
+
+def _token(given: Json) -> Json:
+    text = given.get("token")
+    text = text if isinstance(text, str) else ""
+    known = given.get("bytes")
+    return {"token": text, "logprob": given["logprob"], "bytes": list(text.encode()) if known is None else known}

@@ -28,11 +28,12 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
-from agentlightning.gateway.upstream.provider import ApiPath, Price, Usage, visible_headers
+from agentlightning.gateway.upstream.provider import ApiPath, Price, visible_headers
 from agentlightning.gateway.upstream.servers import Server, ServerPool
 from agentlightning.gateway.upstream.token_bound import most_tokens
 from agentlightning.transport import Headers, PendingResponse, Response, TransportError

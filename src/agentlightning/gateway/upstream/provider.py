@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
-from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
 
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.transport import Headers
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
@@ -44,33 +44,6 @@ _PASSED: Final = frozenset(
 _REQUEST_IDS: Final = {b"x-request-id": b"request-id", b"request-id": b"x-request-id"}
 _PASSED_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _LONGEST_HEADER: Final = 1024
-
-
-class Usage(Struct, frozen=True):
-    """Tokens of one call, as its provider counted them."""
-
-    input_tokens: int = 0
-    """All of the prompt, `cached_tokens` among them."""
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    """Of the prompt, those the provider had in its cache."""
-    written_tokens: int = 0
-    """Of the prompt, those the provider put into its cache for minutes, and charges for that."""
-    written_hour_tokens: int = 0
-    """Likewise for an hour."""
-
-    @property
-    def tokens(self) -> int:
-        return self.input_tokens + self.output_tokens
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.input_tokens + other.input_tokens,
-            self.output_tokens + other.output_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.written_tokens + other.written_tokens,
-            self.written_hour_tokens + other.written_hour_tokens,
-        )
 
 
 class Price(BaseModel):

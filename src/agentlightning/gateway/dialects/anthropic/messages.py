@@ -20,6 +20,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import (
+    AnswerView,
     OutputEvent,
     ReasoningDelta,
     RefusalDelta,
@@ -45,7 +46,6 @@ from agentlightning.gateway.dialects.validation import (
     short,
 )
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
@@ -264,17 +264,17 @@ class Reply:
     """The call whose arguments are coming, until the first of them is shown."""
     _arguments: ObjectText = field(default_factory=ObjectText, init=False)
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         content = [block for part in answer.parts() if (block := self._block(part)) is not None]
         return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(drawn_tokens(answers))})
 
-    def opening(self, answers: Sequence[Answer]) -> bytes:
+    def opening(self, answers: Sequence[AnswerView]) -> bytes:
         stop = {"stop_reason": None, "stop_sequence": None}
         message = self._message([]) | stop | {"usage": self._usage(0)}
         return _event("message_start", {"message": message})
 
-    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
+    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         match piece:
             case ToolCall():
                 return self._close() + self._whole_call(piece)
@@ -296,7 +296,7 @@ class Reply:
             case SignedReasoning():
                 return self._close()
 
-    def ending(self, answers: Sequence[Answer]) -> bytes:
+    def ending(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         used = {"delta": _stop(answer), "usage": self._usage(drawn_tokens(answers))}
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
@@ -319,10 +319,10 @@ class Reply:
     def _usage(self, drawn: int) -> dict[str, Any]:
         """Here, what was cached is not counted as input."""
         head = self.head
-        read, written = head.cached_tokens or 0, head.cached_now_tokens or 0
+        read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
         used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": drawn} | cache
-        thought = head.thought_tokens
+        thought = head.reasoning_tokens
         return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
 
     def _whole_call(self, call: ToolCall) -> bytes:
@@ -374,9 +374,9 @@ class Reply:
         return self.head.id
 
 
-def _stop(answer: Answer) -> dict[str, str | None]:
+def _stop(answer: AnswerView) -> dict[str, str | None]:
     reason = answer.finish_reason
-    if answer.refused:
+    if answer.is_refusal:
         return {"stop_reason": "refusal", "stop_sequence": None}
     if reason == "stop" and answer.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}

@@ -16,6 +16,7 @@ from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import (
+    AnswerView,
     OutputEvent,
     ReasoningDelta,
     RefusalDelta,
@@ -41,7 +42,6 @@ from agentlightning.gateway.dialects.validation import (
     top_logprobs,
 )
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 
 _KNOWN: Final = frozenset(
@@ -204,58 +204,58 @@ class Reply:
     include_usage: bool = False
     """A stream ends with a chunk of its own for the usage."""
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
         reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
         return orjson.dumps(reply | self._prompt(answers))
 
-    def opening(self, answers: Sequence[Answer]) -> bytes:
+    def opening(self, answers: Sequence[AnswerView]) -> bytes:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
         return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
 
-    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
-        logprobs = self._logprobs(answer.logprobs_of_piece)
+    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+        logprobs = self._logprobs(answer.next_logprobs)
         delta = _delta(piece)
         delta = with_function_call(delta) if delta and self.legacy else delta
         return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
 
-    def ending(self, answers: Sequence[Answer]) -> bytes:
+    def ending(self, answers: Sequence[AnswerView]) -> bytes:
         closing = [
-            self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.logprobs_of_rest)) for answer in answers
+            self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.remaining_logprobs))
+            for answer in answers
         ]
         return common.ending(closing, self._usage(answers), apart=self.include_usage)
 
-    def _reason(self, answer: Answer) -> str:
+    def _reason(self, answer: AnswerView) -> str:
         reason = answer.finish_reason
         return "function_call" if self.legacy and reason == "tool_calls" else reason
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
 
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _usage(self, answers: Sequence[AnswerView]) -> dict[str, Any]:
         head = self.head
         used: dict[str, Any] = common.usage(head.prompt_tokens, drawn_tokens(answers))
         if head.cached_tokens is not None:
             used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
-        if head.thought_tokens is not None:
-            used["completion_tokens_details"] = {"reasoning_tokens": head.thought_tokens}
+        if head.reasoning_tokens is not None:
+            used["completion_tokens_details"] = {"reasoning_tokens": head.reasoning_tokens}
         return used
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, answer: AnswerView) -> dict[str, Any]:
         message = {**answer.message, "refusal": None}
         return {
             "index": answer.index,
             "message": with_function_call(message) if self.legacy else message,
             "finish_reason": self._reason(answer),
-            "logprobs": self._logprobs(answer.logprobs_of_all),
+            "logprobs": self._logprobs(answer.all_logprobs),
         } | self._token_ids(answer.token_ids)
 
     def _chunk(
-        self, answer: Answer, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
+        self, answer: AnswerView, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
     ) -> dict[str, Any]:
         choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        ids, answer.written_ids = answer.written_ids, []
-        choice |= self._token_ids(ids)
+        choice |= self._token_ids(answer.take_token_ids())
         return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
@@ -265,7 +265,7 @@ class Reply:
     def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": token_ids} if self.token_ids else {}
 
-    def _prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _prompt(self, answers: Sequence[AnswerView]) -> dict[str, Any]:
         return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
 
 

@@ -6,17 +6,16 @@ not known here. Without `max_tokens` an answer has at most 16 tokens, as this wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Final
 
 import orjson
 
-from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
-from agentlightning.gateway.dialects.content import OutputEvent
+from agentlightning.gateway.dialects.content import AnswerView, OutputEvent
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import Recall
 from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
@@ -31,8 +30,8 @@ from agentlightning.gateway.dialects.validation import (
     top_logprobs,
 )
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.logprobs import Token
+
+Json = dict[str, Any]
 
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -102,21 +101,22 @@ class Reply:
     _begun: set[int] = field(default_factory=set[int], init=False)
     """Answers whose prompt has been written."""
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [
-            self._choice(answer, answer.content, answer.finish_reason, answer.drawn.tokens) for answer in answers
+            self._choice(answer, answer.content, answer.finish_reason, answer.all_logprobs, answer.token_ids)
+            for answer in answers
         ]
         return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
 
-    def opening(self, answers: Sequence[Answer]) -> bytes:
+    def opening(self, answers: Sequence[AnswerView]) -> bytes:
         return b""
 
-    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
+    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         text = piece if isinstance(piece, str) else ""
-        return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.drawn.of_piece())]})
+        return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.next_logprobs)]})
 
-    def ending(self, answers: Sequence[Answer]) -> bytes:
-        closing = [self._choice(answer, "", answer.finish_reason, answer.drawn.rest()) for answer in answers]
+    def ending(self, answers: Sequence[AnswerView]) -> bytes:
+        closing = [self._choice(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
         chunks = [self._head() | {"choices": [choice]} for choice in closing]
         return common.ending(chunks, self._usage(answers), apart=self.include_usage)
 
@@ -124,35 +124,43 @@ class Reply:
         head = self.head
         return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
 
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+    def _usage(self, answers: Sequence[AnswerView]) -> dict[str, int]:
         return common.usage(self.head.prompt_tokens, drawn_tokens(answers))
 
-    def _choice(self, answer: Answer, text: str, reason: str | None, tokens: Sequence[Token]) -> dict[str, Any]:
-        logprobs = self._logprobs(answer, tokens) if self.logprobs and tokens else None
-        choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+    def _choice(
+        self,
+        answer: AnswerView,
+        text: str,
+        reason: str | None,
+        list_logprobs: Callable[[], list[Json]],
+        token_ids: Sequence[int] | None = None,
+    ) -> Json:
+        """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
+        listed = list_logprobs() if self.logprobs or self.token_ids else []
+        logprobs = self._logprobs(answer, listed) if self.logprobs and listed else None
+        choice: Json = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
         if self.token_ids:
-            choice["token_ids"] = [token for token, _, _ in tokens]
-            if answer.index not in self._begun:  # Once in a stream: it may be far longer than a piece.
+            choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
+            if answer.index not in self._begun:  # Once in a stream: the prompt may be far longer than an event.
                 self._begun.add(answer.index)
                 choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 
-    def _logprobs(self, answer: Answer, tokens: Sequence[Token]) -> dict[str, Any]:
-        texts = [answer.chat.decode([token]) for token, _, _ in tokens]
+    def _logprobs(self, answer: AnswerView, listed: Sequence[Json]) -> Json:
+        texts = [entry["token"] for entry in listed]
         *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
         return {
             "tokens": texts,
-            "token_logprobs": [value for _, value, _ in tokens],
-            "top_logprobs": _tops(answer.chat, tokens),
+            "token_logprobs": [entry["logprob"] for entry in listed],
+            "top_logprobs": _tops(listed),
             "text_offset": offsets,
         }
 
 
-def _tops(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, float]] | None:
-    """At each place the likeliest tokens by their text, the likelier one where two have the same."""
-    if not any(top for _, _, top in tokens):
-        return None
-    return [{chat.decode([token]): value for token, value in reversed(top)} for _, _, top in tokens]
+def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
+    """The likeliest tokens at each place by their text; of two tokens with the same text, the likelier one."""
+    tops = [entry["top_logprobs"] for entry in listed]
+    return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
 
 
 def _reply(request: Request, head: Head) -> Reply:

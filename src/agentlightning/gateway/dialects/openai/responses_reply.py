@@ -13,6 +13,7 @@ import orjson
 
 from agentlightning.gateway.dialects.base import Head, Request, drawn_tokens
 from agentlightning.gateway.dialects.content import (
+    AnswerView,
     OutputEvent,
     ReasoningDelta,
     RefusalDelta,
@@ -24,7 +25,6 @@ from agentlightning.gateway.dialects.content import (
 )
 from agentlightning.gateway.dialects.signed_reasoning import seal
 from agentlightning.gateway.dialects.sse import encode_event
-from agentlightning.gateway.local.answer import Answer
 
 ID_PREFIX: Final = "resp_"
 _ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -43,18 +43,18 @@ class Reply:
     _number: int = field(default=0, init=False)
     """Of the next event."""
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         if not self.items:
             self._fill(answer)
         return orjson.dumps(self._final(answer))
 
-    def opening(self, answers: Sequence[Answer]) -> bytes:
+    def opening(self, answers: Sequence[AnswerView]) -> bytes:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def piece(self, answer: Answer, piece: OutputEvent) -> bytes:
-        logprobs = answer.logprobs_of_piece() if self.request.logprobs else []
+    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+        logprobs = answer.next_logprobs() if self.request.logprobs else []
         match piece:
             case str():
                 return self._more_text(answer, piece, logprobs)
@@ -74,7 +74,7 @@ class Reply:
             case ToolCallEnd():
                 return self._end_call(piece.call)
 
-    def ending(self, answers: Sequence[Answer]) -> bytes:
+    def ending(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         begun = b""
         if all(item["type"] == "reasoning" for item in self.items):  # A turn without words is still a message.
@@ -83,7 +83,7 @@ class Reply:
         final = self._final(answer)
         return begun + closed + self._event(f"response.{final['status']}", response=final)
 
-    def _fill(self, answer: Answer) -> None:
+    def _fill(self, answer: AnswerView) -> None:
         """The items of an answer that nobody watched."""
         for part in answer.parts():
             match part:
@@ -102,29 +102,29 @@ class Reply:
             self.items.append(self._message(_text_part(""), "completed"))
         self._finish_last(answer)
 
-    def _finish_last(self, answer: Answer) -> None:
+    def _finish_last(self, answer: AnswerView) -> None:
         last = self.items[-1]
         if last["type"] != "function_call" and answer.finish_reason == "length":
             last["status"] = "incomplete"
         said = [item["content"][0] for item in self.items if item["type"] == "message"]
         if self.request.logprobs and len(said) == 1 and said[0]["type"] == "output_text":
-            said[0]["logprobs"] = answer.logprobs_of_all()
+            said[0]["logprobs"] = answer.all_logprobs()
 
     # -- text, refusals and thoughts ---------------------------------------------------------------------------------
 
-    def _more_text(self, answer: Answer, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+    def _more_text(self, answer: AnswerView, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         begun = self._open_message(answer, _text_part(""))
         part = self.items[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
         return begun + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
-    def _more_refusal(self, answer: Answer, text: str) -> bytes:
+    def _more_refusal(self, answer: AnswerView, text: str) -> bytes:
         begun = self._open_message(answer, _refusal_part(""))
         self.items[-1]["content"][0]["refusal"] += text
         return begun + self._event("response.refusal.delta", **self._place(), delta=text)
 
-    def _open_message(self, answer: Answer, part: dict[str, Any]) -> bytes:
+    def _open_message(self, answer: AnswerView, part: dict[str, Any]) -> bytes:
         """Begin a message of one kind, unless it is under way."""
         return b"" if self._open == part["type"] else self._close(answer) + self._begin_message(part)
 
@@ -137,7 +137,7 @@ class Reply:
             "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
         ) + self._event("response.content_part.added", **place, part=part)
 
-    def _more_thought(self, answer: Answer, text: str) -> bytes:
+    def _more_thought(self, answer: AnswerView, text: str) -> bytes:
         begun = b"" if self._open == "reasoning" else self._close(answer) + self._begin_thought()
         content = self.items[-1]["content"]
         if not content:
@@ -150,7 +150,7 @@ class Reply:
         self.items.append(self._reasoning("", "in_progress"))
         return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
 
-    def _seal(self, answer: Answer, piece: SignedReasoning) -> bytes:
+    def _seal(self, answer: AnswerView, piece: SignedReasoning) -> bytes:
         """A thought that comes back as it is, where the caller asked for what it needs for that."""
         if _ENCRYPTED not in (self.request.asked.get("include") or ()):
             return self._close(answer) if self._open == "reasoning" else b""
@@ -161,7 +161,7 @@ class Reply:
         self.items[-1]["encrypted_content"] = seal(piece.block)
         return begun + self._close(answer)
 
-    def _close(self, answer: Answer, last: bool = False) -> bytes:
+    def _close(self, answer: AnswerView, last: bool = False) -> bytes:
         """End the text or the thought that is under way."""
         if self._open is None:
             if last and self.items:
@@ -187,7 +187,7 @@ class Reply:
 
     # -- tool calls ------------------------------------------------------------------------------------------------
 
-    def _begin_call(self, answer: Answer, call: ToolCallStart) -> bytes:
+    def _begin_call(self, answer: AnswerView, call: ToolCallStart) -> bytes:
         closed = self._close(answer)
         item = _call(ToolCall(call.index, call.id, call.name, ""), "", "in_progress")
         self.items.append(item)
@@ -227,12 +227,12 @@ class Reply:
         self._number += 1
         return encode_event(event, kind)
 
-    def _final(self, answer: Answer) -> dict[str, Any]:
+    def _final(self, answer: AnswerView) -> dict[str, Any]:
         cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
         head = self.head
         used, drawn = head.prompt_tokens, drawn_tokens([answer])
-        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cached_now_tokens or 0}
+        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cache_write_tokens or 0}
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
             "output": self.items,
@@ -240,7 +240,7 @@ class Reply:
                 "input_tokens": used,
                 "input_tokens_details": cached,
                 "output_tokens": drawn,
-                "output_tokens_details": {"reasoning_tokens": head.thought_tokens or 0},
+                "output_tokens_details": {"reasoning_tokens": head.reasoning_tokens or 0},
                 "total_tokens": used + drawn,
             },
         }
