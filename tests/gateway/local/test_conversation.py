@@ -48,7 +48,7 @@ class Agent:
         prompt = self.conversations.prompt(attempt, "m", self.chat, messages, tools)
         tokens = self.chat.encode(text + ("<|im_end|>" if ended else "")) if tokens is None else tokens
         sample = Sample(tuple(tokens), (0.0,) * len(tokens), "stop" if ended else "length", 0)
-        answer = Answer(0, self.chat, (), reads_calls=tools is not None)
+        answer = Answer(0, self.chat, (), reads_tool_calls=tools is not None)
         answer.finish(sample)
         span_id = f"span-{len(self.turns)}"
         self.conversations.learn(attempt, prompt, answer.message, sample, self.chat.eos_token_ids, span_id)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from agentlightning.engine.base import Engine, SamplingParams
-from agentlightning.gateway.dialects.validation import short
+from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
 
 Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
@@ -24,7 +24,7 @@ def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingPar
         try:
             values[field] = read(data[name])
         except (TypeError, ValueError) as error:
-            raise bad_request(name, f"{whose} sets {name}={short(data[name])}; {error}") from None
+            raise bad_request(name, f"{whose} sets {name}={shorten(data[name])}; {error}") from None
     return replace(base, **values)
 
 

@@ -29,7 +29,7 @@ def refuse(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> No
     for each, the values that change nothing; null is always one."""
     for name, neutral in fields.items():
         if name in data and data[name] is not None and data[name] not in neutral:
-            raise bad_request(name, f"{name}={short(data[name])} cannot be honoured here; leave it out")
+            raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
 
 
 def ignored(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
@@ -39,12 +39,12 @@ def ignored(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
 
 def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of a field, None where it is absent or null."""
-    return None if data.get(name) is None else expect(name, data[name], kind)
+    return None if data.get(name) is None else require_type(name, data[name], kind)
 
 
-def expect(where: str, value: Any, kind: type) -> Any:
+def require_type(where: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise bad_request(field_of(where), f"{where}={short(value)} must be a {kind.__name__}")
+        raise bad_request(field_of(where), f"{where}={shorten(value)} must be a {kind.__name__}")
     return value
 
 
@@ -57,7 +57,7 @@ def kind_of(value: Any) -> str | None:
 def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     value = data.get(name)
     if value is not None and (type(value) is not int or not low <= value <= high):
-        raise bad_request(name, f"{name}={short(value)} must be a whole number from {low} to {high}")
+        raise bad_request(name, f"{name}={shorten(value)} must be a whole number from {low} to {high}")
     return value
 
 
@@ -71,7 +71,7 @@ def field_of(where: str) -> str:
     return where.partition("[")[0].partition(".")[0]
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A value as an error shows it."""
     text = orjson.dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."

@@ -14,6 +14,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Prompt
+from agentlightning.gateway.recording.otel_messages import chat_message
 from agentlightning.span import Span
 
 
@@ -103,7 +104,7 @@ class Record:
             names.REQUEST_TOP_P: params.top_p,
             names.REQUEST_TOP_K: params.top_k,
             names.INPUT_TOKENS: len(self.prompt.token_ids),
-            names.INPUT_MESSAGES: _json([_otel_message(message) for message in self.messages]),
+            names.INPUT_MESSAGES: _json([chat_message(message) for message in self.messages]),
         }
         optional = {
             names.REQUEST_MAX_TOKENS: params.max_tokens,
@@ -123,33 +124,8 @@ class Record:
 
 def _output(answer: Answer, reason: str) -> str:
     # OTel's finish reason of a message is singular.
-    message = _otel_message(answer.message) | {"finish_reason": "tool_call" if reason == "tool_calls" else reason}
+    message = chat_message(answer.message) | {"finish_reason": "tool_call" if reason == "tool_calls" else reason}
     return _json([message])
-
-
-def _otel_message(message: Message) -> dict[str, Any]:
-    if message["role"] == "tool":
-        response = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message["content"]}
-        return _named(message, [response])
-    text = message.get("content")
-    thought = message.get("reasoning_content")
-    parts: list[dict[str, Any]] = [{"type": "reasoning", "content": thought}] if thought else []
-    parts += [{"type": "text", "content": text}] if text else []
-    return _named(message, parts + [_otel_call(call) for call in message.get("tool_calls") or ()])
-
-
-def _named(message: Message, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    named: dict[str, Any] = {"role": message["role"], "parts": parts}
-    return named | {"name": message["name"]} if "name" in message else named
-
-
-def _otel_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        arguments = function["arguments"]
-    return {"type": "tool_call", "id": call.get("id"), "name": function["name"], "arguments": arguments}
 
 
 def _json(value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning import span as names
+from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url
 
 Json = Mapping[str, Any]
 Part = dict[str, Any]
@@ -94,10 +95,10 @@ def as_json(value: Any) -> str:
 
 
 def _of_chat(data: Json, index: int) -> list[Part]:
-    return [_chat_message(message) for message in _objects(data.get("messages"))]
+    return [chat_message(message) for message in _objects(data.get("messages"))]
 
 
-def _chat_message(message: Json) -> Part:
+def chat_message(message: Json) -> Part:
     role = message.get("role")
     if role == "tool":
         answer = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message.get("content")}
@@ -198,29 +199,20 @@ def _part(part: Json) -> Part:
         return tool_call(part.get("id"), part.get("name"), part.get("input"))
     if kind == "tool_result":
         return {"type": "tool_call_response", "id": part.get("tool_use_id"), "response": part.get("content")}
-    if kind in ("image_url", "input_image", "image"):
+    if kind in IMAGE_TYPES:
         return _image(part)
     return {**part, "type": kind or "generic"}
 
 
 def _image(part: Json) -> Part:
-    """By its address, or its bytes where they came with it."""
-    source = part.get("image_url", part.get("source"))
-    where = source if isinstance(source, str) else None
-    if isinstance(source, dict):
-        where = source.get("url")
-        if source.get("type") == "base64":
-            return _blob(source.get("media_type"), source.get("data"))
-    if isinstance(where, str) and where.startswith("data:"):
-        head, _, content = where[5:].partition(",")
-        return _blob(head.partition(";")[0], content)
-    if where is None:
+    """By its address, or by its bytes where they were sent."""
+    url = image_url(part)
+    if url is None:
         return {"type": "file", "modality": "image", "file_id": part.get("file_id")}
-    return {"type": "uri", "modality": "image", "uri": where}
-
-
-def _blob(mime_type: Any, content: Any) -> Part:
-    return {"type": "blob", "modality": "image", "mime_type": mime_type, "content": content}
+    if not url.startswith("data:"):
+        return {"type": "uri", "modality": "image", "uri": url}
+    head, _, content = url[len("data:") :].partition(",")
+    return {"type": "blob", "modality": "image", "mime_type": head.partition(";")[0], "content": content}
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

@@ -13,12 +13,14 @@ from typing import Any, Final, cast
 
 import orjson
 
+from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES
+
 BYTES_OF_TOKEN: Final = 2
 """Of text, at the least: most has three or four."""
 BYTES_OF_SOUND_TOKEN: Final = 32
 """Of sound in base64, at the least: the tightest encodings have a kilobyte a second, and nobody counts more than 32
 tokens for that."""
-_IMAGES: Final = frozenset({"image_url", "input_image", "image", "computer_screenshot"})
+_IMAGES: Final = frozenset({*IMAGE_TYPES, "computer_screenshot"})
 
 
 def most_tokens(body: bytes, image_tokens: int) -> int:

@@ -8,7 +8,7 @@ an object, and comes back as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
@@ -30,6 +30,7 @@ from agentlightning.gateway.dialects.content import (
     ToolCallEnd,
     ToolCallStart,
 )
+from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.message_digest import text_of
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import Recall
@@ -37,16 +38,15 @@ from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, sampling_p
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
-    expect,
     ignored,
     kind_of,
     optional,
     read_json,
     refuse,
-    short,
+    require_type,
+    shorten,
 )
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
 
@@ -54,6 +54,7 @@ _KNOWN: Final = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "output_config", "output_format"}
 )
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+_TEXT_FIELDS: Final = {"text": "text"}
 _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
 
@@ -103,11 +104,11 @@ def _refuse_thread(data: Mapping[str, Any]) -> None:
 def _tools(data: Mapping[str, Any], dropped: list[str]) -> common.Tools | None:
     tools: common.Tools = []
     for index, tool in enumerate(optional(data, "tools", list) or ()):
-        kind = expect(f"tools[{index}]", tool, dict).get("type")
+        kind = require_type(f"tools[{index}]", tool, dict).get("type")
         if kind not in (None, "custom"):
             dropped.append(f"tools.{kind}")
             continue
-        function: dict[str, Any] = {"name": expect(f"tools[{index}].name", tool.get("name"), str)}
+        function: dict[str, Any] = {"name": require_type(f"tools[{index}].name", tool.get("name"), str)}
         function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
         tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}})
     return tools or None
@@ -120,10 +121,10 @@ def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None
         case "any":
             return True, None
         case "tool":
-            return True, frozenset({expect("tool_choice.name", choice.get("name"), str)})
+            return True, frozenset({require_type("tool_choice.name", choice.get("name"), str)})
         case _:
             raise bad_request(
-                "tool_choice", f"tool_choice={short(choice)} is not known; use the type auto, any, tool or none"
+                "tool_choice", f"tool_choice={shorten(choice)} is not known; use the type auto, any, tool or none"
             )
 
 
@@ -165,18 +166,20 @@ def _begun(messages: list[Message], attachments: bool) -> tuple[list[Message], s
 def _system(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    texts = [_text("system", block) for block in expect("system", value, list)]
+    texts = [_text("system", block) for block in require_type("system", value, list)]
     return "\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
 def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
-        raise bad_request("messages", f"{where} has the role {short(role)}; use user or assistant")
+        raise bad_request("messages", f"{where} has the role {shorten(role)}; use user or assistant")
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = [expect(f"{where}.content", block, dict) for block in expect(f"{where}.content", content, list)]
+    blocks = [
+        require_type(f"{where}.content", block, dict) for block in require_type(f"{where}.content", content, list)
+    ]
     if role == "assistant":
         return [_assistant(where, blocks)]
     return _user(where, role, blocks, dropped, attachments)
@@ -191,26 +194,18 @@ def _user(
         if is_result:
             messages += [_result(where, block, dropped, attachments) for block in run]
         else:
-            messages.append({"role": role, "content": _content(where, run, attachments)})
+            messages.append(
+                {"role": role, "content": read_content(f"{where}.content", list(run), _TEXT_FIELDS, attachments, "\n")}
+            )
     return messages or [{"role": role, "content": ""}]
-
-
-def _content(where: str, blocks: Iterable[Any], attachments: bool) -> Content:
-    parts: list[Part] = []
-    for block in blocks:
-        found = parts_of(block) if attachments else None
-        parts += [text_part(_text(where, block))] if found is None else found
-    return content_of(parts, "\n")
 
 
 def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachments: bool) -> Message:
     if block.get("is_error"):
         dropped.append("tool_result.is_error")
-    content = block.get("content")
-    if content is not None and not isinstance(content, str):
-        content = _content(where, expect(f"{where}.tool_result.content", content, list), attachments)
-    call_id = expect(f"{where}.tool_result.tool_use_id", block.get("tool_use_id"), str)
-    return {"role": "tool", "content": content or "", "tool_call_id": call_id}
+    content = read_content(f"{where}.tool_result.content", block.get("content"), _TEXT_FIELDS, attachments, "\n")
+    call_id = require_type(f"{where}.tool_result.tool_use_id", block.get("tool_use_id"), str)
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
 def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
@@ -220,7 +215,7 @@ def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
             case "tool_use":
                 message.setdefault("tool_calls", []).append(_call(where, block))
             case "thinking":
-                thought = expect(f"{where}.thinking", block.get("thinking"), str)
+                thought = require_type(f"{where}.thinking", block.get("thinking"), str)
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case "redacted_thinking":
                 pass
@@ -233,7 +228,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     given = block.get("input")
     if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
         given = given[RAW_ARGUMENTS]
-    name = expect(f"{where}.tool_use.name", block.get("name"), str)
+    name = require_type(f"{where}.tool_use.name", block.get("name"), str)
     arguments = given if isinstance(given, str) else as_arguments(given)
     return {"id": optional(block, "id", str), "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -243,7 +238,7 @@ def _text(where: str, block: Any) -> str:
     if kind != "text" or not isinstance(block.get("text"), str):
         name = where.partition("[")[0]
         raise bad_request(
-            name, f"{where} has a block of type {short(kind)}, which cannot be read here; this model reads text"
+            name, f"{where} has a block of type {shorten(kind)}, which cannot be read here; this model reads text"
         )
     return block["text"]
 

@@ -24,6 +24,7 @@ from agentlightning.gateway.dialects.content import (
     ToolCallDelta,
     ToolCallStart,
 )
+from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.legacy_functions import modernised, with_function_call
 from agentlightning.gateway.dialects.response_store import Recall
@@ -31,18 +32,16 @@ from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUS
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
-    expect,
     ignored,
     integer,
-    kind_of,
     optional,
     read_json,
     refuse,
-    short,
+    require_type,
+    shorten,
     top_logprobs,
 )
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.translation.attachments import Content, Part, content_of, parts_of, text_part
 
 _KNOWN: Final = frozenset(
     {
@@ -54,6 +53,7 @@ _KNOWN: Final = frozenset(
 _OF_TOKENS: Final = frozenset({"return_token_ids"})
 """What no other dialect's provider can tell: ignored where a request is to be translated."""
 _ROLES: Final = ("assistant", "system", "tool", "user")
+_TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_REFUSED,
@@ -147,39 +147,26 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        raise bad_request("messages", f"{where} has the role {short(role)}; use {', '.join(_ROLES)} or developer")
-    read: Message = {"role": role, "content": _content(where, message.get("content"), attachments)}
+        raise bad_request("messages", f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)} or developer")
+    read: Message = {
+        "role": role,
+        "content": read_content(f"{where}.content", message.get("content"), _TEXT_FIELDS, attachments),
+    }
     if calls := message.get("tool_calls"):
         read["tool_calls"] = _tool_calls(where, calls)
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
-            read[key] = expect(f"{where}.{key}", message[key], str)
+            read[key] = require_type(f"{where}.{key}", message[key], str)
     # Kept apart from the content: templates that show what a model thought read it by this name.
     if role == "assistant" and isinstance(thought := message.get("reasoning_content"), str) and thought:
         read["reasoning_content"] = thought
     return read
 
 
-def _content(where: str, content: Any, attachments: bool) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[Part] = []
-    for part in expect(f"{where}.content", content, list):
-        kind = kind_of(part)
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if isinstance(text, str):
-            parts.append(text_part(text))
-        elif attachments and (found := parts_of(part)) is not None:
-            parts += found
-        else:
-            raise bad_request(
-                "messages", f"{where}.content has a part of type {short(kind)}; this model reads text only"
-            )
-    return content_of(parts)
-
-
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    return [_tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(expect(where, calls, list))]
+    return [
+        _tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(require_type(where, calls, list))
+    ]
 
 
 def _tool_call(where: str, call: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from agentlightning.gateway.dialects.output_constraint import (
     strict_arguments,
 )
 from agentlightning.gateway.dialects.sse import DONE, encode_event
-from agentlightning.gateway.dialects.validation import expect, kind_of, optional, short
+from agentlightning.gateway.dialects.validation import kind_of, optional, require_type, shorten
 from agentlightning.gateway.errors import ApiError, bad_request
 
 Tools = list[dict[str, Any]]
@@ -85,17 +85,17 @@ def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
     if kind == "function" and isinstance(said, dict) and isinstance(said.get("name"), str):
         return True, frozenset({said["name"]})
     if kind == "allowed_tools" and isinstance(said, dict) and said.get("mode") in ("auto", "required"):
-        names = [_allowed_name(tool) for tool in expect("tool_choice.tools", said.get("tools"), list)]
+        names = [_allowed_name(tool) for tool in require_type("tool_choice.tools", said.get("tools"), list)]
         return said["mode"] == "required", frozenset(names)
     raise bad_request(
-        "tool_choice", f"tool_choice={short(value)} cannot be honoured here; use auto, none, required or a function"
+        "tool_choice", f"tool_choice={shorten(value)} cannot be honoured here; use auto, none, required or a function"
     )
 
 
 def _allowed_name(tool: Any) -> str:
     said = tool.get("function", tool) if isinstance(tool, dict) else None
     name = said.get("name") if isinstance(said, dict) else None
-    return expect("tool_choice.tools.name", name, str)
+    return require_type("tool_choice.tools.name", name, str)
 
 
 def text_format(where: str, value: Any, nested: bool) -> Shape | None:
@@ -110,7 +110,7 @@ def text_format(where: str, value: Any, nested: bool) -> Shape | None:
         return json_schema(f"{where}.schema", said.get("schema"))
     name = where.partition(".")[0]
     raise bad_request(
-        name, f"{where}={short(value)} cannot be honoured here; use the type text, json_object or json_schema"
+        name, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
     )
 
 
@@ -158,7 +158,7 @@ def include_usage(data: Mapping[str, Any]) -> bool:
     """Whether a stream is to end with a chunk that has no choice and the usage. Raises ApiError 400 on what is no
     option."""
     wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
-    return bool(expect("stream_options.include_usage", wanted, bool)) if wanted is not None else False
+    return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
 
 
 def ending(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:

@@ -26,7 +26,7 @@ from agentlightning.gateway.dialects.validation import (
     optional,
     read_json,
     refuse,
-    short,
+    shorten,
     top_logprobs,
 )
 from agentlightning.gateway.errors import bad_request
@@ -76,7 +76,7 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
         shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
-        raise bad_request("prompt", f"prompt={short(value)} must be {shapes}")
+        raise bad_request("prompt", f"prompt={shorten(value)} must be {shapes}")
     return tuple(prompts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agentlightning.gateway.dialects.validation import expect, optional
+from agentlightning.gateway.dialects.validation import optional, require_type
 from agentlightning.gateway.errors import bad_request
 
 Json = dict[str, Any]
@@ -31,7 +31,7 @@ def modernised(data: Json) -> tuple[Json, bool]:
         raise bad_request("functions", "functions and tools are both set; give tools alone")
     found["tools"] = [{"type": "function", "function": function} for function in functions]
     if isinstance(choice, dict):
-        name = expect("function_call.name", cast("Json", choice).get("name"), str)
+        name = require_type("function_call.name", cast("Json", choice).get("name"), str)
         found["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif choice is not None:
         found["tool_choice"] = choice
@@ -43,7 +43,7 @@ def _message(message: Any) -> Any:
         return message
     known = cast("Json", message)
     if known.get("role") == "function":
-        name = expect("messages.name", known.get("name"), str)
+        name = require_type("messages.name", known.get("name"), str)
         return {"role": "tool", "tool_call_id": call_id(name), "content": known.get("content")}
     called = known.get("function_call")
     if not isinstance(called, dict):

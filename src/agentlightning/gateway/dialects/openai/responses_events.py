@@ -35,7 +35,7 @@ class ResponsesEvents:
     def __init__(self, with_blocks: bool = False) -> None:
         self._with_blocks = with_blocks
         self._streamed: set[Any] = set()
-        """Output indexes and ids of the items whose content came in deltas, or whole."""
+        """Output indexes of the items that were read, and ids of those that came in deltas."""
         self._started: set[Any] = set()
         """Output indexes of the tool calls whose names came before their arguments."""
 
@@ -52,7 +52,7 @@ class ResponsesEvents:
             if data.get("summary_index"):
                 yield ReasoningDelta("\n\n")
         elif isinstance(kind, str) and kind.endswith(".delta"):
-            self._streamed |= {place, data.get("item_id")} - {None}
+            self._streamed |= {place, data["item_id"]} if data.get("item_id") else {place}
             yield from _delta(kind, place, data)
         else:
             response = data.get("response", data if data.get("object") == "response" else None)
@@ -85,8 +85,8 @@ class ResponsesEvents:
     def _item(self, place: Any, item: Json) -> Iterator[ProviderEvent]:
         """A complete item, of which nothing is read twice."""
         kind = item.get("type")
-        if place not in self._streamed and (item.get("id") is None or item.get("id") not in self._streamed):
-            self._streamed |= {place, item.get("id")} - {None}
+        if place not in self._streamed and item.get("id") not in self._streamed:
+            self._streamed.add(place)
             for part in item.get("content") or item.get("summary") or ():
                 yield from _part(kind, part)
             if kind == "function_call":

@@ -13,6 +13,7 @@ from typing import Any, Final
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, Reply
 from agentlightning.gateway.dialects.response_store import Recall
@@ -21,25 +22,15 @@ from agentlightning.gateway.dialects.signed_reasoning import unseal
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
-    expect,
     ignored,
-    kind_of,
     optional,
     read_json,
     refuse,
-    short,
+    require_type,
+    shorten,
     top_logprobs,
 )
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.translation.attachments import (
-    Content,
-    Part,
-    content_of,
-    has_attachments,
-    joined,
-    parts_of,
-    text_part,
-)
 
 _KNOWN: Final = frozenset(
     {
@@ -59,8 +50,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
 _ROLES: Final = ("assistant", "developer", "system", "user")
-_TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Type of a content part -> where its text is."""
+_TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
 def read_request(body: Body, recall: Recall, attachments: bool = False) -> Request:
@@ -108,7 +98,7 @@ def _conversation(data: Mapping[str, Any], recall: Recall, attachments: bool) ->
     """(the instructions of this request alone, the conversation)."""
     instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
     leading = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
-    messages = recall.messages(expect("previous_response_id", previous, str)) if previous is not None else []
+    messages = recall.messages(require_type("previous_response_id", previous, str)) if previous is not None else []
     if not attachments and any(has_attachments(message.get("content")) for message in messages):
         said = f"previous_response_id={previous!r} goes on from images or files; this model reads text"
         raise bad_request("previous_response_id", said)
@@ -125,11 +115,11 @@ def _as_items(value: Any, role: str) -> Any:
 def _read_items(where: str, items: Any, recall: Recall, attachments: bool) -> list[Message]:
     messages: list[Message] = []
     thought, sealed = "", list[dict[str, Any]]()
-    for index, item in enumerate(expect(where, items, list)):
+    for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
-        item = expect(place, item, dict)
+        item = require_type(place, item, dict)
         if item.get("type") == "item_reference":
-            item = recall.item(expect(f"{place}.id", item.get("id"), str))
+            item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
             thought += _thought(place, item)
             sealed += unseal(item.get("encrypted_content"))
@@ -157,7 +147,7 @@ def _add_thought(messages: list[Message], begun: int, thought: str, sealed: list
 
 def _thought(where: str, item: Mapping[str, Any]) -> str:
     """What a reasoning item says openly."""
-    parts = expect(f"{where}.content", item.get("content") or [], list)
+    parts = require_type(f"{where}.content", item.get("content") or [], list)
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
 
@@ -169,19 +159,19 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], atta
         case "function_call":
             _add_call(where, messages, item)
         case "function_call_output":
-            call_id = expect(f"{where}.call_id", item.get("call_id"), str)
-            output = _content(where, item.get("output"), attachments)
+            call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
+            output = read_content(f"{where}.output", item.get("output"), _TEXT_FIELDS, attachments)
             messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
         case kind:
             raise bad_request(
-                where.partition("[")[0], f"{where} is an item of type {short(kind)}, which cannot be read here"
+                where.partition("[")[0], f"{where} is an item of type {shorten(kind)}, which cannot be read here"
             )
 
 
 def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
-    role, content = item.get("role"), _content(where, item.get("content"), attachments)
+    role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
     if role not in _ROLES:
-        raise bad_request(where.partition("[")[0], f"{where} has the role {short(role)}; use {', '.join(_ROLES)}")
+        raise bad_request(where.partition("[")[0], f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
         messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call of the same turn.
         return
@@ -195,33 +185,12 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
     """The calls of one turn, and the text before them, are one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    call_id = expect(f"{where}.call_id", item.get("call_id"), str)
-    name = expect(f"{where}.name", item.get("name"), str)
+    call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
+    name = require_type(f"{where}.name", item.get("name"), str)
     function = {"name": name, "arguments": as_arguments(item.get("arguments"))}
     message = messages[-1] = dict(messages[-1])
     call = {"id": call_id, "type": "function", "function": function}
     message["tool_calls"] = [*message.get("tool_calls", ()), call]
-
-
-def _content(where: str, content: Any, attachments: bool) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[Part] = []
-    for part in expect(f"{where}.content", content, list):
-        found = parts_of(part) if attachments else None
-        parts += [text_part(_text(where, part))] if found is None else found
-    return content_of(parts)
-
-
-def _text(where: str, part: Any) -> str:
-    kind = kind_of(part)
-    text = part.get(_TEXTS[kind]) if kind in _TEXTS else None
-    if not isinstance(text, str):
-        name = where.partition("[")[0]
-        raise bad_request(
-            name, f"{where} has content of type {short(kind)}, which cannot be read here; this model reads text"
-        )
-    return text
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

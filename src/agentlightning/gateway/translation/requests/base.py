@@ -12,10 +12,10 @@ from typing import Any, Final, Protocol
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.content_parts import joined
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_PARAMS
-from agentlightning.gateway.dialects.validation import short
+from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.translation.attachments import joined
 from agentlightning.gateway.upstream.provider import Provider
 
 Json = dict[str, Any]
@@ -80,7 +80,7 @@ def refuse(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: P
         if not fine:
             name = next((name for name in _ELSEWHERE.get(meant, ()) if request.asked.get(name)), meant)
             message = (
-                f"{name}={short(value)} cannot be asked of the provider {provider.name!r}, which speaks /v1/{path}"
+                f"{name}={shorten(value)} cannot be asked of the provider {provider.name!r}, which speaks /v1/{path}"
             )
             raise bad_request(name, f"{message}; leave it out")
 

@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.content_parts import Content
 from agentlightning.gateway.dialects.output_constraint import Constraint
-from agentlightning.gateway.translation.attachments import Content, as_chat, without
+from agentlightning.gateway.translation.attachments import as_chat, split_attachments
 from agentlightning.gateway.translation.requests.base import Blocks, Extras, Json, object_of, results_first, shape_of
 from agentlightning.gateway.upstream.provider import Provider
 
@@ -76,7 +77,7 @@ def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
             shown = []
         content = message.get("content") or ""
         if message["role"] == "tool":
-            content, images = without(content)
+            content, images = split_attachments(content)
             shown += images
         kept = {key: value for key, value in message.items() if key in known}
         sent.append(kept | {"content": _chat_content(message, content)})

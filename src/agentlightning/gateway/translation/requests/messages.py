@@ -11,10 +11,11 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.anthropic.messages import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.content_parts import has_attachments
 from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.signed_reasoning import turn_key
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.translation.attachments import as_blocks, as_text, has_attachments
+from agentlightning.gateway.translation.attachments import as_blocks, as_text
 from agentlightning.gateway.translation.requests.base import (
     Blocks,
     Extras,

@@ -1,0 +1,195 @@
+"""Content of messages as typed parts, the same for every wire format: text, images and files.
+
+Dialects read the content of a message with `read_content`; spans and token estimates recognise the same images.
+Content without any is a plain string, and strings are never searched for anything: whatever the text of a page or a
+tool result looks like, it stays text. Files that only their provider can find, by an id, are not read here.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, TypedDict, cast
+
+from agentlightning.gateway.dialects.validation import field_of, kind_of, require_type, shorten
+from agentlightning.gateway.errors import bad_request
+
+Json = dict[str, Any]
+
+
+class TextPart(TypedDict):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    """An image."""
+
+    type: Literal["image"]
+    url: str
+    """Its address, or its bytes as a data URL."""
+    detail: Any
+    """The level of detail in OpenAI's terms; None: not given."""
+
+
+class FilePart(TypedDict):
+    """A file that is not an image."""
+
+    type: Literal["file"]
+    url: str
+    """Its address, or its bytes as a data URL."""
+    name: str | None
+
+
+Part = TextPart | ImagePart | FilePart
+Content = str | list[Part]
+"""A list holds at least one image or file, and no two texts side by side."""
+
+IMAGE_TYPES: Final = ("image", "image_url", "input_image")
+_FILE_TYPES: Final = ("document", "file", "input_file")
+
+
+def parts_of(part: Any) -> list[Part] | None:
+    """The parts of an image or a file in a request of any dialect; None for anything else, and for files that only
+    their provider can find."""
+    if not isinstance(part, dict):
+        return None
+    known = cast("Json", part)
+    kind = known.get("type")
+    if kind in IMAGE_TYPES:
+        return _image(known)
+    return _file(known) if kind in _FILE_TYPES else None
+
+
+def text_part(text: str) -> TextPart:
+    return {"type": "text", "text": text}
+
+
+def content_of(parts: Iterable[Part], between: str = "") -> Content:
+    """The content of a message. Adjacent texts are joined with `between`."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and last["type"] == "text" and part["type"] == "text":
+            found[-1] = text_part(last["text"] + between + part["text"])
+        else:
+            found.append(part)
+    if all(part["type"] == "text" for part in found):
+        return "".join(part["text"] for part in found if part["type"] == "text")
+    return found
+
+
+def joined(first: Content | None, second: Content | None) -> Content:
+    """Two contents as that of one message."""
+    return content_of([*non_empty_parts(first), *non_empty_parts(second)])
+
+
+def non_empty_parts(content: Content | None) -> list[Part]:
+    if isinstance(content, str):
+        return [text_part(content)] if content else []
+    return [part for part in content or () if part["type"] != "text" or part["text"]]
+
+
+def has_attachments(content: Content | None) -> bool:
+    return isinstance(content, list)
+
+
+def read_content(
+    where: str, content: Any, text_fields: Mapping[str, str], attachments: bool, between: str = ""
+) -> Content:
+    """The content of a message in a request. `text_fields` maps the types of text parts to the field with their text.
+
+    Raises ApiError 400 on parts that cannot be read; images and files are read only with `attachments`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Part] = []
+    for part in require_type(where, content, list):
+        kind = kind_of(part)
+        text = part.get(text_fields[kind]) if kind is not None and kind in text_fields else None
+        if isinstance(text, str):
+            parts.append(text_part(text))
+        elif attachments and (found := parts_of(part)) is not None:
+            parts += found
+        else:
+            message = f"{where} has a part of type {shorten(kind)}, which cannot be read here; this model reads text"
+            raise bad_request(field_of(where), message)
+    return content_of(parts, between)
+
+
+def image_url(part: Mapping[str, Any]) -> str | None:
+    """The address or the data URL of an image; None for an image that only its provider can find."""
+    given = part.get("image_url", part.get("source"))
+    return given if isinstance(given, str) else _source_url(given)
+
+
+def _image(part: Json) -> list[Part] | None:
+    url = image_url(part)
+    if url is None:
+        return None
+    return [{"type": "image", "url": url, "detail": part.get("detail") or _object(part, "image_url").get("detail")}]
+
+
+def _source_url(source: Any) -> str | None:
+    if not isinstance(source, dict):
+        return None
+    known = cast("Json", source)
+    if known.get("type") == "base64":
+        return f"data:{known.get('media_type')};base64,{known.get('data')}"
+    url = known.get("url")
+    return url if isinstance(url, str) else None
+
+
+def _file(part: Json) -> list[Part] | None:
+    if part.get("type") == "document":
+        return _document(part)
+    given = _object(part, "file") if part.get("type") == "file" else part
+    name, data, url = given.get("filename"), given.get("file_data"), given.get("file_url")
+    if isinstance(data, str) and not data.startswith("data:"):
+        kind = mimetypes.guess_type(name)[0] if isinstance(name, str) else None
+        data = f"data:{kind or 'application/pdf'};base64,{data}"
+    where = data if isinstance(data, str) else url
+    return [_file_part(where, name)] if isinstance(where, str) else None
+
+
+def _document(part: Json) -> list[Part] | None:
+    """Anthropic's documents. Text documents become text, below their title."""
+    source, title = _object(part, "source"), part.get("title")
+    heading = [text_part(text) for text in (title, part.get("context")) if isinstance(text, str)]
+    if source.get("type") == "text" and isinstance(source.get("data"), str):
+        return _as_parts([*heading, text_part(source["data"])])
+    if source.get("type") == "content":
+        return _as_parts([*heading, *_within(source.get("content"))])
+    url = _source_url(source)
+    return None if url is None else [_file_part(url, title)]
+
+
+def _within(content: Any) -> list[Part]:
+    """The texts and images of a document of blocks."""
+    if isinstance(content, str):
+        return [text_part(content)]
+    parts: list[Part] = []
+    for block in cast("list[Any]", content) if isinstance(content, list) else ():
+        if not isinstance(block, dict):
+            continue
+        known = cast("Json", block)
+        if known.get("type") in IMAGE_TYPES:
+            parts += _image(known) or ()
+        elif isinstance(text := known.get("text"), str):
+            parts.append(text_part(text))
+    return parts
+
+
+def _as_parts(parts: list[Part]) -> list[Part]:
+    content = content_of(parts, "\n")
+    return [text_part(content)] if isinstance(content, str) else content
+
+
+def _file_part(url: str, name: Any) -> FilePart:
+    return {"type": "file", "url": url, "name": name if isinstance(name, str) else None}
+
+
+def _object(part: Mapping[str, Any], name: str) -> Json:
+    value = part.get(name)
+    return cast("Json", value) if isinstance(value, dict) else {}
