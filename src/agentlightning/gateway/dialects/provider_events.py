@@ -1,13 +1,13 @@
 """What a provider answers, as typed events, the same for every dialect and for whole answers and streams.
 
 One reader for each wire format makes them (`openai.chat_events`, `openai.responses_events`, `anthropic.events`). Spans,
-translation and usage are all made of these events, so that each answer is parsed once. Readers are generators that
-skip what they do not know and raise on malformed JSON structures; `recording.provider_response` contains that.
+translation and usage are all made of these events, so that each answer is parsed once. Readers
+skip what they do not know, and raise on malformed JSON structures after the events that came before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 from msgspec import Struct
@@ -144,6 +144,9 @@ ProviderEvent = (
     | UsageReport
     | ProviderFailure
 )
+
+
+Emit = Callable[[ProviderEvent], None]
 
 
 def counted(*counts: Any) -> Usage:

@@ -7,6 +7,7 @@ gets the answer unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
@@ -19,12 +20,15 @@ from agentlightning.gateway.dialects.openai.chat_events import ChatEvents, chat_
 from agentlightning.gateway.dialects.openai.responses_events import ResponsesEvents, responses_usage
 from agentlightning.gateway.dialects.provider_events import (
     MALFORMED,
+    BlockDone,
+    Emit,
     Finish,
     ProviderEvent,
     ProviderFailure,
     ResponseStart,
     SampledTokens,
     TextDelta,
+    ToolCallDone,
     ToolCallFragment,
     Usage,
     UsageReport,
@@ -98,8 +102,8 @@ def _extended(values: list[Any] | None, more: Any) -> list[Any]:
 class EventReader(Protocol):
     """Reads one answer of one wire format."""
 
-    def read(self, data: Json) -> Any:
-        """An iterator over the events of a whole answer or of one stream event."""
+    def read(self, data: Json, emit: Emit) -> None:
+        """Emit the events of a whole answer or of one stream event."""
         ...
 
 
@@ -135,12 +139,11 @@ class ProviderResponse:
             return events
         if self._reader is None:
             self._reader = _READERS[self.path](self.with_blocks)
-        try:
-            for event in self._reader.read(cast("Json", data)):
-                events.append(event)
-                self._add(event)
-        except MALFORMED:
-            pass
+        with suppress(*MALFORMED):
+            self._reader.read(cast("Json", data), events.append)
+        with suppress(*MALFORMED):
+            for event in events:
+                _ADDERS[type(event)](self, event)
         return events
 
     def choice(self, index: int) -> Choice:
@@ -149,30 +152,52 @@ class ProviderResponse:
             found = self.choices[index] = Choice(index)
         return found
 
-    def _add(self, event: ProviderEvent) -> None:
-        match event:
-            case TextDelta() | RefusalDelta():
-                self.choice(event.choice).text.append(event.text)
-            case ReasoningDelta():
-                self.choice(event.choice).reasoning.append(event.text)
-            case ToolCallFragment():
-                self.choice(event.choice).add_tool_call(event)
-            case SampledTokens(choice=None):
-                self.prompt_token_ids = event.prompt_token_ids
-            case SampledTokens():
-                self.choice(event.choice or 0).add_tokens(event)
-            case Finish():
-                choice = self.choice(event.choice)
-                choice.finish_reason = event.reason or choice.finish_reason
-            case UsageReport():
-                self.usage = event.usage
-            case ResponseStart():
-                self.id = self.id or (event.id if isinstance(event.id, str) else "")
-                self.model = self.model or (event.model if isinstance(event.model, str) else "")
-            case ProviderFailure():
-                self.error = event.message
-            case _:
-                pass
+    def add_text(self, event: TextDelta | RefusalDelta) -> None:
+        self.choice(event.choice).text.append(event.text)
+
+    def add_reasoning(self, event: ReasoningDelta) -> None:
+        self.choice(event.choice).reasoning.append(event.text)
+
+    def add_tool_call(self, event: ToolCallFragment) -> None:
+        self.choice(event.choice).add_tool_call(event)
+
+    def add_tokens(self, event: SampledTokens) -> None:
+        if event.choice is None:
+            self.prompt_token_ids = event.prompt_token_ids
+        else:
+            self.choice(event.choice).add_tokens(event)
+
+    def finish(self, event: Finish) -> None:
+        choice = self.choice(event.choice)
+        choice.finish_reason = event.reason or choice.finish_reason
+
+    def add_usage(self, event: UsageReport) -> None:
+        self.usage = event.usage
+
+    def identify(self, event: ResponseStart) -> None:
+        self.id = self.id or (event.id if isinstance(event.id, str) else "")
+        self.model = self.model or (event.model if isinstance(event.model, str) else "")
+
+    def fail(self, event: ProviderFailure) -> None:
+        self.error = event.message
+
+    def skip(self, event: ProviderEvent) -> None:
+        """An event that no span shows."""
+
+
+_ADDERS: Final[Mapping[type, Callable[[ProviderResponse, Any], None]]] = {
+    TextDelta: ProviderResponse.add_text,
+    RefusalDelta: ProviderResponse.add_text,
+    ReasoningDelta: ProviderResponse.add_reasoning,
+    ToolCallFragment: ProviderResponse.add_tool_call,
+    SampledTokens: ProviderResponse.add_tokens,
+    Finish: ProviderResponse.finish,
+    UsageReport: ProviderResponse.add_usage,
+    ResponseStart: ProviderResponse.identify,
+    ProviderFailure: ProviderResponse.fail,
+    ToolCallDone: ProviderResponse.skip,
+    BlockDone: ProviderResponse.skip,
+}
 
 
 # -- parts of whole answers, without reading the rest ------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from msgspec import structs
@@ -10,9 +9,9 @@ from msgspec import structs
 from agentlightning.gateway.dialects.provider_events import (
     FINISH_REASONS,
     BlockDone,
+    Emit,
     Finish,
     Json,
-    ProviderEvent,
     ProviderFailure,
     ReasoningDelta,
     ResponseStart,
@@ -38,66 +37,66 @@ class MessagesEvents:
         self._deltas: dict[Any, dict[str, list[str]]] = {}
         """The deltas of each, by the field they extend: joined once, at the end of the block."""
 
-    def read(self, data: Json) -> Iterator[ProviderEvent]:
-        """The events of a whole answer or of one event."""
+    def read(self, data: Json, emit: Emit) -> None:
+        """Emit the events of a whole answer or of one stream event."""
         place = data.get("index")
         match data.get("type"):
             case "message" | "message_start":
                 message = data.get("message", data)
-                yield ResponseStart(message.get("id"), message.get("model"))
+                emit(ResponseStart(message.get("id"), message.get("model")))
                 for index, block in enumerate(message.get("content") or ()):
-                    yield from self._start(index, block)
-                    yield from self._end(index)
-                yield from self._finish(message, message.get("usage"), whole=data.get("type") == "message")
+                    self._start(index, block, emit)
+                    self._end(index, emit)
+                self._finish(message, message.get("usage"), emit, whole=data.get("type") == "message")
             case "content_block_start":
-                yield from self._start(place, data["content_block"])
+                self._start(place, data["content_block"], emit)
             case "content_block_delta":
-                yield from self._delta(place, data["delta"])
+                self._delta(place, data["delta"], emit)
             case "content_block_stop":
-                yield from self._end(place)
+                self._end(place, emit)
             case "message_delta":
-                yield from self._finish(data["delta"], data.get("usage"))
+                self._finish(data["delta"], data.get("usage"), emit)
             case "error":
-                yield ProviderFailure(str((data.get("error") or {}).get("message")))
+                emit(ProviderFailure(str((data.get("error") or {}).get("message"))))
             case _:
                 pass
 
-    def _finish(self, message: Json, usage: Any, whole: bool = False) -> Iterator[ProviderEvent]:
+    def _finish(self, message: Json, usage: Any, emit: Emit, whole: bool = False) -> None:
         reason, stop = message.get("stop_reason"), message.get("stop_sequence")
         reason = FINISH_REASONS.get(reason, reason) if isinstance(reason, str) and reason else None
         if reason or whole:
-            yield Finish(reason, stop if isinstance(stop, str) else None)
+            emit(Finish(reason, stop if isinstance(stop, str) else None))
         if usage:
             self._usage = messages_usage(usage, self._usage)
             details = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
             thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
-            yield UsageReport(self._usage, *details, thought)
+            emit(UsageReport(self._usage, *details, thought))
 
-    def _start(self, place: Any, block: Json) -> Iterator[ProviderEvent]:
+    def _start(self, place: Any, block: Json, emit: Emit) -> None:
         self._blocks[place] = dict(block)
         match block.get("type"):
             case "text":
-                yield from _text(block.get("text"))
+                _text(block.get("text"), emit)
             case "thinking":
-                yield from _thought(block.get("thinking"))
+                _thought(block.get("thinking"), emit)
             case "tool_use":
-                yield ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None)
+                emit(ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None))
             case _:
                 pass
 
-    def _delta(self, place: Any, delta: Json) -> Iterator[ProviderEvent]:
+    def _delta(self, place: Any, delta: Json, emit: Emit) -> None:
         match delta.get("type"):
             case "text_delta":
                 self._extend(place, "text", delta)
-                yield from _text(delta.get("text"))
+                _text(delta.get("text"), emit)
             case "thinking_delta":
                 self._extend(place, "thinking", delta)
-                yield from _thought(delta.get("thinking"))
+                _thought(delta.get("thinking"), emit)
             case "signature_delta":
                 self._blocks[place]["signature"] = delta["signature"]
             case "input_json_delta":
                 self._extend(place, "partial_json", delta)
-                yield ToolCallFragment(place, None, None, delta["partial_json"])
+                emit(ToolCallFragment(place, None, None, delta["partial_json"]))
             case _:
                 pass
 
@@ -105,12 +104,12 @@ class MessagesEvents:
         if self._with_blocks:
             self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
 
-    def _end(self, place: Any) -> Iterator[ProviderEvent]:
+    def _end(self, place: Any, emit: Emit) -> None:
         block = self._blocks.pop(place)
         if block.get("type") == "tool_use":
-            yield ToolCallDone(place)
+            emit(ToolCallDone(place))
         if self._with_blocks and (whole := self._joined(place, block)) is not None:
-            yield BlockDone(whole)
+            emit(BlockDone(whole))
 
     def _joined(self, place: Any, block: Json) -> Json | None:
         """The block with its deltas; None for a tool call that was cut off, which cannot be sent back."""
@@ -138,11 +137,11 @@ def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008
     return counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
 
 
-def _text(text: Any) -> Iterator[ProviderEvent]:
+def _text(text: Any, emit: Emit) -> None:
     if isinstance(text, str) and text:
-        yield TextDelta(text)
+        emit(TextDelta(text))
 
 
-def _thought(text: Any) -> Iterator[ProviderEvent]:
+def _thought(text: Any, emit: Emit) -> None:
     if isinstance(text, str) and text:
-        yield ReasoningDelta(text)
+        emit(ReasoningDelta(text))

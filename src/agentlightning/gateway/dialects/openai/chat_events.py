@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from agentlightning.gateway.dialects.provider_events import (
+    Emit,
     Finish,
     Json,
-    ProviderEvent,
     ProviderFailure,
     ReasoningDelta,
     RefusalDelta,
@@ -31,19 +30,19 @@ class ChatEvents:
         """`with_blocks` has no meaning here: the format has no blocks that its provider wants back."""
         self._identified = False
 
-    def read(self, data: Json) -> Iterator[ProviderEvent]:
-        """The events of a whole answer or of one chunk."""
+    def read(self, data: Json, emit: Emit) -> None:
+        """Emit the events of a whole answer or of one chunk."""
         if not self._identified:  # Each chunk names both.
             self._identified = bool(data.get("id") and data.get("model"))
-            yield ResponseStart(data.get("id"), data.get("model"))
+            emit(ResponseStart(data.get("id"), data.get("model")))
         if usage := data.get("usage"):
-            yield _report(usage)
+            emit(_report(usage))
         if prompt := data.get("prompt_token_ids"):
-            yield SampledTokens(None, prompt)
+            emit(SampledTokens(None, prompt))
         if error := data.get("error"):
-            yield ProviderFailure(error.get("message") if isinstance(error, dict) else str(error))
+            emit(ProviderFailure(error.get("message") if isinstance(error, dict) else str(error)))
         for choice in data.get("choices") or ():
-            yield from _choice(choice)
+            _choice(choice, emit)
 
 
 def chat_usage(usage: Json) -> Usage:
@@ -57,33 +56,31 @@ def _report(usage: Json) -> UsageReport:
     return UsageReport(chat_usage(usage), *details)
 
 
-def _choice(choice: Json) -> Iterator[ProviderEvent]:
-    index, whole = choice_index(choice.get("index")), "message" in choice or "text" in choice
+def _choice(choice: Json, emit: Emit) -> None:
+    index, whole = choice_index(choice.get("index")), choice.get("message")
     if tokens := _tokens(choice, index):
-        yield tokens
-    message = choice.get("message") or choice.get("delta")
+        emit(tokens)
+    message = whole or choice.get("delta")
     if message is not None:
-        yield from _message(message, index)
+        _message(message, index, emit)
     elif isinstance(text := choice.get("text"), str) and text:
-        yield TextDelta(text, index)
-    reason, stop = choice.get("finish_reason"), _stop_string(choice)
-    reason = reason if isinstance(reason, str) and reason else None
-    if reason or stop or whole:
-        yield Finish(reason, stop, index)
+        emit(TextDelta(text, index))
+    if (reason := choice.get("finish_reason")) or whole or message is None:
+        emit(Finish(reason if isinstance(reason, str) and reason else None, _stop_string(choice), index))
 
 
-def _message(message: Json, index: int) -> Iterator[ProviderEvent]:
+def _message(message: Json, index: int, emit: Emit) -> None:
     thought = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(thought, str) and thought:
-        yield ReasoningDelta(thought, index)
+        emit(ReasoningDelta(thought, index))
     if isinstance(text := message.get("content"), str) and text:
-        yield TextDelta(text, index)
+        emit(TextDelta(text, index))
     if isinstance(refusal := message.get("refusal"), str) and refusal:
-        yield RefusalDelta(refusal, index)
+        emit(RefusalDelta(refusal, index))
     for place, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function") or {}
         place = call.get("index", place)
-        yield ToolCallFragment(place, call.get("id"), function.get("name"), function.get("arguments"), index)
+        emit(ToolCallFragment(place, call.get("id"), function.get("name"), function.get("arguments"), index))
 
 
 def _stop_string(choice: Json) -> str | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 from agentlightning.gateway.dialects.provider_events import (
     FINISH_REASONS,
     BlockDone,
+    Emit,
     Finish,
     Json,
-    ProviderEvent,
     ProviderFailure,
     ReasoningDelta,
     RefusalDelta,
@@ -39,64 +38,64 @@ class ResponsesEvents:
         self._started: set[Any] = set()
         """Output indexes of the tool calls whose names came before their arguments."""
 
-    def read(self, data: Json) -> Iterator[ProviderEvent]:
-        """The events of a whole answer or of one event."""
+    def read(self, data: Json, emit: Emit) -> None:
+        """Emit the events of a whole answer or of one stream event."""
         kind, place = data.get("type"), data.get("output_index")
         if kind == "error":
-            yield ProviderFailure(str(data.get("message")))
+            emit(ProviderFailure(str(data.get("message"))))
         elif kind == "response.output_item.done":
-            yield from self._item(place, data["item"])
+            self._item(place, data["item"], emit)
         elif kind == "response.output_item.added":
-            yield from self._start_call(place, data["item"])
+            self._start_call(place, data["item"], emit)
         elif kind == "response.reasoning_summary_part.added":
             if data.get("summary_index"):
-                yield ReasoningDelta("\n\n")
+                emit(ReasoningDelta("\n\n"))
         elif isinstance(kind, str) and kind.endswith(".delta"):
             self._streamed |= {place, data["item_id"]} if data.get("item_id") else {place}
-            yield from _delta(kind, place, data)
+            _delta(kind, place, data, emit)
         else:
             response = data.get("response", data if data.get("object") == "response" else None)
             if response is not None:
-                yield from self._response(response, whole=kind is None or kind in LAST_EVENTS)
+                self._response(response, kind is None or kind in LAST_EVENTS, emit)
 
-    def _start_call(self, place: Any, item: Json) -> Iterator[ProviderEvent]:
+    def _start_call(self, place: Any, item: Json, emit: Emit) -> None:
         if item.get("type") == "function_call":
             self._started.add(place)
-            yield ToolCallFragment(place, item.get("call_id"), item.get("name"), item.get("arguments"))
+            emit(ToolCallFragment(place, item.get("call_id"), item.get("name"), item.get("arguments")))
 
-    def _response(self, response: Json, whole: bool) -> Iterator[ProviderEvent]:
-        yield ResponseStart(response.get("id"), response.get("model"))
+    def _response(self, response: Json, whole: bool, emit: Emit) -> None:
+        emit(ResponseStart(response.get("id"), response.get("model")))
         if not whole:
             return
         if usage := response.get("usage"):
-            yield _report(usage)
+            emit(_report(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
             if place not in self._streamed and item.get("id") not in self._streamed:
-                yield from self._item(place, item)
+                self._item(place, item, emit)
         if response.get("status") == "failed":
-            yield ProviderFailure(str((response.get("error") or {}).get("message")))
+            emit(ProviderFailure(str((response.get("error") or {}).get("message"))))
         reason = (response.get("incomplete_details") or {}).get("reason")
         if isinstance(reason, str) and reason:
-            yield Finish(FINISH_REASONS.get(reason, reason))
+            emit(Finish(FINISH_REASONS.get(reason, reason)))
         else:
-            yield Finish("tool_calls" if any(item.get("type") == "function_call" for item in items) else "stop")
+            emit(Finish("tool_calls" if any(item.get("type") == "function_call" for item in items) else "stop"))
 
-    def _item(self, place: Any, item: Json) -> Iterator[ProviderEvent]:
+    def _item(self, place: Any, item: Json, emit: Emit) -> None:
         """A complete item, of which nothing is read twice."""
         kind = item.get("type")
         if place not in self._streamed and item.get("id") not in self._streamed:
             self._streamed.add(place)
             for part in item.get("content") or item.get("summary") or ():
-                yield from _part(kind, part)
+                _part(kind, part, emit)
             if kind == "function_call":
                 started = place in self._started
                 call_id, name = (None, None) if started else (item.get("call_id"), item.get("name"))
-                yield ToolCallFragment(place, call_id, name, item.get("arguments"))
+                emit(ToolCallFragment(place, call_id, name, item.get("arguments")))
         if kind == "function_call":
-            yield ToolCallDone(place)
+            emit(ToolCallDone(place))
         if self._with_blocks:
-            yield BlockDone(item)
+            emit(BlockDone(item))
 
 
 def responses_usage(usage: Json) -> Usage:
@@ -110,37 +109,37 @@ def _report(usage: Json) -> UsageReport:
     return UsageReport(responses_usage(usage), *details)
 
 
-def _delta(kind: str, place: Any, data: Json) -> Iterator[ProviderEvent]:
+def _delta(kind: str, place: Any, data: Json, emit: Emit) -> None:
     text = data["delta"]
     match kind:
         case "response.output_text.delta":
-            yield from _text(text, data.get("logprobs"))
+            _text(text, data.get("logprobs"), emit)
         case "response.refusal.delta":
             if isinstance(text, str) and text:
-                yield RefusalDelta(text)
+                emit(RefusalDelta(text))
         case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
             if isinstance(text, str) and text:
-                yield ReasoningDelta(text)
+                emit(ReasoningDelta(text))
         case "response.function_call_arguments.delta":
-            yield ToolCallFragment(place, None, None, text)
+            emit(ToolCallFragment(place, None, None, text))
         case _:
             pass
 
 
-def _part(kind: Any, part: Json) -> Iterator[ProviderEvent]:
+def _part(kind: Any, part: Json, emit: Emit) -> None:
     """A part of the content of a whole item."""
     text, refusal = part.get("text"), part.get("refusal")
     if kind == "reasoning":
         if isinstance(text, str) and text:
-            yield ReasoningDelta(text)
+            emit(ReasoningDelta(text))
         return
-    yield from _text(text, part.get("logprobs"))
+    _text(text, part.get("logprobs"), emit)
     if isinstance(refusal, str) and refusal:
-        yield RefusalDelta(refusal)
+        emit(RefusalDelta(refusal))
 
 
-def _text(text: Any, logprobs: Any) -> Iterator[ProviderEvent]:
+def _text(text: Any, logprobs: Any, emit: Emit) -> None:
     if entries := logprob_entries(logprobs):
-        yield SampledTokens(entries=entries)
+        emit(SampledTokens(entries=entries))
     if isinstance(text, str) and text:
-        yield TextDelta(text)
+        emit(TextDelta(text))
