@@ -30,7 +30,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.local.update_gate import Gate
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.testing.models import tiny_tokenizer
+from agentlightning.testing.models import model_tokenizer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 CALLERS, UPDATES, PROMPT, SHORTEST, LONGEST, LESSON = 32, 4, 100, 16, 400, 100
@@ -39,7 +39,7 @@ ARMS = {"drained": {"in_flight": False}, "in flight": {"in_flight": True}}
 
 def make_policy() -> LocalPolicy:
     torch.manual_seed(0)
-    tokenizer = tiny_tokenizer()
+    tokenizer = model_tokenizer()
     shape: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 384,

@@ -10,18 +10,18 @@ import pytest
 
 if TYPE_CHECKING:
     from agentlightning.testing.postgres import PostgresCluster
-    from agentlightning.testing.store_hub import Hub
+    from agentlightning.testing.store_hub import StoreHub
 
 # Two workers with two torch threads each on two cores wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
-def hub() -> Iterator[Hub]:
+def hub() -> Iterator[StoreHub]:
     """A server of this test process: `hub.serve(store)` is the address of a store on it."""
-    from agentlightning.testing.store_hub import Hub
+    from agentlightning.testing.store_hub import StoreHub
 
-    with Hub() as hub:
+    with StoreHub() as hub:
         yield hub
 
 

@@ -440,7 +440,7 @@ async def test_after_a_second_failure_it_is_the_disk_for_the_rest_of_the_run(
     paths(server)
     await policy.train([])
     assert paths(server) == READ
-    assert "was told to fail" in caplog.text
+    assert "scheduled failure" in caplog.text
 
 
 async def test_one_that_fails_draws_nothing_until_it_has_what_the_other_has(
@@ -484,7 +484,7 @@ async def test_a_server_that_comes_back_between_updates_reads_what_the_learner_s
 ):
     await policy.train([])
     assert policy.learner.saved == [0]
-    server.start_again()
+    server.restart()
     async with asyncio.timeout(10):
         while server.weights is None:  # noqa: ASYNC110  a server's state
             await asyncio.sleep(0.005)

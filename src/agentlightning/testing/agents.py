@@ -1,4 +1,4 @@
-"""Agents to test runners with: each does one thing, good or bad. Give them to a runner by name or as they are."""
+"""Agents for tests of runners, each with one good or bad behaviour. Usable by name or as objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
 from agentlightning.tracing.emit import emit_message, emit_reward
 
-# -- that work -------------------------------------------------------------------------------------------------------
+# -- working --------------------------------------------------------------------------------------------------------
 
 
 def reward_of_task(task: Mapping[str, Any]) -> float:
@@ -68,7 +68,7 @@ class Sync(LitAgent[dict[str, Any]]):
 
 
 class ByMode(LitAgent[dict[str, Any]]):
-    """Says which of its methods ran, by its reward: training 1.0, validation 2.0."""
+    """Its reward shows which method ran: 1.0 for training, 2.0 for validation."""
 
     async def training_rollout_async(
         self, task: dict[str, Any], resources: NamedResources, rollout: AttemptedRollout
@@ -80,7 +80,7 @@ class ByMode(LitAgent[dict[str, Any]]):
 
 
 class Posting:
-    """An agent class that knows only its environment: posts the variable `SCORE` as its reward."""
+    """An agent class that uses only environment variables: posts `SCORE` as its reward."""
 
     def __init__(self) -> None:
         self.events = os.environ["AGL_EVENT_URL"]
@@ -99,7 +99,7 @@ def post(url: str, key: str, event: Mapping[str, Any]) -> None:
 
 
 async def environment_everywhere(task: Mapping[str, Any]) -> dict[str, str]:
-    """The attempt's id as each kind of code below sees it, after others had time to interfere."""
+    """The attempt id as seen by threads, executors and subprocesses, after other attempts had time to interfere."""
     await asyncio.sleep(float(task.get("seconds", 0.02)))
     seen: dict[str, str] = {}
     thread = threading.Thread(target=lambda: seen.update(thread=os.environ["AGL_ATTEMPT_ID"]))
@@ -116,7 +116,7 @@ async def environment_everywhere(task: Mapping[str, Any]) -> dict[str, str]:
     return seen
 
 
-# -- that do not -----------------------------------------------------------------------------------------------------
+# -- misbehaving -----------------------------------------------------------------------------------------------------
 
 
 def raises(task: Any) -> None:
@@ -125,7 +125,7 @@ def raises(task: Any) -> None:
 
 
 def dies(task: Any) -> None:
-    """Ends its process as a native library would: without a word to Python."""
+    """Exits its process as a crashing native library would."""
     os._exit(7)
 
 
@@ -136,21 +136,21 @@ def segfaults(task: Any) -> None:
 
 
 def hangs(task: Mapping[str, Any]) -> float:
-    """Hangs in its thread where the task says so."""
+    """Hangs in its thread if the task has `hang`."""
     if task.get("hang"):
         time.sleep(3600)
     return 1.0
 
 
 async def hangs_async(task: Mapping[str, Any]) -> float:
-    """Hangs, but can be cancelled, where the task says so."""
+    """Hangs, but can be cancelled, if the task has `hang`."""
     if task.get("hang"):
         await asyncio.sleep(3600)
     return 1.0
 
 
 async def ignores_cancellation(task: Mapping[str, Any]) -> float:
-    """Hangs and cannot be cancelled, where the task says so."""
+    """Hangs and cannot be cancelled, if the task has `hang`."""
     while task.get("hang"):
         try:
             await asyncio.sleep(3600)
@@ -160,9 +160,9 @@ async def ignores_cancellation(task: Mapping[str, Any]) -> float:
 
 
 async def blocks_the_loop(task: Mapping[str, Any]) -> float:
-    """Stops its whole process from doing anything else, where the task says so."""
+    """Blocks the event loop of its process if the task has `hang`."""
     if task.get("hang"):
-        time.sleep(3600)  # noqa: ASYNC251  that is the point
+        time.sleep(3600)  # noqa: ASYNC251  intentional
     return 1.0
 
 
@@ -177,7 +177,7 @@ def fails_first(task: Any, rollout: AttemptedRollout) -> float:
 
 
 def exact(output: Any, answer: Any) -> float:
-    """1.0 where the output is the task's `answer`."""
+    """1.0 if the output equals the task's `answer`."""
     return float(str(output).strip() == str(answer))
 
 

@@ -1,11 +1,11 @@
-"""A model server without a model: vLLM's and SGLang's paths on loopback, with answers that can be foretold.
+"""`ScriptedModelServer`: vLLM's and SGLang's HTTP endpoints on loopback, with predictable answers and no model.
 
     async with ScriptedModelServer() as server:      # vLLM 0.32's; dialect="sglang" for SGLang's
         server.url, server.calls, server.label, ...
 
-An answer counts on from the last token of its prompt, up to token 199 and then from 3 again, so that what several
-servers drew shows no gap and no repetition; token 2 ends an answer once its count reaches `ends_at`. Log-probabilities
-are made from the token and the label of the weights (`logprob_of`). What is to go wrong is said beforehand.
+An answer counts up from the last token of its prompt to token 199, then continues at 3, so that gaps and repetitions
+are visible when several servers sample one answer; token 2 ends an answer of `ends_at` tokens. Log-probabilities are a
+function of the token and the label of the weights (`logprob_of`). Failures are scheduled beforehand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiohttp import web
 END, FIRST, LAST = 2, 3, 199
 
 Action = Callable[[Any], dict[str, Any]]
-"""From the body of a call to the JSON it is answered."""
+"""From the body of a request to the JSON of its response."""
 
 
 def next_token(token: int) -> int:
@@ -28,14 +28,14 @@ def next_token(token: int) -> int:
 
 
 def logprob_of(token: int, label: str) -> float:
-    """Made up: by token, and by how many characters the label of the weights sums up to."""
+    """A fixed function of the token and the label of the weights."""
     return -(token % 7 + 1) / 8 - (sum(label.encode()) % 16) / 256
 
 
 class ScriptedModelServer:
-    """Use as `async with`. `generates` and `labels` false: as vLLM without `--enable-scale-out`, and of before it
-    labelled weights. `admin` false: without VLLM_SERVER_DEV_MODE. `raw` true: log-probabilities of temperature 1.
-    `receives` true: its `workers` take weights without the disk."""
+    """An async context manager. `generates=False`: vLLM without `--enable-scale-out`. `labels=False`: a vLLM version
+    without weight labels. `admin=False`: without VLLM_SERVER_DEV_MODE. `raw`: log-probabilities at temperature 1.
+    `receives`: its `workers` receive weights without the disk."""
 
     def __init__(
         self,
@@ -57,26 +57,26 @@ class ScriptedModelServer:
         self.dialect = dialect
         self.label = "default"
         self.weights: str | None = None
-        """The directory they were read from."""
+        """Directory of the loaded weights."""
         self.invited: dict[str, Any] | None = None
-        """What its workers were told of those who send weights."""
+        """The init info that its workers got for weight transfer."""
         self.received: list[dict[str, Any]] = []
-        """What it was told of tensors that came since weights were last replaced."""
+        """Update infos received since the last replacement of the weights."""
         self.silent = False
-        """Tensors are waited for, for ever."""
+        """Whether weight updates hang forever."""
         self.adapters: dict[str, str] = {}
         self.calls: list[tuple[str, Any]] = []
-        """Path with query, and body, of each call."""
+        """Path with query, and body, of each request."""
         self.running = 0
-        """Answers being drawn."""
+        """Number of answers being sampled."""
         self.peers: set[Any] = set()
-        """Addresses that calls came from."""
+        """Addresses of the clients."""
         self.ends_at: int | None = None
-        """After so many tokens an answer ends by itself."""
+        """Number of tokens after which an answer ends."""
         self.break_after: int | None = None
-        """The next answer's connection is cut after so many tokens."""
+        """Number of tokens after which the next answer's connection is aborted."""
         self.failures: dict[str, list[int]] = {}
-        """Path -> statuses to answer instead, one for each of the next calls."""
+        """Path -> statuses of the next responses, one per request."""
         self.delay = 0.0
         """Seconds before each token."""
         self.port = port
@@ -84,8 +84,8 @@ class ScriptedModelServer:
         self._receives, self._workers = receives, workers
         self._updating = self._half = False
         self._token = token
-        self._going = asyncio.Event()
-        self._going.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self._runner: web.AppRunner | None = None
 
     @property
@@ -94,20 +94,20 @@ class ScriptedModelServer:
 
     @property
     def connections(self) -> int:
-        """How many there have been."""
+        """Number of connections so far."""
         return len(self.peers)
 
     @property
     def paused(self) -> bool:
-        return not self._going.is_set()
+        return not self._unpaused.is_set()
 
     def paths(self) -> list[str]:
-        """Of the calls that change something, in order."""
+        """Paths of the requests that change state, in order."""
         quiet = ("/v1/models", "/health", "/weight_info", "/is_paused", "/get_model_info", "/get_world_size")
         return [path.split("?")[0] for path, _ in self.calls if not path.startswith(quiet)]
 
     async def __aenter__(self) -> Self:
-        app = web.Application(middlewares=[self._door])
+        app = web.Application(middlewares=[self._record_request])
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -123,7 +123,7 @@ class ScriptedModelServer:
     # -- paths -----------------------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _record_request(self, request: web.Request, handler: Any) -> web.StreamResponse:
         body = await _body(request)
         self.calls.append((request.path_qs, body))
         if request.transport is not None:
@@ -132,24 +132,24 @@ class ScriptedModelServer:
             return _error(401, "Unauthorized")
         if statuses := self.failures.get(request.path):
             self._half |= request.path == "/collective_rpc"
-            return _error(statuses.pop(0), "it was told to fail")
+            return _error(statuses.pop(0), "scheduled failure")
         return await handler(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, await _body(request)
         common: dict[str, Action] = {"/v1/models": self._models, "/health": lambda body: {}}
         own = self._vllm() if self.dialect == "vllm" else self._sglang()
-        if path in ("/inference/v1/generate", "/v1/completions", "/generate") and self._draws(path):
-            return await self._draw(request, body)
+        if path in ("/inference/v1/generate", "/v1/completions", "/generate") and self._samples(path):
+            return await self._sample(request, body)
         if path == "/update_weights" and self.silent:
             await asyncio.Event().wait()
         action = {**common, **own}.get(path)
         try:
             return _error(404, "Not Found") if action is None else web.json_response(action(body))
-        except _NotNow as error:
+        except _Rejected as error:
             return _error(500, str(error))
 
-    def _draws(self, path: str) -> bool:
+    def _samples(self, path: str) -> bool:
         known = {"/generate"} if self.dialect == "sglang" else {"/v1/completions"}
         return path in (known | {"/inference/v1/generate"} if self._generates and self.dialect == "vllm" else known)
 
@@ -193,11 +193,11 @@ class ScriptedModelServer:
         return {"data": [base, *({"id": name, "parent": self.model} for name in self.adapters)]}
 
     def _pause(self, _: Any) -> dict[str, Any]:
-        self._going.clear()
+        self._unpaused.clear()
         return {"status": "paused"}
 
     def _resume(self, _: Any) -> dict[str, Any]:
-        self._going.set()
+        self._unpaused.set()
         return {"status": "resumed"}
 
     def _reload(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,26 +210,26 @@ class ScriptedModelServer:
 
     def _invite(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if not self._receives:
-            raise _NotNow("Weight transfer not configured.")
+            raise _Rejected("Weight transfer not configured.")
         self.invited = dict(body["init_info"])
         return {}
 
     def _start(self, _: Any) -> dict[str, Any]:
         if not self._receives or self._updating:
-            raise _NotNow("start_weight_update called while a weight update is already active")
+            raise _Rejected("start_weight_update called while a weight update is already active")
         self._updating, self.received = True, []
         return {}
 
     def _take(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if not self._updating:
-            raise _NotNow("start_weight_update must be called before update_weights.")
+            raise _Rejected("start_weight_update must be called before update_weights.")
         self._half = True
         self.received.append(dict(body["update_info"]))
         return {}
 
     def _finish(self, body: Mapping[str, Any] | None) -> dict[str, Any]:
         if not self._updating:
-            raise _NotNow("finish_weight_update called without a matching start_weight_update.")
+            raise _Rejected("finish_weight_update called without a matching start_weight_update.")
         self._updating = self._half = False
         if body and body.get("weight_version"):
             self.label, self.weights = body["weight_version"], None
@@ -251,15 +251,15 @@ class ScriptedModelServer:
         del self.adapters[body["lora_name"]]
         return {"success": True}
 
-    def start_again(self) -> None:
-        """As after a restart: the weights of the start, and nothing of what it was given."""
+    def restart(self) -> None:
+        """Reset to the state after a restart: original weights, no adapters."""
         self.label, self.weights = "default", None
         self.invited, self._updating, self._half = None, False, False
         self.adapters.clear()
 
-    # -- drawing ---------------------------------------------------------------------------------------------------
+    # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def _draw(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+    async def _sample(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
         prompt = body.get("token_ids") or body.get("prompt") or body.get("input_ids") or []
         if not prompt:
             return _error(400, "token_ids must not be empty")
@@ -267,25 +267,25 @@ class ScriptedModelServer:
             return _error(400, f"longer than the maximum model length of {self.context_length}")
         self.running += 1
         try:
-            return await _Drawn(self, request, body, prompt).run()
+            return await _Answer(self, request, body, prompt).run()
         finally:
             self.running -= 1
 
     async def wait(self) -> None:
-        """Until the next token may be drawn."""
+        """Wait until the next token may be sampled."""
         await asyncio.sleep(self.delay)
-        await self._going.wait()
+        await self._unpaused.wait()
 
     def logprob(self, token: int, sampling: Mapping[str, Any]) -> float:
         return 0.0 if sampling.get("top_k") == 1 and not self._raw else logprob_of(token, self.label)
 
 
-class _NotNow(Exception):
-    """What vLLM's workers refuse, which it answers 500."""
+class _Rejected(Exception):
+    """A request that vLLM's workers reject, with status 500."""
 
 
-class _Drawn:
-    """One answer, in the words of the path it was asked by."""
+class _Answer:
+    """One answer, in the format of its endpoint."""
 
     def __init__(self, server: ScriptedModelServer, request: web.Request, body: Mapping[str, Any], prompt: list[int]):
         self.server = server
@@ -315,7 +315,7 @@ class _Drawn:
         return response
 
     async def step(self) -> bool:
-        """Draw a token; False where the connection was cut instead."""
+        """Sample a token; False if the connection was aborted instead."""
         if self.broken is not None and len(self.tokens) >= self.broken:
             if self.request.transport is not None:
                 self.request.transport.abort()

@@ -1,7 +1,7 @@
-"""Tiny models of several architectures with random weights, and a ChatML tokenizer, for tests: nothing is downloaded.
+"""Tiny random models of several architectures, and their ChatML tokenizer. Nothing is downloaded.
 
-The weights are larger than those of a fresh model, so that the next token is seldom a near tie and greedy decoding is
-the same whichever way it is computed.
+The weights are scaled up, so that the next token is rarely a near tie and greedy decoding does not depend on how it is
+computed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TEXTS = ("What is 12 + 30?", "Tom has 3 apples and buys 4 more.", '{"name": "cal
 
 
 @cache
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a ChatML template. Shared: do not change it."""
+def model_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a ChatML template. Shared: do not modify it."""
     return make_tokenizer(TEXTS, vocabulary=320)
 
 
@@ -46,7 +46,7 @@ def tiny_model(
     context_length: int = 256,
     rope: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A new model of two layers that knows the tokens of `tiny_tokenizer`. `rope`: its RoPE parameters (llama)."""
+    """A new two-layer model for the vocabulary of `model_tokenizer`. `rope`: its RoPE parameters (llama)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(architecture, context_length, rope)
@@ -65,14 +65,14 @@ def tiny_checkpoint(
     context_length: int = 256,
     rope: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Model and tokenizer, as `transformers` saves them."""
+    """Save model and tokenizer in the format of `transformers`."""
     tiny_model(architecture, seed=seed, context_length=context_length, rope=rope).save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
+    model_tokenizer().save_pretrained(directory)
     return directory
 
 
 def _build(architecture: Architecture, context_length: int, rope: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    tokenizer = tiny_tokenizer()
+    tokenizer = model_tokenizer()
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "bos_token_id": None,

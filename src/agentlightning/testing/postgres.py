@@ -1,11 +1,11 @@
-"""A throw-away PostgreSQL on loopback: for tests and benchmarks that want the real one.
+"""A temporary PostgreSQL server on loopback, for tests and benchmarks.
 
     with PostgresCluster() as cluster:
         store = LightningStore(cluster.new_database())
 
-It has a directory, a port and a password of its own, touches no other server of the machine, and is gone afterwards,
-also where this process is killed. It needs PostgreSQL's programs (Debian and Ubuntu: `apt-get install postgresql`)
-and, run by root, the user `postgres` or `nobody`, because PostgreSQL refuses to run as root. POSIX only.
+It has its own directory, port and password, does not affect other servers of the machine, and is removed afterwards,
+even if this process is killed. It needs PostgreSQL's programs (Debian and Ubuntu: `apt-get install postgresql`) and,
+when run by root, the user `postgres` or `nobody`, because PostgreSQL does not run as root. POSIX only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pwd import struct_passwd
 
 START_SECONDS: Final = 30.0
-"""How long a server may take to answer, and to end."""
+"""Time limit for starting and stopping the server."""
 USERS: Final = ("postgres", "nobody")
-"""Who may run it in root's place."""
+"""Users to run it as instead of root."""
 
 
 class PostgresNotFoundError(ServerError):
@@ -40,7 +40,7 @@ class PostgresNotFoundError(ServerError):
 
 
 def find_programs() -> Path:
-    """The directory of `initdb` and `postgres`. Raises PostgresNotFoundError where there is none."""
+    """The directory of `initdb` and `postgres`. Raises PostgresNotFoundError."""
     named = shutil.which("pg_config")
     asked = subprocess.run([named, "--bindir"], capture_output=True, text=True).stdout.strip() if named else ""
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
@@ -57,8 +57,8 @@ def _version(folder: Path) -> int:
 
 
 class PostgresCluster:
-    """One PostgreSQL server and its databases. Raises PostgresNotFoundError where it is not installed, and
-    ServerError where it does not start.
+    """One PostgreSQL server and its databases. Raises PostgresNotFoundError if it is not installed, and ServerError if
+    it does not start.
 
     `settings` are PostgreSQL's own, such as `{"max_connections": 20}`. Durability is on as in production.
     """
@@ -71,10 +71,10 @@ class PostgresCluster:
         self._folder = Path(tempfile.mkdtemp(prefix="agl-postgres-"))
         self._process: subprocess.Popen[bytes] | None = None
         self._launcher = ThreadPoolExecutor(1, "agl-postgres")
-        """The kernel tells the server to stop when the thread that started it ends: so that one must last."""
+        """The server stops when the thread that started it ends (PR_SET_PDEATHSIG), so that thread must live on."""
         self._databases = 0
         self.port = 0
-        """Where it listens, on 127.0.0.1."""
+        """Its port on 127.0.0.1."""
         try:
             self._make()
             self.start()
@@ -89,11 +89,11 @@ class PostgresCluster:
         self.close()
 
     def url(self, database: str = "postgres") -> str:
-        """The address of a database, with the password in it."""
+        """The URL of a database, including the password."""
         return f"postgresql://agl:{self._password}@127.0.0.1:{self.port}/{database}"
 
     def new_database(self) -> str:
-        """Make an empty database; returns its address."""
+        """Create an empty database and return its URL."""
         self._databases += 1
         name = f"test{self._databases}"
         self.run(f"CREATE DATABASE {name}")
@@ -106,7 +106,7 @@ class PostgresCluster:
             return cursor.fetchall() if cursor.description else []
 
     def start(self) -> None:
-        """Start the server, after `stop` or `kill`, at the same address."""
+        """Start the server after `stop` or `kill`, on the same port."""
         for attempt in range(3):
             fresh = self.port == 0
             if fresh:
@@ -120,20 +120,20 @@ class PostgresCluster:
             self.port = 0  # someone else took it meanwhile
 
     def stop(self) -> None:
-        """End the server in order; connections are closed at once."""
+        """Stop the server cleanly; connections are closed immediately."""
         self._end(signal.SIGINT)
 
     def kill(self) -> None:
-        """End the server as a crash would: nothing is written any more, the log is replayed at the next start."""
+        """Kill the server as a crash would: the write-ahead log is replayed at the next start."""
         self._end(signal.SIGQUIT)
 
     def log(self) -> str:
-        """What the server has said so far."""
+        """The server's log so far."""
         path = self._folder / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def close(self) -> None:
-        """End the server and remove everything. Safe to call twice."""
+        """Stop the server and delete its files. Idempotent."""
         self.kill()  # what it would take care to write is thrown away
         self._launcher.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -205,7 +205,7 @@ class PostgresCluster:
 
 
 def _user() -> struct_passwd | None:
-    """Who runs the server; None for whoever we are."""
+    """The user to run the server as; None for the current one."""
     if os.geteuid() != 0:
         return None
     import pwd

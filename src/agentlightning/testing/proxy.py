@@ -1,9 +1,9 @@
-"""A proxy as companies have them, on loopback: it passes requests on and opens tunnels, and keeps what it was told.
+"""An HTTP proxy on loopback that forwards requests, opens CONNECT tunnels and records what it received.
 
     async with LocalProxy(credentials="me:secret") as proxy:
         ... Provider(name="them", base_urls=("https://127.0.0.1:8443/v1",), proxy=proxy.url_with("me:secret"))
 
-It knows no caching and no keeping alive: one connection, one request or one tunnel.
+No caching and no keep-alive: one request or tunnel per connection.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class LocalProxy:
         tls: ssl.SSLContext | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """`credentials` ("user:password") are demanded with 407; `refuse` is the status ("403 Forbidden") that
-        everything is answered with; with `tls` the proxy itself is an https one; `names` are hosts that only the proxy
-        knows, with their addresses."""
+        """`credentials` ("user:password") are required (407 without them). With `refuse`, every request gets that
+        status ("403 Forbidden"). With `tls`, the proxy itself uses https. `names` maps hosts that only the proxy
+        resolves to their addresses."""
         self.heads: list[bytes] = []
-        """What was asked, as it came."""
+        """Heads of the received requests."""
         self._expected = b"Basic " + b64encode(credentials.encode()) if credentials else b""
         self._refuse = refuse
         self._tls = tls
@@ -44,7 +44,7 @@ class LocalProxy:
         return self.url_with("")
 
     def url_with(self, credentials: str) -> str:
-        """Its address with "user:password" in it."""
+        """Its URL with "user:password"."""
         account = f"{credentials}@" if credentials else ""
         return f"{'https' if self._tls else 'http'}://{account}127.0.0.1:{self._port}"
 
@@ -67,7 +67,7 @@ class LocalProxy:
         try:
             await self._answer(reader, writer)
         except (asyncio.IncompleteReadError, OSError):
-            pass  # they hung up
+            pass  # the client disconnected
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -88,7 +88,7 @@ class LocalProxy:
             if method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
-                theirs.write(_passed_on(head, f"{where.path}?{where.query}".rstrip("?")))
+                theirs.write(_forwarded_head(head, f"{where.path}?{where.query}".rstrip("?")))
             copies = [asyncio.ensure_future(_copy(*each)) for each in ((reader, theirs), (ours, writer))]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
@@ -99,11 +99,11 @@ class LocalProxy:
         await writer.drain()
 
 
-def _passed_on(head: bytes, target: str) -> bytes:
-    """A request as the server gets it: its path only, and nothing that was for the proxy."""
+def _forwarded_head(head: bytes, target: str) -> bytes:
+    """The head as forwarded to the server: the path only, without headers for the proxy."""
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
-    kept = [line for line in lines if not line.lower().startswith(b"proxy-")]
-    return b"\r\n".join([b"%s %s HTTP/1.1" % (first.split(b" ")[0], target.encode()), *kept]) + b"\r\n\r\n"
+    headers = [line for line in lines if not line.lower().startswith(b"proxy-")]
+    return b"\r\n".join([b"%s %s HTTP/1.1" % (first.split(b" ")[0], target.encode()), *headers]) + b"\r\n\r\n"
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

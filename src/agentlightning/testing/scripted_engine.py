@@ -1,10 +1,10 @@
-"""A model server's worth of answers without a model: an engine that says what a test tells it to.
+"""`ScriptedEngine`: an `Engine` with scripted answers instead of a model.
 
-    engine = ScriptedEngine(["Hello.", "Good-bye."])                       # one answer for each call
-    engine = ScriptedEngine(lambda messages: messages[-1]["content"])      # an answer made from the conversation
+    engine = ScriptedEngine(["Hello.", "Good-bye."])                       # one answer per call
+    engine = ScriptedEngine(lambda messages: messages[-1]["content"])      # computed from the conversation
 
-Tokens are real: they come from the chat format given, or from `ByteChatFormat`, whose tokens are bytes and which
-needs no torch. Log-probabilities are made up, the same for the same tokens.
+Tokens are those of the given chat format, by default `ByteChatFormat`, whose tokens are bytes and which needs no
+torch. Log-probabilities are a fixed function of the token.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class ByteChatFormat(ChatFormat):
 
 
 class ScriptedEngine:
-    """An `Engine` that gives scripted answers.
+    """An `Engine` that returns scripted answers.
 
-    `script` is a sequence of answers, used up one by one (an exception in it is raised instead), or a function from
-    the conversation, read back from its ChatML prompt as `{"role": ..., "content": ...}`, to the answer.
-    `delay` is seconds waited before each token, `tokens_per_step` how many come at once. `calls` keeps what was asked.
+    `script` is a sequence with one answer per call (an exception in it is raised), or a function from the conversation,
+    parsed from its ChatML prompt as `{"role": ..., "content": ...}`, to the answer. `delay` is the time in seconds
+    before each step of `tokens_per_step` tokens. `calls` records the prompt and parameters of each call.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class ScriptedEngine:
         *,
         affinity: str = "",
     ) -> Sample:
-        """The next scripted answer. Raises ContextLengthError as a real engine does, PolicyError when the script is
-        used up."""
+        """The next scripted answer. Raises ContextLengthError like a real engine, and PolicyError after the last
+        one."""
         self.calls.append((list(prompt_token_ids), params))
         room = self.context_length - len(prompt_token_ids)
         if room <= 0:
@@ -115,7 +115,7 @@ class ScriptedEngine:
         tokens, reason = self._cut(self._answer(prompt_token_ids), params, room)
         logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
         top = params.top_logprobs
-        tops = tuple(_likeliest(pair, top) for pair in zip(tokens, logprobs, strict=True)) if top else ()
+        tops = tuple(_top_logprobs(pair, top) for pair in zip(tokens, logprobs, strict=True)) if top else ()
         for start in range(0, len(tokens), self.tokens_per_step):
             if self.delay:
                 await asyncio.sleep(self.delay)
@@ -132,7 +132,7 @@ class ScriptedEngine:
             answer = next(self._script, None)
         if answer is None:
             raise PolicyError(
-                f"the script of {self.model} has {len(self.calls) - 1} answers; call {len(self.calls)} came"
+                f"the script of {self.model} has {len(self.calls) - 1} answers, but this is call {len(self.calls)}"
             )
         if isinstance(answer, Exception):
             raise answer
@@ -151,15 +151,15 @@ class ScriptedEngine:
         return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
 
 
-def _likeliest(drawn: tuple[int, float], count: int) -> tuple[tuple[int, float], ...]:
-    """The token drawn, and others made up to be less likely."""
-    token, logprob = drawn
+def _top_logprobs(sampled: tuple[int, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The sampled token and other, less likely ones."""
+    token, logprob = sampled
     others = [other for other in range(65, 65 + count) if other != token]
-    return (drawn, *((other, logprob - place) for place, other in enumerate(others[: count - 1], start=1)))
+    return (sampled, *((other, logprob - place) for place, other in enumerate(others[: count - 1], start=1)))
 
 
 def read_chatml(text: str) -> list[Message]:
-    """The finished turns of a ChatML text, as messages of role and content."""
+    """The complete turns of a ChatML text as messages."""
     turns = [match for match in _TURN.finditer(text) if match.group(0).endswith("<|im_end|>")]
     return [{"role": match.group(1), "content": match.group(2)} for match in turns]
 

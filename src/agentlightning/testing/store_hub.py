@@ -1,5 +1,4 @@
-"""One server in a thread of its own, for the stores of many tests: each has an address of its own, and starting one
-costs nothing."""
+"""`StoreHub`: one server thread that serves the stores of many tests, each at its own URL, at no start-up cost."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.server.routes import store_routes
 
 
-class Hub:
-    """Serves any number of stores on one port. Use it as a context manager."""
+class StoreHub:
+    """Serves any number of stores on one port. A context manager."""
 
     def __init__(self) -> None:
         self._apps: dict[str, ASGIApp] = {}
@@ -28,7 +27,7 @@ class Hub:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="agl-hub", daemon=True)
 
     def serve(self, store: LightningStoreBase, **options: Any) -> str:
-        """The address of `store` from now on; `options` are those of `store_routes`."""
+        """Serve `store` and return its URL; `options` are those of `store_routes`."""
         name = f"s{len(self._apps)}"
         self._apps[name] = Starlette(routes=store_routes(store, **options))
         return f"{self._url.result(30)}/{name}"
@@ -45,17 +44,17 @@ class Hub:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        nothing = InMemoryLightningStore()
-        server = Server(nothing, secret="s")
+        placeholder = InMemoryLightningStore()
+        server = Server(placeholder, secret="s")
         server.app.router.routes.insert(0, Route("/{name}/{path:path}", _Apps(self._apps)))
         async with server:
             self._url.set_result(server.url)
             await self._stopped.wait()
-        await nothing.close()
+        await placeholder.close()
 
 
 class _Apps:
-    """Hands a request on to the application its path begins with."""
+    """Dispatches requests by the first segment of their path."""
 
     def __init__(self, apps: dict[str, ASGIApp]) -> None:
         self._apps = apps

@@ -1,9 +1,9 @@
-"""Chat templates in the shape of the families people train, each as short as it can be. Needs no torch.
+"""Short chat templates in the style of common model families. Needs no torch.
 
     tokenizer = tiny_tokenizer(LLAMA3.template, special=LLAMA3.special, eos=LLAMA3.eos)
 
-What matters of a family is kept: where tools are listed, how a turn begins and ends, how a call is written, and what
-the template refuses. The words are ours.
+Each template keeps what matters about its family: where tools are listed, how turns begin and end, how calls are
+written, and what the template rejects.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One template, and the special tokens it writes."""
+    """A template and its special tokens."""
 
     name: str
-    """The format of its tool calls."""
+    """Name of its tool-call format."""
     template: str
     special: tuple[str, ...]
     eos: str

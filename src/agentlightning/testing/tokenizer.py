@@ -1,4 +1,4 @@
-"""A real tokenizer in a fraction of a second: byte-level BPE, ChatML, Hermes tool calls. Needs no torch."""
+"""A tiny byte-level BPE tokenizer with ChatML and Hermes tool calls, trained in a fraction of a second. No torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def tiny_tokenizer(
     special: Sequence[str] = ("<|im_start|>", "<|im_end|>"),
     eos: str = "<|endoftext|>",
 ) -> Any:
-    """A `PreTrainedTokenizerFast` that writes any text, with merges enough for text to be cut in many ways.
+    """A `PreTrainedTokenizerFast` for any text, with enough merges that text can be tokenized in many ways.
 
-    `special` are tokens that the template writes, beside `eos`; see `agentlightning.testing.templates`."""
+    `special` are the special tokens of the template besides `eos`; see `agentlightning.testing.templates`."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast

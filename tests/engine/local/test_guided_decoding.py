@@ -21,7 +21,7 @@ from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.models import tiny_checkpoint, tiny_model, tiny_tokenizer
+from agentlightning.testing.models import model_tokenizer, tiny_checkpoint, tiny_model
 
 SCHEMA = {
     "type": "object",
@@ -72,7 +72,7 @@ async def test_log_probabilities_are_those_under_the_mask(policy):
     sample = await policy.sample(prompt, SamplingParams(seed=3, json_schema=TEXT, top_logprobs=2))
     with torch.inference_mode():
         logits = tiny_model()(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 :]
-    matcher = GrammarCompiler(tiny_tokenizer(), vocab_size(tiny_model()), policy.chat.eos_token_ids).matcher(TEXT)
+    matcher = GrammarCompiler(model_tokenizer(), vocab_size(tiny_model()), policy.chat.eos_token_ids).matcher(TEXT)
     forced = 0
     for row, token, logprob, top in zip(logits, sample.token_ids, sample.logprobs, sample.top_logprobs, strict=False):
         may = token_masks([matcher], len(row), row.device)[0]
@@ -156,7 +156,7 @@ async def test_tools_that_are_offered_and_no_more_leave_an_answer_free(ask):
 
 
 def test_a_held_answer_cannot_be_whitespace_for_ever():
-    tokenizer = tiny_tokenizer()
+    tokenizer = model_tokenizer()
     grammars = GrammarCompiler(tokenizer, 320, [tokenizer.eos_token_id])
     matcher = grammars.matcher(json.dumps(SCHEMA))
     (brace,), (newline,) = (tokenizer.encode(text, add_special_tokens=False) for text in "{\n")

@@ -22,7 +22,7 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.updater import Updater
-from agentlightning.testing.models import Architecture, tiny_checkpoint, tiny_model, tiny_tokenizer
+from agentlightning.testing.models import Architecture, model_tokenizer, tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 def decode(tokens: Sequence[int]) -> str:
-    return tiny_tokenizer().decode(list(tokens), skip_special_tokens=False)
+    return model_tokenizer().decode(list(tokens), skip_special_tokens=False)
 
 
 def generator(model: PreTrainedModel, **options: int) -> ContinuousBatcher:
@@ -441,4 +441,4 @@ async def test_calls_given_up_while_the_weights_change_free_the_engine(policy: L
     assert drawn.policy_version == 1
     assert policy._generator.idle
     assert all(task.cancelled() for task in running[:2])
-    assert tiny_tokenizer().decode(drawn.token_ids)
+    assert model_tokenizer().decode(drawn.token_ids)

@@ -17,14 +17,14 @@ from agentlightning.engine.local import cascade_attention, kv_cache
 from agentlightning.engine.local.kv_cache import probe_layout
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.testing.models import Architecture, tiny_model, tiny_tokenizer
+from agentlightning.testing.models import Architecture, model_tokenizer, tiny_model
 
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 def decode(tokens: Sequence[int]) -> str:
-    return tiny_tokenizer().decode(list(tokens), skip_special_tokens=False)
+    return model_tokenizer().decode(list(tokens), skip_special_tokens=False)
 
 
 def generator(model: PreTrainedModel, eos: frozenset[int] = frozenset(), **options: int) -> ContinuousBatcher:

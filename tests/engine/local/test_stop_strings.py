@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.engine.local.stop_strings import StopScanner
-from agentlightning.testing.models import tiny_tokenizer
+from agentlightning.testing.models import model_tokenizer
 
 
 @settings(max_examples=60, deadline=None)
@@ -15,7 +15,7 @@ from agentlightning.testing.models import tiny_tokenizer
     stops=st.lists(st.text("ab é漢🙂", min_size=1, max_size=4), min_size=1),
 )
 def test_a_stop_string_is_seen_at_the_token_that_completes_it(text: str, stops: list[str]) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = model_tokenizer()
     tokens = tokenizer.encode(text, add_special_tokens=False)
     scanner = StopScanner(stops, lambda ids: tokenizer.decode(list(ids)))
     for end in range(1, len(tokens) + 1):

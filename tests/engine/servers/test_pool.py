@@ -218,7 +218,7 @@ async def test_a_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch):
         engine = await open_servers(config, Chat(), name="mine")
         assert engine.model == "mine"
         server.failures["/inference/v1/generate"] = [500]
-        with pytest.raises(PolicyError, match="500: it was told to fail") as failed:
+        with pytest.raises(PolicyError, match="500: scheduled failure") as failed:
             await engine.sample(PROMPT, SamplingParams(max_tokens=2))
         assert "s3cret" not in str(failed.value)
         await engine.close()
@@ -261,7 +261,7 @@ async def test_an_answer_that_breaks_off_is_drawn_on_by_another_server_without_g
 async def test_a_call_is_drawn_again_only_so_often_and_the_error_says_what_happened(one: ScriptedModelServer):
     async with engine_of(one, retries=2) as engine:
         one.failures["/inference/v1/generate"] = [500, 503, 500]
-        with pytest.raises(PolicyError, match="answered 500: it was told to fail"):
+        with pytest.raises(PolicyError, match="answered 500: scheduled failure"):
             await engine.sample(PROMPT, SamplingParams(max_tokens=1))
         one.failures["/inference/v1/generate"] = [500, 503]
         assert (await engine.sample(PROMPT, SamplingParams(max_tokens=1))).token_ids == counted(42, 1)
@@ -424,7 +424,7 @@ async def test_an_update_that_no_server_takes_fails(one: ScriptedModelServer, tm
 async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one, health_seconds=60.0) as engine:
         await engine.push(tmp_path, 1)
-        one.start_again()
+        one.restart()
         sample = await engine.sample(PROMPT, SamplingParams(max_tokens=2))
         assert sample.logprobs == tuple(logprob_of(token, label_of(engine, 1)) for token in sample.token_ids)
         assert one.weights == str(tmp_path)
@@ -433,7 +433,7 @@ async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: Scrip
 async def test_a_server_that_lost_its_weights_is_found_without_a_call(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one) as engine:
         await engine.push(tmp_path, 1)
-        one.start_again()
+        one.restart()
         await until(lambda: one.label == label_of(engine, 1) and engine.replicas[0].up)
 
 
@@ -473,5 +473,5 @@ async def test_a_server_that_comes_back_gets_its_adapters(one: ScriptedModelServ
     async with engine_of(one) as engine:
         await engine.push(tmp_path, 1)
         await engine.load_adapter("critic", tmp_path)
-        one.start_again()
+        one.restart()
         await until(lambda: "critic" in one.adapters and engine.replicas[0].up)

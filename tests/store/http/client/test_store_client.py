@@ -27,7 +27,7 @@ from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 from agentlightning.store.http.client import forwarding, store_client, transport
-from agentlightning.testing.store_hub import Hub
+from agentlightning.testing.store_hub import StoreHub
 
 Store = LightningStoreBase
 
@@ -376,7 +376,7 @@ async def test_errors_are_those_of_the_store(there: Store) -> None:
         await there.start_attempt(attempted.rollout_id)
 
 
-async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store, hub: Hub) -> None:
+async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store, hub: StoreHub) -> None:
     there = LightningStoreClient(hub.serve(store, max_body_bytes=3_000_000))
     attempted = await claimed(there)
     with pytest.raises(ConfigError, match="3000000"):

@@ -17,7 +17,7 @@ from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.session import answered_calls
 from agentlightning.store.sql.tables import statements
-from agentlightning.testing.store_hub import Hub
+from agentlightning.testing.store_hub import StoreHub
 
 Store = LightningStoreBase
 BASE = "/v1/agl"
@@ -33,7 +33,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 class Server:
     """One that serves a store, asked without a client that knows better."""
 
-    def __init__(self, hub: Hub, store: Store) -> None:
+    def __init__(self, hub: StoreHub, store: Store) -> None:
         self.http = httpx.AsyncClient(base_url=hub.serve(store) + BASE, verify=False)
 
     async def call(self, method: str, key: str | None, **arguments: Any) -> Any:
@@ -47,7 +47,7 @@ Serve = Callable[[Store], Server]
 
 
 @pytest.fixture
-async def serve(hub: Hub) -> AsyncIterator[Serve]:
+async def serve(hub: StoreHub) -> AsyncIterator[Serve]:
     servers: list[Server] = []
 
     def serve(store: Store) -> Server:
@@ -165,7 +165,7 @@ async def test_what_is_remembered_is_bounded(store: Store, serve: Serve, monkeyp
     assert 0 < await remembered(store) < 5_000
 
 
-async def test_claims_spans_and_reports_cost_no_row(store: Any, hub: Hub) -> None:
+async def test_claims_spans_and_reports_cost_no_row(store: Any, hub: StoreHub) -> None:
     client = LightningStoreClient(hub.serve(store))
     await client.enqueue_rollout("a task")
     claimed = await client.dequeue_rollout("w1")

@@ -19,7 +19,7 @@ from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.operations import OPERATIONS
 from agentlightning.store.http.server.rest_endpoint import PAGE
 from agentlightning.store.instrumented import instrument
-from agentlightning.testing.store_hub import Hub
+from agentlightning.testing.store_hub import StoreHub
 
 Store = LightningStoreBase
 BASE = "/v1/agl"
@@ -34,7 +34,7 @@ async def store() -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-async def http(store: Store, hub: Hub) -> AsyncIterator[httpx.AsyncClient]:
+async def http(store: Store, hub: StoreHub) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(
         base_url=hub.serve(store) + BASE, verify=False
     ) as http:  # no TLS here, which is slow to prepare
@@ -310,7 +310,7 @@ async def test_numbers_are_reserved_many_at_once(http: httpx.AsyncClient, claime
 # -- who may ---------------------------------------------------------------------------------------------------------
 
 
-async def test_with_a_token_nothing_but_health_is_open(hub: Hub, store: Store) -> None:
+async def test_with_a_token_nothing_but_health_is_open(hub: StoreHub, store: Store) -> None:
     async with (
         Server(store, secret="s", token="right") as server,
         httpx.AsyncClient(base_url=server.url + BASE) as http,
@@ -453,7 +453,9 @@ async def test_a_body_of_another_type_is_refused(http: httpx.AsyncClient) -> Non
     refusal(reply, 415, "RequestError", "br")
 
 
-async def test_a_compressed_body_is_read_and_a_bomb_is_not(hub: Hub, store: Store, claimed: AttemptedRollout) -> None:
+async def test_a_compressed_body_is_read_and_a_bomb_is_not(
+    hub: StoreHub, store: Store, claimed: AttemptedRollout
+) -> None:
     packed = {**JSON, "content-encoding": "gzip"}
     span = orjson.dumps(body_of_span(claimed, attributes={"text": "a" * 10_000}))
     url = hub.serve(store, max_body_bytes=1_000_000) + BASE
