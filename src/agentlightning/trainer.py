@@ -52,8 +52,9 @@ from agentlightning.training.run_changes import (
     changes_rewards,
     check_changes,
     describe_changes,
-    overrides,
     record_of,
+    resumed_settings,
+    settings_of_run,
 )
 from agentlightning.training.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
@@ -62,7 +63,6 @@ from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,
     check_algorithm,
-    settings_of_run,
     trained_agents,
     with_absolute_paths,
     with_arguments,
@@ -123,15 +123,10 @@ class Trainer:
 
         Raises ResumeError where there is no run, and ConfigError for a change that cannot be made.
         """
-        before = settings_of_run(Path(run_dir))
-        settings = settings_of_run(Path(run_dir), overrides(changes))
-        trainer = cls(settings, run_dir=run_dir, **options)
-        trainer._changes_from(before)
+        trainer = cls(resumed_settings(Path(run_dir), changes), run_dir=run_dir, **options)
+        trainer._resumed_from = settings_of_run(Path(run_dir))
+        check_changes(changed_settings(trainer._resumed_from, trainer.config))
         return trainer
-
-    def _changes_from(self, before: TrainConfig) -> None:
-        self._resumed_from = before
-        check_changes(changed_settings(before, self.config))
 
     def fit(
         self,

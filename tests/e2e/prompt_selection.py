@@ -4,17 +4,16 @@ It runs as if no package of the `train` extra were installed. A coroutine stands
 answers with its prompt. Usage: prompt_selection.py RUN_DIR
 """
 
-import sys
-
-for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "matplotlib"):
-    sys.modules[name] = None  # type: ignore[assignment]
-
 import asyncio
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import agentlightning as agl
+
+for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "matplotlib"):
+    sys.modules[name] = None  # type: ignore[assignment]
 
 TASKS = [{"word": word} for word in ("red", "green", "blue", "white", "black", "pink")]
 PROMPTS = ("Say {word}.", "Please say {word}!")
@@ -79,7 +78,8 @@ async def main(run_dir: Path) -> None:
     gain = result.held_out["greedy"]
     prompts = json.loads((result.checkpoint / "resources.json").read_text())
     report = {"seen": algorithm.seen, "gain": [gain.before, gain.after], "prompts": prompts}
-    sys.stdout.write(json.dumps({**report, "again": again.steps, "files": sorted(p.name for p in run_dir.iterdir())}))
+    start = (run_dir / "start").exists()
+    sys.stdout.write(json.dumps({**report, "again": again.steps, "start": start}))
 
 
 if __name__ == "__main__":

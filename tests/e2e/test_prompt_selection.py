@@ -17,4 +17,4 @@ def test_the_better_of_two_prompts_is_published_measured_and_kept(tmp_path):
     assert report["gain"] == [0.0, 1.0]
     assert report["prompts"]["prompt"]["template"] == "Please say {word}!"
     assert report["again"] == 2
-    assert "start" not in report["files"], "no policy was made"
+    assert not report["start"], "no policy was made"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentlightning.cli.options import Agent, Dataset, Json, Reward
 from agentlightning.cli.output import Output, errors_reported
+
+if TYPE_CHECKING:
+    from agentlightning.evaluation.evaluation import Evaluation
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +29,7 @@ def evaluate(
     reward_weights: Annotated[
         str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts under way at once.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to run at the same time.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval."""
@@ -35,7 +38,7 @@ def evaluate(
         from agentlightning.config import RunnerConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
-        from agentlightning.trainer import settings_of_run
+        from agentlightning.training.run_changes import settings_of_run
         from agentlightning.util.progress import Progress
 
         weights = _weights(reward_weights)
@@ -58,17 +61,21 @@ def evaluate(
             runner=RunnerConfig(concurrency=concurrency),
             progress=Progress(console=output.console),
         )
-        record = {
-            "reward": result.mean,
-            "score": result.score,
-            "interval": list(result.interval),
-            "tasks": len(result.rewards),
-            "measured": len(result.known),
-            "missing": result.missing,
-            "reasons": dict(result.reasons),
-            "seconds": round(result.seconds, 2),
-        }
-        output.finish(record, lambda console: console.print(f"reward {result}"))
+        output.finish(_record(result), lambda console: console.print(f"reward {result}"))
+
+
+def _record(result: Evaluation) -> dict[str, Any]:
+    """The result as JSON values, as `--json` prints it."""
+    return {
+        "reward": result.mean,
+        "score": result.score,
+        "interval": list(result.interval),
+        "tasks": len(result.rewards),
+        "measured": len(result.known),
+        "missing": result.missing,
+        "reasons": dict(result.reasons),
+        "seconds": round(result.seconds, 2),
+    }
 
 
 def _weights(text: str | None) -> dict[str, float] | None:

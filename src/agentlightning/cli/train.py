@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentlightning.cli.formatting.training_report import print_result
 from agentlightning.cli.options import Agent, Dataset, Json, Model, Reward, Token
 from agentlightning.cli.output import Output, errors_reported
+
+if TYPE_CHECKING:
+    from agentlightning.config import TrainConfig
+    from agentlightning.store.http.client import LightningStoreClient
 
 
 def register(app: typer.Typer) -> None:
@@ -44,32 +48,52 @@ def train(
     output = Output(as_json)
     directory = resume or run_dir
     with errors_reported(output, lambda: directory):
-        from agentlightning.config import TrainConfig
-        from agentlightning.errors import ConfigError
-        from agentlightning.store.http.client import LightningStoreClient
-        from agentlightning.trainer import Trainer
-        from agentlightning.util.progress import Progress
-        from agentlightning.util.settings import dump_toml, load_settings
-
         shortcuts = {"agent": agent, "reward": reward, "data.train": dataset, "policy.model": model, "run.seed": seed}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+        changes = [*given, *(settings or [])]
+        resolved = _resolve(changes, config, run_dir, resume)
+        store = _store(server, token)
+        if dry_run:
+            _print_settings(resolved)
+            return
+        from agentlightning.trainer import Trainer
+        from agentlightning.util.progress import Progress
+
         progress = Progress(console=output.console)
-        store = None if server is None else LightningStoreClient(server, token)
         if resume is not None:
-            if config is not None:
-                raise ConfigError("--resume takes a run's own settings; give those to change as section.key=value")
-            if run_dir is not None:
-                raise ConfigError(f"--resume {resume} goes on in that directory; leave out --run-dir {run_dir}")
-            trainer = Trainer.resume(resume, changes=[*given, *(settings or [])], progress=progress, store=store)
-            if dry_run:
-                typer.echo(dump_toml(trainer.config), nl=False)
-                return
+            trainer = Trainer.resume(resume, changes=changes, progress=progress, store=store)
         else:
-            resolved = load_settings(TrainConfig, toml=config, overrides=[*given, *(settings or [])])
-            if dry_run:
-                typer.echo(dump_toml(resolved), nl=False)
-                return
             trainer = Trainer(resolved, run_dir=run_dir, progress=progress, store=store)
         directory = trainer.run_dir
         result = trainer.fit()
         output.finish(result.as_json(), lambda console: print_result(result, console))
+
+
+def _resolve(changes: list[str], config: Path | None, run_dir: Path | None, resume: Path | None) -> TrainConfig:
+    """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
+    from agentlightning.config import TrainConfig
+    from agentlightning.errors import ConfigError
+    from agentlightning.training.run_changes import resumed_settings
+    from agentlightning.util.settings import load_settings
+
+    if resume is None:
+        return load_settings(TrainConfig, toml=config, overrides=changes)
+    if config is not None:
+        raise ConfigError("--resume uses the run's own settings; give those to change as section.key=value")
+    if run_dir is not None:
+        raise ConfigError(f"--resume {resume} continues in that directory; leave out --run-dir {run_dir}")
+    return resumed_settings(resume, changes)
+
+
+def _store(server: str | None, token: str | None) -> LightningStoreClient | None:
+    if server is None:
+        return None
+    from agentlightning.store.http.client import LightningStoreClient
+
+    return LightningStoreClient(server, token)
+
+
+def _print_settings(settings: TrainConfig) -> None:
+    from agentlightning.util.settings import dump_toml
+
+    typer.echo(dump_toml(settings), nl=False)

@@ -1,20 +1,22 @@
-"""What of a run's settings may change when it is resumed: the difference of two configurations, judged and recorded.
+"""The settings of a run, and their changes when it is resumed.
 
-What a run is made of (its model, its tasks, its seed, how it is measured) stays; how its agent is run, how fast it
-learns and how long may change.
+What a run consists of (its model, its tasks, its seed, how it is measured) is fixed. How its agent is run, how fast it
+learns and for how long may change.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import orjson
 from pydantic import BaseModel
 
-from agentlightning.errors import ConfigError
-from agentlightning.util.settings import NONE, SECRETS
+from agentlightning.config import TrainConfig
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.util.settings import NONE, SECRETS, load_settings
 
 CHANGEABLE = (
     "agent",
@@ -51,14 +53,30 @@ CHANGEABLE = (
     "policy.engine",
     "policy.servers",
 )
-"""Settings, and sections with all they hold."""
+"""Settings, and whole sections, that may change."""
 
 MEASURED = ("agent", "reward", "algorithm.reward_weights")
-"""Settings that decide what a reward means: what was measured before such a change cannot be compared with what is
-measured after it."""
+"""Settings that decide what a reward means: measurements before and after such a change cannot be compared."""
 
 Changes = Mapping[str, tuple[Any, Any]]
-"""By the setting's name: what it was, and what it is."""
+"""Name of a setting -> (old value, new value)."""
+
+
+def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:
+    """The configuration of a run, with `changes` as given on the command line. Raises ResumeError where there is no
+    run."""
+    path = run_dir / "config.toml"
+    if not path.exists():
+        raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
+    return load_settings(TrainConfig, toml=path, overrides=changes)
+
+
+def resumed_settings(run_dir: Path, changes: Mapping[str, Any] | Sequence[str]) -> TrainConfig:
+    """The configuration that a run is resumed with. Raises ResumeError where there is no run, and ConfigError for a
+    change that cannot be made."""
+    settings = settings_of_run(run_dir, overrides(changes))
+    check_changes(changed_settings(settings_of_run(run_dir), settings))
+    return settings
 
 
 def changed_settings(before: BaseModel, after: BaseModel) -> Changes:
@@ -73,8 +91,8 @@ def check_changes(changes: Changes) -> None:
     fixed = [name for name in changes if not any(name == each or name.startswith(f"{each}.") for each in CHANGEABLE)]
     if fixed:
         raise ConfigError(
-            f"{', '.join(fixed)}: a resumed run keeps this, as what it has done would not fit any more; start a new run"
-            " for it. These may change: agent, reward, algorithm.steps, algorithm.optimizer.lr,"
+            f"{', '.join(fixed)}: a resumed run keeps this, as its earlier steps would not fit any more; start a new"
+            " run for it. These may change: agent, reward, algorithm.steps, algorithm.optimizer.lr,"
             " algorithm.reward_weights, runner.*, gateway.*, evaluation.every, policy.device, policy.max_context ..."
         )
 
@@ -85,7 +103,7 @@ def changes_rewards(changes: Changes) -> bool:
 
 
 def overrides(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Changes by name as the texts of the command line: `section.key=value`."""
+    """Changes by name, as on the command line: `section.key=value`."""
     if not isinstance(changes, Mapping):
         return list(changes)
     return [f"{name}={NONE if value is None else orjson.dumps(value).decode()}" for name, value in changes.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,7 @@ from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
-from agentlightning.util.settings import load_settings, settings_from
-
-
-def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of a run, with `changes` as given on the command line. Raises ResumeError where there is no
-    run."""
-    path = run_dir / "config.toml"
-    if not path.exists():
-        raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
-    return load_settings(TrainConfig, toml=path, overrides=changes)
+from agentlightning.util.settings import settings_from
 
 
 def with_arguments(
