@@ -115,7 +115,7 @@ def test_what_may_hold_a_key_is_nobody_elses_to_read(tmp_path):
 DIE_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
-from agentlightning.policy import checkpoint
+from agentlightning.models import checkpoint
 
 class Model:
     def save_pretrained(self, folder):

@@ -33,7 +33,7 @@ from agentlightning.engine.servers.config import ServersConfig, open_servers
 from agentlightning.engine.servers.replica import Patience
 from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.errors import ConfigError, PolicyError, ServerError
-from agentlightning.policy.checkpoint import named_weights
+from agentlightning.models.checkpoint import named_weights
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat

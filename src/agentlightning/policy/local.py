@@ -23,7 +23,7 @@ from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
-from agentlightning.policy import checkpoint
+from agentlightning.models import checkpoint
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.forward import Forward
 from agentlightning.policy.local_config import LocalPolicyConfig

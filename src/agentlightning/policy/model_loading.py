@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy import checkpoint
+from agentlightning.models import checkpoint
 from agentlightning.policy.local_config import LocalPolicyConfig
 
 logger = logging.getLogger(__name__)

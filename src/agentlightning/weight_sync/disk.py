@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import orjson
 
-from agentlightning.policy.base import Policy
+from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 
 KEPT: Final = 2
 """The newest, and one that a server may still be reading."""
 INDEX: Final = "model.safetensors.index.json"
-INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Checkpointed(Protocol):
+    """A policy whose weights can be saved as a checkpoint."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    async def save(self, directory: Path) -> None: ...
 
 
 class WeightsFolder:
@@ -26,7 +34,7 @@ class WeightsFolder:
     def directory(self, version: int) -> Path:
         return self.path / f"version-{version:06d}"
 
-    async def write(self, policy: Policy) -> Path:
+    async def write(self, policy: Checkpointed) -> Path:
         """The weights that `policy` has now. Raises PolicyError where the disk refuses."""
         directory = self.directory(policy.policy_version)
         await policy.save(directory)
@@ -57,12 +65,14 @@ def _write_output(directory: Path) -> None:
     for file in files:
         with safe_open(file, "pt") as tensors:
             names = set(tensors.keys())
-            if OUTPUT in names or INPUT not in names or not _tied(directory):
+            if OUTPUT_HEAD in names or INPUT_EMBEDDING not in names or not _tied(directory):
                 continue
-            save_file({OUTPUT: tensors.get_tensor(INPUT)}, directory / "lm_head.safetensors", {"format": "pt"})
+            save_file(
+                {OUTPUT_HEAD: tensors.get_tensor(INPUT_EMBEDDING)}, directory / "lm_head.safetensors", {"format": "pt"}
+            )
         if index.exists():
             content: dict[str, Any] = orjson.loads(index.read_bytes())
-            content["weight_map"][OUTPUT] = "lm_head.safetensors"
+            content["weight_map"][OUTPUT_HEAD] = "lm_head.safetensors"
             index.write_bytes(orjson.dumps(content))
         return
 

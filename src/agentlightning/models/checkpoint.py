@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from agentlightning.errors import PolicyError
-from agentlightning.weight_sync.disk import INPUT, OUTPUT
+from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 
 TRAINING_STATE = "training_state.pt"
 
@@ -89,13 +89,13 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
     A tied output layer comes under its own name too, see `policy.weights`."""
     state = dict(model.state_dict())
-    has_output = OUTPUT in state
+    has_output = OUTPUT_HEAD in state
     for name in model._keys_to_ignore_on_save or ():  # pyright: ignore[reportPrivateUsage]
         state.pop(name, None)
     kept = remove_tied_weights_from_state_dict(state, model)
     named = revert_weight_conversion(model, kept)
-    if has_output and INPUT in named and OUTPUT not in named:
-        named[OUTPUT] = named[INPUT]
+    if has_output and INPUT_EMBEDDING in named and OUTPUT_HEAD not in named:
+        named[OUTPUT_HEAD] = named[INPUT_EMBEDDING]
     return named
 
 
