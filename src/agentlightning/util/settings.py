@@ -207,7 +207,8 @@ def _known(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
         for member in _members(field.annotation):
             yield from _known_below(member, f"{prefix}{name}.")
             if get_origin(member) in (tuple, list):
-                yield from _known_below(get_args(member)[0], f"{prefix}{name}.{_ITEM}.")
+                for item in _members(get_args(member)[0]):
+                    yield from _known_below(item, f"{prefix}{name}.{_ITEM}.")
 
 
 def _known_below(member: Any, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -428,7 +429,9 @@ def _plain(value: Any, dumped: Any) -> Any:
 
 
 def _set_fields(model: BaseModel) -> dict[str, Any]:
-    return model.model_dump(exclude_none=True, exclude_defaults=True)
+    """The settings that are not at their default, and `type`, which says whose settings they are."""
+    values = model.model_dump(exclude_none=True, exclude_defaults=True)
+    return {"type": getattr(model, "type"), **values} if "type" in type(model).model_fields else values  # noqa: B009
 
 
 def _comment(field: FieldInfo) -> Iterator[str]:
