@@ -18,8 +18,8 @@ The store: LightningStore (opens one, and is what all of them are), InMemoryLigh
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
-    PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, TokenTree, Node, TrainingSample, Policy,
-    ChatFormat.
+    PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
+    Policy, ChatFormat.
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
     AgentError, AgentTimeoutError, RewardError, RolloutRejectedError, StoreError, NotFoundError, ConflictError,
     StoreFullError, StoreLostError, StoreClosedError, StoreServerError, StoreAuthError, PolicyError, ContextLengthError,
@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     )
     from agentlightning.trainer import Trainer
     from agentlightning.training.result import TrainingResult
-    from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
+    from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.progress import Progress
 
 _NAMES = {
@@ -156,7 +156,7 @@ _NAMES = {
     ),
     "trainer": "Trainer",
     "training.result": "TrainingResult",
-    "trajectory": "Node TokenTree TrainingSample Trajectory Transition",
+    "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.progress": "Progress",
 }
 """Module -> the public names it defines."""
@@ -228,6 +228,7 @@ __all__ = [
     "ServerError",
     "Span",
     "SpanEvent",
+    "Step",
     "StoreAuthError",
     "StoreClosedError",
     "StoreError",

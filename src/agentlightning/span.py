@@ -48,6 +48,9 @@ AGENT_NAME: Final = "gen_ai.agent.name"
 EVALUATION_NAME: Final = "gen_ai.evaluation.name"
 SCORE_VALUE: Final = "gen_ai.evaluation.score.value"
 ERROR_TYPE: Final = "error.type"
+TOOL_NAME: Final = "gen_ai.tool.name"
+TOOL_ARGUMENTS: Final = "gen_ai.tool.call.arguments"
+TOOL_RESULT: Final = "gen_ai.tool.call.result"
 
 # -- attributes of our own -------------------------------------------------------------------------------------------
 

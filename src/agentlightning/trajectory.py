@@ -18,10 +18,12 @@ their common prompt, never a sampled node: each was chosen by one rollout and is
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentlightning.errors import PolicyError
 
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
     FloatArray: TypeAlias = NDArray[np.float32]
 else:  # A machine that only serves or runs agents need not have NumPy.
     FloatArray = Any
+
+
+Reward: TypeAlias = float | dict[str, float]
+"""One number, or several by the name of their dimension."""
+
+Status: TypeAlias = Literal["succeeded", "failed", "timeout"]
+"""How an attempt ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +54,67 @@ class Transition:
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """One for each response token, under the distribution it was drawn from."""
+    """One for each response token, under the distribution it was sampled from."""
     policy_version: int | None = None
-    """Of the weights that drew the last token."""
+    """Of the weights that sampled the last token."""
     versions: tuple[tuple[int, int], ...] = ()
-    """(policy version, how many tokens it drew), in order; empty where one version drew them all."""
+    """(policy version, tokens it sampled), in order; empty where one version sampled them all."""
     agent: str | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
     reshaped: tuple[str, ...] = ()
-    """What else changed the distribution the tokens were drawn from: penalties, a bias, a grammar."""
+    """What else changed the sampling distribution: penalties, a bias, a grammar."""
     finish_reason: str = "stop"
-    reward: float | dict[str, float] | None = None
+    reward: Reward | None = None
     """An intermediate reward given after this call and before the next; None where there was none."""
+    model: str | None = None
+    """The model that answered, by the name it was served under."""
+    input_messages: str | None = field(default=None, repr=False, compare=False)
+    """The messages of the request as the span has them, JSON; None where they were not recorded."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages of the request in OpenTelemetry's form (`role`, `parts`), read anew each time; empty where they
+        were not recorded or cannot be read."""
+        try:
+            found: Any = json.loads(self.input_messages or "[]")
+        except ValueError:
+            return []
+        return [message for message in found if isinstance(message, dict)] if isinstance(found, list) else []
+
+    @property
+    def state(self) -> str:
+        """A digest of what the agent showed the model since its last answer: the messages after the last one of the
+        assistant, ids of tool calls left out. Calls of the same state saw the same observation, whatever came before
+        it. Where messages were not recorded, a digest of the whole prompt."""
+        messages = self.messages
+        if not messages:
+            return _digest(self.prompt_token_ids)
+        answered = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        return _digest(_without_ids(messages[answered[-1] + 1 if answered else 0 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A tool call, or an error: something other than an answered model call.
+
+    >>> agl.Step("tool", "search", span_id="s1", sequence_id=2, result="12 pages").error is None
+    True
+    """
+
+    kind: Literal["tool", "error"]
+    name: str
+    """Of the tool, else of the span."""
+    span_id: str
+    sequence_id: int
+    """Its place among the transitions of the attempt."""
+    arguments: Any = None
+    """Of a tool call, as its span has them."""
+    result: Any = None
+    error: str | None = None
+    """What went wrong; None for a tool call that went well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +128,26 @@ class Trajectory:
     rollout_id: str
     attempt_id: str
     transitions: tuple[Transition, ...]
-    reward: float | dict[str, float] | None = None
+    reward: Reward | None = None
     """The final reward. None is *missing*: never to be read as 0.0."""
     group: str = ""
     """Rollouts of the same task carry the same group."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    steps: tuple[Step, ...] = ()
+    """What happened beside the model calls, in the store's order."""
+    status: Status = "succeeded"
+
+
+def _without_ids(value: Any) -> Any:
+    """The same JSON value without the ids in its tables, which differ from one rollout to the next."""
+    if isinstance(value, dict):
+        return {key: _without_ids(inner) for key, inner in value.items() if key != "id"}
+    return [_without_ids(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +171,7 @@ class Node:
     answered has a node for each, one below the other."""
     agent: str | None = None
     policy_version: int | None = None
-    """Of the weights that drew these tokens."""
+    """Of the weights that sampled these tokens."""
     temperature: float = 1.0
 
 

@@ -148,7 +148,7 @@ def test_traceloops_model_call() -> None:
     [
         ("workflow", "invoke_workflow", conventions.WORKFLOW_NAME, names.OPERATION_INPUT, names.OPERATION_OUTPUT),
         ("agent", "invoke_agent", names.AGENT_NAME, names.OPERATION_INPUT, names.OPERATION_OUTPUT),
-        ("tool", "execute_tool", conventions.TOOL_NAME, conventions.TOOL_ARGUMENTS, conventions.TOOL_RESULT),
+        ("tool", "execute_tool", names.TOOL_NAME, names.TOOL_ARGUMENTS, names.TOOL_RESULT),
         ("task", None, names.OPERATION_LABEL, names.OPERATION_INPUT, names.OPERATION_OUTPUT),
     ],
 )
@@ -174,9 +174,9 @@ def test_agentops_names_of_agents_and_operations() -> None:
     given = {"agentops.span.kind": "tool", "tool.name": "search", "tool.parameters": "{}", "tool.result": "found"}
     assert read(given) == {
         names.OPERATION_NAME: "execute_tool",
-        conventions.TOOL_NAME: "search",
-        conventions.TOOL_ARGUMENTS: "{}",
-        conventions.TOOL_RESULT: "found",
+        names.TOOL_NAME: "search",
+        names.TOOL_ARGUMENTS: "{}",
+        names.TOOL_RESULT: "found",
     }
 
 
@@ -258,8 +258,8 @@ def test_other_spans_of_openinference() -> None:
     tool = {"openinference.span.kind": "TOOL", "tool.name": "search", "input.value": "{}", "tool.parameters": "schema"}
     assert read(tool) == {
         names.OPERATION_NAME: "execute_tool",
-        conventions.TOOL_NAME: "search",
-        conventions.TOOL_ARGUMENTS: "{}",
+        names.TOOL_NAME: "search",
+        names.TOOL_ARGUMENTS: "{}",
     }
     assert read({"openinference.span.kind": "CHAIN", "input.value": "a", "output.value": "b"}) == {
         names.OPERATION_INPUT: "a",

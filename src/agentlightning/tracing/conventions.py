@@ -22,11 +22,8 @@ from agentlightning import span as names
 from agentlightning.span import SpanEvent
 from agentlightning.tracing import genai_messages
 
-TOOL_NAME: Final = "gen_ai.tool.name"
 TOOL_DESCRIPTION: Final = "gen_ai.tool.description"
 TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
-TOOL_ARGUMENTS: Final = "gen_ai.tool.call.arguments"
-TOOL_RESULT: Final = "gen_ai.tool.call.result"
 WORKFLOW_NAME: Final = "gen_ai.workflow.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 ORIGINAL_NAME: Final = "agentlightning.original_name"
@@ -63,10 +60,10 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     names.REQUEST_SEED: ("gen_ai.openai.request.seed",),
     names.AGENT_NAME: ("agent.name",),
     CONVERSATION_ID: ("session.id", "traceloop.association.properties.session_id"),
-    TOOL_NAME: ("tool.name", "tool_call.function.name"),
+    names.TOOL_NAME: ("tool.name", "tool_call.function.name"),
     TOOL_DESCRIPTION: ("tool.description",),
     TOOL_CALL_ID: ("tool_call.id", "tool.id"),
-    TOOL_ARGUMENTS: ("tool_call.function.arguments",),
+    names.TOOL_ARGUMENTS: ("tool_call.function.arguments",),
 }
 """Our attribute -> equivalent names in other conventions."""
 
@@ -115,18 +112,18 @@ BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
         ("traceloop.entity.name", "agentops.entity.name", "operation.name"),
         {
             "invoke_agent": names.AGENT_NAME,
-            "execute_tool": TOOL_NAME,
+            "execute_tool": names.TOOL_NAME,
             "invoke_workflow": WORKFLOW_NAME,
             "": names.OPERATION_LABEL,
         },
     ),
     "input": (
         ("traceloop.entity.input", "agentops.entity.input", "agentops.task.input", "input.value", "tool.parameters"),
-        {"execute_tool": TOOL_ARGUMENTS, "": names.OPERATION_INPUT},
+        {"execute_tool": names.TOOL_ARGUMENTS, "": names.OPERATION_INPUT},
     ),
     "output": (
         ("traceloop.entity.output", "agentops.entity.output", "agentops.task.output", "output.value", "tool.result"),
-        {"execute_tool": TOOL_RESULT, "": names.OPERATION_OUTPUT},
+        {"execute_tool": names.TOOL_RESULT, "": names.OPERATION_OUTPUT},
     ),
 }
 """Attributes whose equivalent depends on the operation ("": any other). For model calls they are the messages."""

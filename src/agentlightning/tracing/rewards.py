@@ -7,9 +7,7 @@ from typing import Any
 
 from agentlightning import span as names
 from agentlightning.span import Span
-
-Reward = float | dict[str, float]
-"""A plain reward, or one of several named dimensions."""
+from agentlightning.trajectory import Reward
 
 
 def get_reward_value(span: Span) -> Reward | None:

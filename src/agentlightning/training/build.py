@@ -11,8 +11,8 @@ from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutSource
+from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
-from agentlightning.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.recording import raw_exchange

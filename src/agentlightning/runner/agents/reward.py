@@ -18,8 +18,7 @@ from typing import Any, cast
 from agentlightning.errors import AgentError, RewardError
 from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.span import MAX_REWARD
-
-Reward = float | dict[str, float]
+from agentlightning.trajectory import Reward
 
 
 def looks_like_reward(value: Any) -> bool:

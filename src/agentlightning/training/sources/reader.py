@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from agentlightning.assemble import trajectory
-from agentlightning.call_validation import NO_LIMITS, TokenLimits
+from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -39,7 +39,7 @@ class TrajectoryReader:
     async def read(
         self, groups: Mapping[str, str], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
     ) -> Readings:
-        """`groups`: rollout id -> group. `rewards` replace the rewards of some rollouts."""
+        """`groups`: rollout id -> group. `rewards` replace the rewards of those that timed out."""
         found: dict[str, Trajectory] = {}
         rejected: dict[str, Rejection] = {}
         chunk: list[tuple[str, list[Span]]] = []
@@ -49,8 +49,10 @@ class TrajectoryReader:
                 read = self._assemble(rollout_id, spans, groups[rollout_id])
                 if isinstance(read, Rejection):
                     rejected[rollout_id] = read
+                elif rollout_id in rewards:
+                    found[rollout_id] = replace(read, reward=rewards[rollout_id], status="timeout")
                 else:
-                    found[rollout_id] = replace(read, reward=rewards[rollout_id]) if rollout_id in rewards else read
+                    found[rollout_id] = read
             chunk.clear()
 
         async for rollout_id, spans in self.store.iter_spans(list(groups)):

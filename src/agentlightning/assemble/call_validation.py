@@ -1,6 +1,6 @@
-"""Whether the record of a model call can be true: what is trained on was drawn by a policy, or it is left out.
+"""Validation of recorded model calls: a call whose tokens no policy can have sampled is not trained on.
 
-Called by `assemble` for every call. Pure, and quick: tokens are looked at one by one only where something is wrong.
+It runs for every call, so tokens are examined one by one only after a check of all of them has failed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from agentlightning import span as names
 
 LEAST_LOGPROB = -104.0
-"""The smallest positive number of float32 is e^-103.3: nothing is drawn with less."""
+"""The smallest positive number of float32 is e^-103.3: no token is sampled with less."""
 _ROUNDING = 1e-3
-"""A log-probability may exceed 0 by so much."""
+"""By how much a log-probability may exceed 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What tokens must fit for a policy to be trained on them; None: nothing is known of it."""
+    """Limits of the policy that is to be trained; None: unknown."""
 
     vocabulary: int | None = None
     """Token ids are smaller than this."""
     context: int | None = None
-    """A prompt and its answer have no more tokens together."""
+    """The most tokens of a prompt and its response together."""
 
 
 NO_LIMITS = TokenLimits()
@@ -39,19 +39,19 @@ def has_tokens(attributes: Mapping[str, Any]) -> bool:
     return bool(prompt) and 0 < len(sampled) == len(logprobs)
 
 
-def defect_of(attributes: Mapping[str, Any], limits: TokenLimits) -> str:
-    """What cannot be true of a call that has tokens; "" where nothing is wrong."""
+def find_defect(attributes: Mapping[str, Any], limits: TokenLimits) -> str:
+    """Why the record of a call that has tokens cannot be true; "" if it can."""
     prompt, sampled, logprobs = (attributes[name] for name in names.TOKEN_ATTRIBUTES)
     return (
-        _defect_of_ids(names.PROMPT_TOKEN_IDS, prompt, limits)
-        or _defect_of_ids(names.RESPONSE_TOKEN_IDS, sampled, limits)
-        or _defect_of_length(len(prompt) + len(sampled), limits)
-        or _defect_of_logprobs(logprobs)
-        or _defect_of_numbers(attributes)
+        _defect_in_ids(names.PROMPT_TOKEN_IDS, prompt, limits)
+        or _defect_in_ids(names.RESPONSE_TOKEN_IDS, sampled, limits)
+        or _defect_in_length(len(prompt) + len(sampled), limits)
+        or _defect_in_logprobs(logprobs)
+        or _defect_in_numbers(attributes)
     )
 
 
-def _defect_of_ids(name: str, ids: Sequence[Any], limits: TokenLimits) -> str:
+def _defect_in_ids(name: str, ids: Sequence[Any], limits: TokenLimits) -> str:
     if set(map(type, ids)) != {int}:
         return f"{name} holds {next(item for item in ids if type(item) is not int)!r:.80}, which is no token id"
     last = 2**31 if limits.vocabulary is None else limits.vocabulary
@@ -60,13 +60,13 @@ def _defect_of_ids(name: str, ids: Sequence[Any], limits: TokenLimits) -> str:
     return f"{name} holds {next(item for item in ids if not 0 <= item < last)}; ids are from 0 to {last - 1}"
 
 
-def _defect_of_length(count: int, limits: TokenLimits) -> str:
+def _defect_in_length(count: int, limits: TokenLimits) -> str:
     if limits.context is None or count <= limits.context:
         return ""
     return f"it has {count} tokens, more than the {limits.context} that the policy takes"
 
 
-def _defect_of_logprobs(logprobs: Sequence[Any]) -> str:
+def _defect_in_logprobs(logprobs: Sequence[Any]) -> str:
     numbers = set(map(type, logprobs)) <= {float, int}
     within = numbers and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= _ROUNDING
     if within and not math.isnan(sum(logprobs)):
@@ -75,7 +75,7 @@ def _defect_of_logprobs(logprobs: Sequence[Any]) -> str:
     return f"{names.LOGPROBS} holds {bad!r:.80}; a token that was drawn has one from {LEAST_LOGPROB:g} to 0"
 
 
-def _defect_of_numbers(attributes: Mapping[str, Any]) -> str:
+def _defect_in_numbers(attributes: Mapping[str, Any]) -> str:
     for name, low, high in _NUMBERS:
         value = attributes.get(name)
         if value is not None and not _is_within(value, low, high):
@@ -89,7 +89,7 @@ _NUMBERS = (
     (names.REQUEST_TOP_K, -1.0, 2.0**31),
     (names.POLICY_VERSION, 0.0, 2.0**53),
 )
-"""What a call was drawn with, and between what it is."""
+"""Sampling parameters, and their smallest and largest value."""
 
 
 def _is_within(value: Any, low: float, high: float) -> bool:

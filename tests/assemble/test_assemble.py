@@ -23,7 +23,7 @@ from agentlightning.assemble import (
     transitions,
     untrainable_calls,
 )
-from agentlightning.call_validation import TokenLimits
+from agentlightning.assemble.call_validation import TokenLimits
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
 from agentlightning.trajectory import TokenTree, Trajectory, Transition

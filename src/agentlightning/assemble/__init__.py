@@ -1,0 +1,39 @@
+"""From spans to what an algorithm learns from: transitions, trajectories, token trees.
+
+Pure functions over spans that were already read; they do no I/O and know no store. Trajectory readers call `trajectory`
+for every rollout and hand groups of them to `agentlightning.credit`, which calls `token_tree`.
+"""
+
+from agentlightning.assemble.agent_steps import steps
+from agentlightning.assemble.model_calls import calls, transitions, untrainable_calls, void_calls
+from agentlightning.assemble.rewards import RewardLinks, link_rewards, read_reward, scalar_reward
+from agentlightning.assemble.trajectories import (
+    OTHER_MODELS,
+    OVERRIDDEN_CALLS,
+    UNLINKED_REWARDS,
+    UNTRAINABLE_CALLS,
+    VOID_CALLS,
+    VOID_REASON,
+    trajectory,
+)
+from agentlightning.assemble.tree import token_tree
+
+__all__ = [
+    "OTHER_MODELS",
+    "OVERRIDDEN_CALLS",
+    "UNLINKED_REWARDS",
+    "UNTRAINABLE_CALLS",
+    "VOID_CALLS",
+    "VOID_REASON",
+    "RewardLinks",
+    "calls",
+    "link_rewards",
+    "read_reward",
+    "scalar_reward",
+    "steps",
+    "token_tree",
+    "trajectory",
+    "transitions",
+    "untrainable_calls",
+    "void_calls",
+]

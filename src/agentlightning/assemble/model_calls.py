@@ -1,0 +1,130 @@
+"""The model calls among an attempt's spans, as transitions: those that count, whose tokens are known and plausible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from agentlightning import span as names
+from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits, find_defect, has_tokens
+from agentlightning.span import Span, counts
+from agentlightning.trajectory import Transition
+
+CALL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
+"""Values of `gen_ai.operation.name` that mean a model call."""
+
+
+def calls(spans: Iterable[Span]) -> list[Span]:
+    """The model calls that count, by sequence number. Superseded and failed calls do not, nor do those whose response
+    was lost, so that the agent sent the request again."""
+    counted = sorted((span for span in spans if is_call(span) and not has_failed(span)), key=lambda s: s.sequence_id)
+    lost = _lost_responses(counted)
+    return [span for span in counted if span.span_id not in lost] if lost else counted
+
+
+def transitions(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> tuple[Transition, ...]:
+    """The model calls whose tokens are known, by sequence number.
+
+    Calls without prompt ids, sampled ids and one log-probability for each sampled id are skipped;
+    `untrainable_calls` names them. So are those whose record cannot be true, which `void_calls` names.
+    """
+    own = tuple(spans)
+    void = void_calls(own, limits)
+    return known_transitions([span for span in own if span.span_id not in void])
+
+
+def known_transitions(spans: Iterable[Span]) -> tuple[Transition, ...]:
+    """The calls that have tokens, whether these are plausible or not."""
+    return tuple(_transition(span) for span in calls(spans) if has_tokens(span.attributes))
+
+
+def untrainable_calls(spans: Iterable[Span]) -> tuple[str, ...]:
+    """span_ids of the calls `transitions` skips because their tokens are unknown (responses of a provider, say)."""
+    return tuple(span.span_id for span in calls(spans) if not has_tokens(span.attributes))
+
+
+def void_calls(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> dict[str, str]:
+    """By span_id, the defect of each call that `transitions` skips because its record cannot be true."""
+    found = {span.span_id: find_defect(span.attributes, limits) for span in calls(spans) if has_tokens(span.attributes)}
+    return {span_id: why for span_id, why in found.items() if why}
+
+
+def is_call(span: Span) -> bool:
+    """Whether a span is a model call of the agent."""
+    operation = span.attributes.get(names.OPERATION_NAME)
+    return isinstance(operation, str) and operation in CALL_OPERATIONS and names.JUDGE not in span.attributes
+
+
+def model_of(span: Span) -> str | None:
+    """The model that answered."""
+    model = span.attributes.get(names.RESPONSE_MODEL)
+    return model if isinstance(model, str) else None
+
+
+def has_failed(span: Span) -> bool:
+    """Whether a span does not count, or ended with an error."""
+    return not counts(span) or span.status_code == "ERROR" or names.ERROR_TYPE in span.attributes
+
+
+def _lost_responses(counted: Sequence[Span]) -> set[str]:
+    """span_ids of responses to a request that was sent again. If the same request had several responses before, any of
+    them may be the lost one, so all of them stay."""
+    responses: dict[tuple[str, str], dict[str, list[str]]] = {}
+    lost: set[str] = set()
+    for span in counted:
+        request = span.attributes.get(names.REQUEST)
+        if not isinstance(request, str):
+            continue
+        known = responses.setdefault((span.attempt_id, request), {})
+        response = str(span.attributes.get(names.RESPONSE_ID, span.span_id))
+        again = request.startswith(names.SENT_ONCE) or bool(span.attributes.get(names.RETRIES))
+        if again and len(known) == 1 and response not in known:
+            lost.update(known.popitem()[1])
+        known.setdefault(response, []).append(span.span_id)
+    return lost
+
+
+def _transition(span: Span) -> Transition:
+    attributes = span.attributes
+    reasons, agent, version, messages = (
+        attributes.get(name)
+        for name in (names.FINISH_REASONS, names.AGENT_NAME, names.POLICY_VERSION, names.INPUT_MESSAGES)
+    )
+    return Transition(
+        rollout_id=span.rollout_id,
+        attempt_id=span.attempt_id,
+        span_id=span.span_id,
+        sequence_id=span.sequence_id,
+        prompt_token_ids=tuple(attributes[names.PROMPT_TOKEN_IDS]),
+        response_token_ids=tuple(attributes[names.RESPONSE_TOKEN_IDS]),
+        logprobs=tuple(attributes[names.LOGPROBS]),
+        policy_version=None if version is None else int(version),
+        versions=_versions(attributes),
+        agent=agent if isinstance(agent, str) else None,
+        temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
+        top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
+        top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
+        reshaped=tuple(map(str, _items(attributes.get(names.RESHAPED)))),
+        finish_reason=str(next(iter(_items(reasons)), "stop")),
+        model=model_of(span),
+        input_messages=messages if isinstance(messages, str) else None,
+    )
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return cast("Sequence[Any]", value) if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+def _versions(attributes: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """(version of the weights, tokens it sampled); empty if these do not add up to the span's tokens."""
+    numbers = _items(attributes.get(names.POLICY_VERSIONS))
+    if not all(isinstance(number, int) for number in numbers) or len(numbers) % 2:
+        return ()
+    runs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    counts = [count for _, count in runs]
+    return runs if min(counts, default=0) > 0 and sum(counts) == len(attributes[names.RESPONSE_TOKEN_IDS]) else ()
+
+
+def _number(attributes: Mapping[str, Any], name: str, default: float) -> float:
+    value = attributes.get(name)
+    return float(default if value is None else value)

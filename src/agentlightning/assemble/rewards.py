@@ -1,0 +1,117 @@
+"""The rewards among an attempt's spans: what each belongs to, and one number from named dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agentlightning import span as names
+from agentlightning.assemble.model_calls import calls
+from agentlightning.errors import RewardError
+from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
+from agentlightning.trajectory import Reward
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLinks:
+    """Where the rewards of one attempt belong."""
+
+    final: Reward | None
+    """None: missing."""
+    intermediate: dict[str, Reward]
+    """By span_id of the call each follows."""
+    unlinked: int = 0
+    """Earlier rewards that came before the first call."""
+
+
+def link_rewards(spans: Iterable[Span]) -> RewardLinks:
+    """Say which reward belongs to what.
+
+    The last reward span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is
+    the intermediate reward of the last model call before it; where several follow the same call they add up, named
+    dimensions name by name. An earlier reward before the first call belongs to nothing and is counted. Superseded
+    spans, those that came after the end of their attempt, and evaluations without a score (a label alone, say) do not
+    count. Where there is no reward span the final reward is missing (None), which is never 0.0.
+
+    Raises RewardError for a reward that is not a usable number, and where a plain reward and named dimensions follow
+    the same call.
+    """
+    valid = sorted((span for span in spans if counts(span)), key=lambda span: span.sequence_id)
+    rewards = [span for span in valid if is_reward(span)]
+    if not rewards:
+        return RewardLinks(final=None, intermediate={})
+    links: dict[str, Reward] = {}
+    call, unlinked = None, 0
+    counted = {span.span_id for span in calls(valid)}
+    for span in valid:
+        if span.span_id in counted:
+            call = span.span_id
+        elif is_reward(span) and span is not rewards[-1]:
+            if call is None:
+                unlinked += 1
+            else:
+                links[call] = _sum(links.get(call), read_reward(span), call)
+    return RewardLinks(final=read_reward(rewards[-1]), intermediate=links, unlinked=unlinked)
+
+
+def is_reward(span: Span) -> bool:
+    """Whether a span is an evaluation with a score; OpenTelemetry also has evaluations with a label alone."""
+    scored = names.SCORE_VALUE in span.attributes or names.REWARD_VALUES in span.attributes
+    return span.name == names.REWARD and scored
+
+
+def read_reward(span: Span) -> Reward:
+    """The value of a reward span. Raises RewardError unless it is a usable number or usable named numbers."""
+    values = span.attributes.get(names.REWARD_VALUES)
+    if values is None:
+        return _finite(span.attributes.get(names.SCORE_VALUE), span)
+    if not isinstance(values, Mapping) or not values:
+        raise RewardError(
+            f"reward span {span.span_id} of rollout {span.rollout_id} names no dimension; give one number"
+        )
+    named = cast("Mapping[Any, Any]", values)
+    return {str(name): _finite(value, span) for name, value in named.items()}
+
+
+def _finite(value: Any, span: Span) -> float:
+    number = usable_reward(value)
+    if number is None:
+        raise RewardError(
+            f"reward {value!r:.80} of rollout {span.rollout_id} (span {span.span_id}) is not a finite number up to "
+            f"{MAX_REWARD:g}; emit a number, or emit none to mark it missing"
+        )
+    return number
+
+
+def _sum(left: Reward | None, right: Reward, call: str) -> Reward:
+    if left is None:
+        return right
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in left | right}
+    if isinstance(left, dict) or isinstance(right, dict):
+        raise RewardError(f"call {call} has a plain reward and one of named dimensions; give all rewards the same form")
+    return left + right
+
+
+def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = None) -> float | None:
+    """One number: a plain reward as it is, named dimensions as `sum(weights[name] * reward[name])`.
+
+    None where the reward, or a dimension that has a weight, is missing. Raises RewardError for dimensions without a
+    weight.
+    """
+    if reward is None or not isinstance(reward, dict):
+        return reward
+    weights = weights or {}
+    unknown = sorted(set(reward) - set(weights))
+    if unknown:
+        example = ", ".join(f'"{name}": 1.0' for name in sorted(reward))
+        raise RewardError(
+            f"no weight for reward dimensions {unknown} (0.0 leaves one out). Set them in Python with"
+            f" agl.LightningRL(reward_weights={{{example}}}) or agl.evaluate(..., reward_weights={{{example}}}); on the"
+            f" command line with  agl train ... 'algorithm.reward_weights={{{example}}}'  or"
+            f"  agl eval ... --reward-weights '{{{example}}}'"
+        )
+    if set(weights) - set(reward):
+        return None
+    return sum(weights[name] * value for name, value in reward.items())

@@ -1,0 +1,81 @@
+"""The trajectory of one attempt: its transitions, its rewards and its other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from agentlightning import span as names
+from agentlightning.assemble.agent_steps import steps
+from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
+from agentlightning.assemble.model_calls import calls, known_transitions, model_of, untrainable_calls, void_calls
+from agentlightning.assemble.rewards import link_rewards
+from agentlightning.errors import RolloutRejectedError
+from agentlightning.span import Span
+from agentlightning.trajectory import Status, Trajectory
+
+UNTRAINABLE_CALLS = "untrainable_calls"
+"""Key of `Trajectory.metadata`: how many calls were left out because their tokens or log-probabilities are unknown."""
+OTHER_MODELS = "other_models"
+"""Key of `Trajectory.metadata`: how many calls were left out because the model that learns did not answer them."""
+OVERRIDDEN_CALLS = "overridden_calls"
+"""Key of `Trajectory.metadata`: how many calls asked for sampling parameters that training did not follow."""
+UNLINKED_REWARDS = "unlinked_rewards"
+"""Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
+VOID_CALLS = "void_calls"
+"""Key of `Trajectory.metadata`: how many calls were left out because their record cannot be true."""
+VOID_REASON = "void_reason"
+"""Key of `Trajectory.metadata`: what is wrong with the first of them."""
+
+
+def trajectory(
+    rollout_id: str,
+    attempt_id: str,
+    spans: Iterable[Span],
+    group: str = "",
+    metadata: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    limits: TokenLimits = NO_LIMITS,
+    status: Status = "succeeded",
+) -> Trajectory:
+    """The trajectory of one attempt, which ended with `status`, without the spans of other attempts. With a `model`,
+    calls that another model answered are left out, too: a frozen reference or a provider teaches the policy nothing.
+
+    A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
+    `untrainable_calls`, `other_models`, `overridden_calls`, `void_calls` and `unlinked_rewards` where they are not
+    zero, and the defect of the first void call. Whatever an agent has written, only two errors are raised: RewardError
+    as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
+    """
+    own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
+    others = {span.span_id for span in calls(own) if model is not None and model_of(span) not in (model, None)}
+    own = [span for span in own if span.span_id not in others] if others else own
+    void = void_calls(own, limits)
+    learned = known_transitions([span for span in own if span.span_id not in void] if void else own)
+    if void and not learned:
+        raise _all_void(rollout_id, void)
+    links = link_rewards(own)
+    found = {
+        UNTRAINABLE_CALLS: len(untrainable_calls(own)),
+        OTHER_MODELS: len(others),
+        OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
+        VOID_CALLS: len(void),
+        VOID_REASON: next(iter(void.values()), ""),
+        UNLINKED_REWARDS: links.unlinked,
+    }
+    return Trajectory(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        transitions=tuple(replace(t, reward=links.intermediate.get(t.span_id)) for t in learned),
+        reward=links.final,
+        group=group,
+        steps=steps(own),
+        status=status,
+        metadata={**(metadata or {}), **{name: value for name, value in found.items() if value}},
+    )
+
+
+def _all_void(rollout_id: str, void: Mapping[str, str]) -> RolloutRejectedError:
+    span_id, why = next(iter(void.items()))
+    message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
+    return RolloutRejectedError("void_calls", message)
