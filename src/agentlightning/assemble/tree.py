@@ -14,8 +14,8 @@ def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
 
     Calls are inserted in order of prompt length (ties: by sequence number), each below the longest prefix of its prompt
     that is already there. A prompt may follow prompt nodes of any rollout and sampled nodes of its own; where it
-    diverges inside a node, the node is split, a sampled one with its log-probabilities. Sampled tokens always make a new node:
-    two equal responses stay two samples. So do tokens sampled after an update of the weights.
+    diverges inside a node, the node is split, a sampled one with its log-probabilities. Sampled tokens always make a
+    new node: two equal responses stay two samples. So do tokens sampled after an update of the weights.
     """
     calls = [call for each in trajectories for call in each.transitions]
     calls.sort(key=lambda call: (len(call.prompt_token_ids), call.sequence_id))
