@@ -191,10 +191,10 @@ async def test_only_what_was_asked_for_is_exported(store: LightningStoreBase, tm
     assert await ids("failed.jsonl", status_in=["failed"]) == ["ro-0003"]
 
 
-async def test_a_store_larger_than_a_piece_is_copied_piece_by_piece(
+async def test_a_store_larger_than_a_batch_is_copied_in_batches(
     store: LightningStoreBase, other: LightningStoreBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(copy, "BATCH_BYTES", 20_000)
     await fill(store, 50)
     seen: list[tuple[int, int | None]] = []
     await export_store(store, tmp_path / "all.jsonl", report=lambda *told: seen.append(told))
@@ -298,7 +298,7 @@ def test_whatever_a_store_holds_goes_through_every_format(several: list[RolloutR
     with tempfile.TemporaryDirectory() as folder:
         for name in FORMATS:
             path = Path(folder) / name
-            writer = copy._open_writer(path, copy._ending(path))
+            writer = copy._open_writer(path, copy._suffix(path))
             writer.write(several)
             writer.finish()
             assert [item for item, _ in copy._open_reader(path).items()] == several
@@ -321,7 +321,7 @@ async def test_what_comes_before_a_cut_is_imported_and_the_line_is_named(
     path = tmp_path / "cut.jsonl"
     path.write_bytes(b"".join(lines[:5]) + lines[5][:100])
     with pytest.raises(
-        DatasetError, match=r"cut.jsonl is cut off at line 6.*What comes before is in the store \(2 rollouts\)"
+        DatasetError, match=r"cut.jsonl is truncated at line 6.*What comes before is in the store \(2 rollouts\)"
     ):
         await import_store(other, path)
     assert await everything(other) == [record(0), record(1)]
@@ -334,7 +334,7 @@ async def test_a_file_that_ends_between_two_lines_is_known_to_be_cut_off(
 ) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(DatasetError, match="cut off at line 7: its end is missing"):
+    with pytest.raises(DatasetError, match="truncated at line 7: its end is missing"):
         await import_store(other, path)
     assert len(await everything(other)) == 3
 
@@ -343,7 +343,7 @@ async def test_a_gzip_file_cut_off_is_named(other: LightningStoreBase, tmp_path:
     path = tmp_path / "cut.jsonl.gz"
     whole = gzip.compress(b"".join(lines))
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DatasetError, match="cut off at line"):
+    with pytest.raises(DatasetError, match="truncated at line"):
         await import_store(other, path)
 
 
@@ -373,13 +373,13 @@ async def test_a_file_of_another_kind_is_refused_by_name(store: LightningStoreBa
     (tmp_path / "zeros.jsonl").write_bytes(b"\0" * 10_000)
     (tmp_path / "empty.jsonl").write_bytes(b"")
     for name in ("tasks.jsonl", "zeros.jsonl", "empty.jsonl"):
-        with pytest.raises(DatasetError, match=f"{name} is no export of a store.*Nothing was imported"):
+        with pytest.raises(DatasetError, match=f"{name} is not an export of a store.*Nothing was imported"):
             await import_store(store, tmp_path / name)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["6 x 7?"]}), tmp_path / "tasks.parquet")
-    with pytest.raises(DatasetError, match=r"tasks.parquet is no export of a store: its schema"):
+    with pytest.raises(DatasetError, match=r"tasks.parquet is not an export of a store: its schema"):
         await import_store(store, tmp_path / "tasks.parquet")
     (tmp_path / "text.parquet").write_text("not a table")
-    with pytest.raises(DatasetError, match=r"text.parquet is no Parquet file, or cut off"):
+    with pytest.raises(DatasetError, match=r"text.parquet is not a Parquet file, or is truncated"):
         await import_store(store, tmp_path / "text.parquet")
     with pytest.raises(DatasetError, match="there is no file"):
         await import_store(store, tmp_path / "absent.jsonl")
@@ -411,7 +411,7 @@ async def test_rows_that_were_moved_are_refused(store: LightningStoreBase, tmp_p
     await export_store(store, tmp_path / "all.parquet")
     table = pyarrow.parquet.read_table(tmp_path / "all.parquet")
     pyarrow.parquet.write_table(table.take(list(range(len(table)))[::-1]), tmp_path / "moved.parquet")
-    with pytest.raises(DatasetError, match=r"row 1 of .*this span does not come after its rollout"):
+    with pytest.raises(DatasetError, match=r"row 1 of .*this span does not follow its rollout"):
         await import_store(store, tmp_path / "moved.parquet")
 
 

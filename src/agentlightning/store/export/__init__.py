@@ -1,5 +1,4 @@
-"""A store as a file, and back: `export_store` and `import_store`, over the contract alone, so that both work with an
-embedded store and with a remote one. JSONL and Parquet hold the same things; base.py says which."""
+"""Exports a store to a JSONL or Parquet file and imports it again, through the store contract alone."""
 
 from __future__ import annotations
 

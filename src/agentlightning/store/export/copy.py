@@ -1,4 +1,4 @@
-"""Copying between a store and a file, piece by piece: what is held in memory does not grow with the store."""
+"""Copies between a store and a file, batch by batch, so that memory does not grow with the store."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from agentlightning.store.types import RolloutRecord
 
 T = TypeVar("T")
 
-PIECE_BYTES: Final = 4 << 20
-"""What is read or added at once, about; more only where one rollout is larger."""
-PIECE_ROLLOUTS: Final = 256
+BATCH_BYTES: Final = 4 << 20
+"""Approximate size of a batch; only a single larger rollout exceeds it."""
+BATCH_ROLLOUTS: Final = 256
 FORMATS: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 Report = Callable[[int, int | None], None]
-"""Is told how many rollouts are done, and of how many; None where that is not known."""
+"""Called with the number of rollouts done and the total, None if unknown."""
 
 
-def _ending(path: Path) -> str:
-    ending = next((ending for ending in FORMATS if path.name.lower().endswith(ending)), None)
-    if ending is None:
-        raise ConfigError(f"{path}: an export is a file that ends in {', '.join(FORMATS)}")
-    return ending
+def _suffix(path: Path) -> str:
+    suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
+    if suffix is None:
+        raise ConfigError(f"{path}: the name of an export ends in {', '.join(FORMATS)}")
+    return suffix
 
 
-async def _aside(run: Callable[..., T], *arguments: Any) -> T:
-    """`run` in another thread. Does not return before it has, even when cancelled: the file is still in use."""
+async def _in_thread(run: Callable[..., T], *arguments: Any) -> T:
+    """Call `run` in a thread. Waits for it even when cancelled, as it uses the file."""
     work = asyncio.ensure_future(asyncio.to_thread(run, *arguments))
     try:
         return await asyncio.shield(work)
@@ -57,25 +57,25 @@ async def export_store(
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Exported:
-    """Write the resources of a store and its rollouts, those that fit every filter given, to a file: `.jsonl`,
-    `.jsonl.gz` or `.parquet`.
+    """Write the resources of a store and the rollouts that match all filters to a file: `.jsonl`, `.jsonl.gz` or
+    `.parquet`.
 
-    Each rollout is exported as it is at one moment; others may write to the store meanwhile. The file appears under its
-    name when it is whole. Raises ConfigError for another ending or a file that exists, MissingExtraError where Parquet
-    needs pyarrow, ConflictError where the store is pruned meanwhile, OSError where the file cannot be written.
+    Each rollout is exported as of one moment; the store may be written to meanwhile. The file appears under its name
+    when it is complete. Raises ConfigError for another suffix or an existing file, MissingExtraError if Parquet needs
+    pyarrow, ConflictError if the store is pruned meanwhile, OSError if the file cannot be written.
     """
     target = _target(path, overwrite)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     filters: dict[str, Any] = {"status_in": status_in, "mode_in": mode_in, "queue_in": queue_in}
     try:
-        writer = await _aside(_open_writer, part, _ending(target))
+        writer = await _in_thread(_open_writer, part, _suffix(target))
         try:
             resources = await _export_resources(store, writer)
             rollouts, spans = await _export_rollouts(store, writer, filters, report)
         except BaseException:
             writer.abandon()
             raise
-        size = await _aside(_finish, writer, part, target)
+        size = await _in_thread(_finish, writer, part, target)
     finally:
         part.unlink(missing_ok=True)
     return Exported(resources, rollouts, spans, size)
@@ -83,21 +83,21 @@ async def export_store(
 
 def _target(path: str | Path, overwrite: bool) -> Path:
     target = Path(path)
-    _ending(target)
+    _suffix(target)
     if target.exists() and not overwrite:
-        raise ConfigError(f"{target} exists; give another name, or allow it to be overwritten")
+        raise ConfigError(f"{target} exists; use another name, or allow overwriting")
     target.parent.mkdir(parents=True, exist_ok=True)
     return target
 
 
-def _open_writer(path: Path, ending: str) -> Writer:
-    if ending == ".parquet":
+def _open_writer(path: Path, suffix: str) -> Writer:
+    if suffix == ".parquet":
         from agentlightning.store.export.parquet import ParquetWriter
 
         return ParquetWriter(path)
     from agentlightning.store.export.jsonl import JsonlWriter
 
-    return JsonlWriter(path, compress=ending.endswith(".gz"))
+    return JsonlWriter(path, compress=suffix.endswith(".gz"))
 
 
 def _finish(writer: Writer, part: Path, target: Path) -> int:
@@ -109,10 +109,10 @@ def _finish(writer: Writer, part: Path, target: Path) -> int:
 
 
 async def _export_resources(store: LightningStoreBase, writer: Writer) -> int:
-    """In order of publication, which is that of the versions: of what was updated, the store keeps the place."""
+    """Export in the order of publication, which is that of the versions, not that in which the store lists them."""
     versions: list[tuple[int, str]] = []
     after: str | None = None
-    while page := await store.query_resources(after=after, limit=PIECE_ROLLOUTS):
+    while page := await store.query_resources(after=after, limit=BATCH_ROLLOUTS):
         versions += [(update.version, update.resources_id) for update in page]
         after = page[-1].resources_id
     count = 0
@@ -129,20 +129,20 @@ async def _export_rollouts(
 ) -> tuple[int, int]:
     """(rollouts, spans)."""
     total = await store.count_rollouts(**filters)
-    piece = _PieceSize()
+    batch = _BatchSize()
     rollouts = spans = 0
     after: str | None = None
     while True:
         try:
-            page = await store.query_rollouts(**filters, after=after, limit=piece.rollouts)
+            page = await store.query_rollouts(**filters, after=after, limit=batch.rollouts)
             records = await store.read_records([rollout.rollout_id for rollout in page]) if page else []
         except NotFoundError as error:
             raise ConflictError(
-                f"rollouts were removed while they were being exported ({error}); export again while nobody prunes"
+                f"rollouts were removed during the export ({error}); export again while the store is not pruned"
             ) from error
         if not page:
             return rollouts, spans
-        piece.learn(await _aside(writer.write, records), len(records))
+        batch.record(await _in_thread(writer.write, records), len(records))
         after = page[-1].rollout_id
         rollouts += len(records)
         spans += sum(len(record.spans) for record in records)
@@ -150,15 +150,15 @@ async def _export_rollouts(
             report(rollouts, max(total, rollouts))
 
 
-class _PieceSize:
-    """How many rollouts to read at once, from how large they have been so far."""
+class _BatchSize:
+    """Chooses the number of rollouts to read at once, from the size of those before."""
 
     def __init__(self) -> None:
         self.rollouts = 16
 
-    def learn(self, size: int, rollouts: int) -> None:
-        fitting = PIECE_BYTES * rollouts // max(size, 1)
-        self.rollouts = max(1, min(fitting, 2 * self.rollouts, PIECE_ROLLOUTS))
+    def record(self, size: int, rollouts: int) -> None:
+        fitting = BATCH_BYTES * rollouts // max(size, 1)
+        self.rollouts = max(1, min(fitting, 2 * self.rollouts, BATCH_ROLLOUTS))
 
 
 # -- import ----------------------------------------------------------------------------------------------------------
@@ -167,35 +167,35 @@ class _PieceSize:
 async def import_store(store: LightningStoreBase, path: str | Path, *, report: Report | None = None) -> Imported:
     """Add what an export holds to a store: resources by their ids, then rollouts, in order.
 
-    What the store has already is left as it is, so that an import can be repeated. An unfinished rollout waits again.
-    Raises DatasetError, naming the line or the row, where the file is no export, damaged or cut off; what came before
-    that place has then been imported, and the import of a whole file adds the rest. Raises ConflictError where the
-    store has other resources under an id; no rollout has been added then.
+    What the store already has is unchanged, so that an import can be repeated. Unfinished rollouts are queued again.
+    Raises DatasetError, with the line or row, if the file is not an export, damaged or truncated; what comes before has
+    then been imported, and the import of a complete file adds the rest. Raises ConflictError if the store has other
+    resources with the same id; no rollout has been added then.
     """
-    done = _Done()
+    progress = _Progress()
     with closing(_open_reader(Path(path)).items()) as items:
         while True:
-            piece, error = await _aside(_next_piece, items)
-            await _add(store, piece, done)
+            batch, error = await _in_thread(_next_batch, items)
+            await _add(store, batch, progress)
             if error is not None:
-                raise DatasetError(f"{error}. {done.so_far()}") from error
-            if not piece:
-                return Imported(done.resources, done.rollouts, done.known)
+                raise DatasetError(f"{error}. {progress.describe()}") from error
+            if not batch:
+                return Imported(progress.resources, progress.rollouts, progress.known)
             if report is not None:
-                report(done.rollouts + done.known, None)
+                report(progress.rollouts + progress.known, None)
 
 
 def check_source(path: Path) -> str:
-    """The ending of a file to import. ConfigError or DatasetError for one that cannot be."""
-    ending = _ending(path)
+    """The suffix of a file to import. Raises ConfigError or DatasetError if it cannot be imported."""
+    suffix = _suffix(path)
     if not path.is_file():
         raise DatasetError(f"there is no file {str(path)!r}; give the path of an export")
-    return ending
+    return suffix
 
 
 def _open_reader(path: Path) -> Reader:
-    ending = check_source(path)
-    if ending == ".parquet":
+    suffix = check_source(path)
+    if suffix == ".parquet":
         from agentlightning.store.export.parquet import ParquetReader
 
         return ParquetReader(path)
@@ -205,46 +205,46 @@ def _open_reader(path: Path) -> Reader:
 
 
 @dataclass(slots=True)
-class _Done:
+class _Progress:
     resources: int = 0
     rollouts: int = 0
     known: int = 0
 
-    def so_far(self) -> str:
+    def describe(self) -> str:
         found = self.rollouts + self.known
         if not found and not self.resources:
             return "Nothing was imported"
         return (
             f"What comes before is in the store ({found:,} rollouts); "
-            "importing a whole file adds the rest and repeats nothing"
+            "importing a complete file adds the rest and repeats nothing"
         )
 
 
-def _next_piece(items: Iterator[tuple[Item, int]]) -> tuple[list[Item], DatasetError | None]:
-    """(the next items, what is wrong with the one after them)."""
-    piece: list[Item] = []
+def _next_batch(items: Iterator[tuple[Item, int]]) -> tuple[list[Item], DatasetError | None]:
+    """(the next items, the error of the item after them)."""
+    batch: list[Item] = []
     size = 0
     try:
-        while size < PIECE_BYTES and len(piece) < PIECE_ROLLOUTS:
+        while size < BATCH_BYTES and len(batch) < BATCH_ROLLOUTS:
             item, bytes_of_item = next(items)
-            piece.append(item)
+            batch.append(item)
             size += bytes_of_item
     except StopIteration:
         pass
     except DatasetError as error:
-        return piece, error
-    return piece, None
+        return batch, error
+    return batch, None
 
 
-async def _add(store: LightningStoreBase, piece: Sequence[Item], done: _Done) -> None:
+async def _add(store: LightningStoreBase, batch: Sequence[Item], progress: _Progress) -> None:
     records: list[RolloutRecord] = []
-    for item in piece:
+    for item in batch:
         if isinstance(item, ResourcesRecord):
             await store.add_resources(item.resources, resources_id=item.resources_id)
-            done.resources += 1
+            progress.resources += 1
         else:
             records.append(item)
     if records:
         new = await store.add_records(records)
-        done.rollouts += new
-        done.known += len(records) - new
+        progress.rollouts += new
+        progress.known += len(records) - new

@@ -1,11 +1,11 @@
-"""An export as lines of JSON, plain or gzipped.
+"""Writes and reads exports as lines of JSON, plain or gzipped.
 
     {"type": "header", "format": "agentlightning.export", "version": 1}
     {"type": "resources", "resources_id": "rs-...", "resources": {"main": {...}}}
     {"type": "rollout", "rollout_id": "ro-...", "input": ..., "attempts": [{...}], "spans": [{...}]}
     {"type": "end", "resources": 1, "rollouts": 1}
 
-The last line tells a whole file from one that was cut off. Exports put after one another are one export.
+A file without the last line is truncated. Several exports, concatenated, are one export.
 """
 
 from __future__ import annotations
@@ -19,42 +19,49 @@ from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 import orjson
+from msgspec import Struct
 
 from agentlightning.errors import DatasetError
 from agentlightning.store.export.schema import (
     FORMAT,
     VERSION,
-    BadShape,
-    EndLine,
-    HeaderLine,
+    InvalidShape,
     Item,
-    Line,
-    ResourcesLine,
     ResourcesRecord,
-    RolloutLine,
-    attempt_shape,
+    ResourcesShape,
+    RolloutShape,
+    decode_resources,
+    decode_rollout,
+    encode_item,
     explain,
-    largest_item,
-    resources_shape,
-    rollout_shape,
-    span_shape,
-    to_record,
-    to_resources,
+    max_item_bytes,
     too_large,
 )
 
 HEADER_BYTES: Final = 4096
-"""The first line is shorter; what is longer is no export, and perhaps endless."""
+"""Maximum length of the first line: a file that is not an export may have no line ends."""
 GZIP_LEVEL: Final = 5
-_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+class HeaderLine(Struct, tag_field="type", tag="header"):
+    format: str
+    version: int
+
+
+class EndLine(Struct, tag_field="type", tag="end"):
+    resources: int
+    rollouts: int
+
+
+_decode: Final = msgspec.json.Decoder[Any](HeaderLine | ResourcesShape | RolloutShape | EndLine).decode
 
 
 class JsonlWriter:
-    """Writes lines; see `base.Writer`."""
+    """Writes lines; see `schema.Writer`."""
 
     def __init__(self, path: Path, compress: bool) -> None:
         raw = path.open("wb")
-        # Without a name and a time in it, the same store gives the same file.
+        # Without a name and a time, equal stores give equal files.
         self._file: BinaryIO = cast("BinaryIO", gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0)) if compress else raw
         self._raw = raw
         self._resources = self._rollouts = 0
@@ -74,23 +81,23 @@ class JsonlWriter:
     def _record(self, item: Item) -> dict[str, Any]:
         if isinstance(item, ResourcesRecord):
             self._resources += 1
-            return {"type": "resources", **resources_shape(item)}
+            return {"type": "resources", **encode_item(item)}
         self._rollouts += 1
-        attempts = [attempt_shape(attempt) for attempt in item.attempts]
-        spans = [span_shape(span) for span in item.spans]
-        return {"type": "rollout", **rollout_shape(item.rollout), "attempts": attempts, "spans": spans}
+        attempts = [encode_item(attempt) for attempt in item.attempts]
+        spans = [encode_item(span) for span in item.spans]
+        return {"type": "rollout", **encode_item(item.rollout), "attempts": attempts, "spans": spans}
 
     def _line(self, record: dict[str, Any]) -> int:
         return self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 class JsonlReader:
-    """Reads lines; see `base.Reader`."""
+    """Reads lines; see `schema.Reader`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._whole = False
-        """The last line so far was an end."""
+        self._complete = False
+        """Whether the last line so far was an end."""
         self._counts = [0, 0]
 
     def items(self) -> Generator[tuple[Item, int]]:
@@ -101,24 +108,24 @@ class JsonlReader:
                 if item is not None:
                     yield item, len(line)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise self._cut(number + 1) from error
+            raise self._truncated(number + 1) from error
         except OSError as error:
             raise DatasetError(f"{self._path} cannot be read: {error.strerror}") from error
-        if not self._whole:
-            raise self._cut(number + 1)
+        if not self._complete:
+            raise self._truncated(number + 1)
 
     def _lines(self) -> Iterator[bytes]:
         with self._path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"
-            lines: BinaryIO = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if packed else raw
+            compressed = raw.peek(2)[:2] == b"\x1f\x8b"
+            lines: BinaryIO = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if compressed else raw
             first = lines.readline(HEADER_BYTES)
             self._check_header(first)
             yield first
-            yield from self._bounded(lines)
+            yield from self._limited(lines)
 
-    def _bounded(self, lines: BinaryIO) -> Iterator[bytes]:
-        """A few kilobytes of gzip may be one line of gigabytes."""
-        limit = largest_item(self._path)
+    def _limited(self, lines: BinaryIO) -> Iterator[bytes]:
+        """The lines, up to a maximum length: a few kilobytes of gzip may hold a line of gigabytes."""
+        limit = max_item_bytes(self._path)
         for number in count(2):
             line = lines.readline(limit)
             if not line:
@@ -129,52 +136,51 @@ class JsonlReader:
 
     def _check_header(self, line: bytes) -> None:
         try:
-            header = _decoder.decode(line)
-        except BadShape:
+            header = _decode(line)
+        except InvalidShape:
             header = None
         if not isinstance(header, HeaderLine) or header.format != FORMAT:
             raise DatasetError(
-                f"{self._path} is no export of a store: its first line is not "
+                f"{self._path} is not an export of a store: its first line is not "
                 f'{{"type": "header", "format": "{FORMAT}", ...}}'
             )
 
     def _item(self, line: bytes, number: int) -> Item | None:
         if line.isspace():
             return None
-        self._whole = False
+        self._complete = False
         try:
-            return self._take(_decoder.decode(line), number)
-        except BadShape as error:
+            return self._decode_line(_decode(line), number)
+        except InvalidShape as error:
             if not line.endswith(b"\n"):
-                raise self._cut(number) from error
+                raise self._truncated(number) from error
             raise DatasetError(f"line {number} of {self._path}: {explain(error)}") from error
 
-    def _take(self, line: Line, number: int) -> Item | None:
-        match line:
-            case ResourcesLine():
-                self._counts[0] += 1
-                return to_resources(line)
-            case RolloutLine():
-                self._counts[1] += 1
-                return to_record(line)
-            case HeaderLine():
-                self._check_version(line)
-                self._counts = [0, 0]
-            case EndLine():
-                self._whole = True
-                if self._counts != [line.resources, line.rollouts]:
-                    raise DatasetError(
-                        f"line {number} of {self._path}: {line.rollouts} rollouts were exported and "
-                        f"{self._counts[1]} are here; lines have been removed or added"
-                    )
+    def _decode_line(self, line: Any, number: int) -> Item | None:
+        if isinstance(line, ResourcesShape):
+            self._counts[0] += 1
+            return decode_resources(line)
+        if isinstance(line, RolloutShape):
+            self._counts[1] += 1
+            return decode_rollout(line)
+        if isinstance(line, HeaderLine):
+            self._check_version(line)
+            self._counts = [0, 0]
+        elif isinstance(line, EndLine):
+            self._complete = True
+            if self._counts != [line.resources, line.rollouts]:
+                raise DatasetError(
+                    f"line {number} of {self._path}: {line.rollouts} rollouts were exported and "
+                    f"{self._counts[1]} are here; lines have been removed or added"
+                )
         return None
 
     def _check_version(self, header: HeaderLine) -> None:
         if header.version != VERSION:
             raise DatasetError(
-                f"{self._path} is an export of version {header.version}, and this is Agent Lightning for version "
+                f"{self._path} is an export of version {header.version}, and this release reads version "
                 f"{VERSION}; import it with the release that wrote it, or a later one"
             )
 
-    def _cut(self, number: int) -> DatasetError:
-        return DatasetError(f"{self._path} is cut off at line {number}: its end is missing")
+    def _truncated(self, number: int) -> DatasetError:
+        return DatasetError(f"{self._path} is truncated at line {number}: its end is missing")

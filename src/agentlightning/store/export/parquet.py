@@ -1,9 +1,9 @@
-"""An export as a Parquet table, for DuckDB, pandas and their like.
+"""Writes and reads exports as Parquet tables, for DuckDB, pandas and other programs.
 
-One row for each thing, told apart by `type`: `resources`, `rollout`, `attempt`, `span`; a rollout is followed by its
-attempts and its spans. Columns that a type does not have are null. What may be any JSON value (`input`, `metadata`,
-`attributes`, `config`, `events`, `resource`) is JSON text; token ids and log-probabilities are lists of int32 and
-float32. Times are seconds since 1970.
+The `type` of a row is `resources`, `rollout`, `attempt` or `span`; a rollout is followed by its attempts and spans.
+Columns that a type does not have are null. Arbitrary JSON values (`input`, `metadata`, `attributes`, `config`,
+`events`, `resource`) are JSON text; token ids and log-probabilities are lists of int32 and float32. Times are seconds
+since 1970.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ from agentlightning.store.export.schema import (
     FORMAT,
     VERSION,
     AttemptShape,
-    BadShape,
+    InvalidShape,
     Item,
     Kind,
-    ResourcesLine,
     ResourcesRecord,
-    RolloutLine,
+    ResourcesShape,
+    RolloutShape,
     SpanShape,
-    attempt_shape,
+    decode_resources,
+    decode_rollout,
+    encode_item,
     explain,
-    largest_item,
-    resources_shape,
-    rollout_shape,
-    span_shape,
-    to_record,
-    to_resources,
+    max_item_bytes,
     too_large,
 )
 from agentlightning.store.sql.spans import token_blocks
@@ -48,7 +45,7 @@ except ImportError as error:
     raise MissingExtraError("pyarrow", "parquet") from error
 
 GROUP_BYTES: Final = 8 << 20
-"""Of rows, about: what is held in memory before it is written as a row group."""
+"""Approximate size of a row group, which is held in memory until it is written."""
 BATCH_ROWS: Final = 512
 JSON_COLUMNS: Final = frozenset({"input", "config", "metadata", "resources", "attributes", "events", "resource"})
 LISTS: Final = {
@@ -56,7 +53,7 @@ LISTS: Final = {
     "response_token_ids": RESPONSE_TOKEN_IDS,
     "logprobs": LOGPROBS,
 }
-"""Columns that hold an attribute of a span."""
+"""Columns that hold attributes of spans."""
 
 _text, _names = pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
 SCHEMA: Final = pyarrow.schema(
@@ -93,7 +90,7 @@ SCHEMA: Final = pyarrow.schema(
 
 
 class ParquetWriter:
-    """Writes rows; see `base.Writer`."""
+    """Writes rows; see `schema.Writer`."""
 
     def __init__(self, path: Path) -> None:
         self._file = pyarrow.parquet.ParquetWriter(path, SCHEMA, compression="zstd")
@@ -127,18 +124,18 @@ class ParquetWriter:
 
 def _rows(item: Item) -> Iterator[dict[str, Any]]:
     if isinstance(item, ResourcesRecord):
-        yield _row("resources", resources_shape(item))
+        yield _row("resources", encode_item(item))
         return
     rollout_id = item.rollout.rollout_id
-    yield _row("rollout", rollout_shape(item.rollout))
+    yield _row("rollout", encode_item(item.rollout))
     for attempt in item.attempts:
-        yield _row("attempt", {"rollout_id": rollout_id, **attempt_shape(attempt)})
+        yield _row("attempt", {"rollout_id": rollout_id, **encode_item(attempt)})
     for span in item.spans:
         yield _row("span", {"rollout_id": rollout_id, **_span_columns(span)})
 
 
-def _row(kind: Kind, shape: dict[str, Any]) -> dict[str, Any]:
-    columns = {name: _json(value) if name in JSON_COLUMNS else value for name, value in shape.items()}
+def _row(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
+    columns = {name: _json(value) if name in JSON_COLUMNS else value for name, value in fields.items()}
     return {"type": kind, **columns}
 
 
@@ -147,45 +144,44 @@ def _json(value: Any) -> str:
 
 
 def _span_columns(span: Span) -> dict[str, Any]:
-    """With the token attributes in columns of their own, as far as they are lists of such numbers."""
-    shape, attributes = span_shape(span), dict(span.attributes)
+    """The fields of a span, with token attributes in their own columns if they are lists of numbers."""
+    columns, attributes = encode_item(span), dict(span.attributes)
     for column, name in LISTS.items():
         value = attributes.get(name)
         packed = token_blocks.pack_logprobs(name, value) if name == LOGPROBS else token_blocks.pack_ids(value)
         if packed is not None:
-            shape[column] = token_blocks.read_logprobs(packed) if name == LOGPROBS else token_blocks.read_ids(packed)
+            read = token_blocks.read_logprobs if name == LOGPROBS else token_blocks.read_ids
+            columns[column] = read(packed)
             del attributes[name]
-    return {**shape, "attributes": attributes}
+    return {**columns, "attributes": attributes}
 
 
 def _size(row: dict[str, Any]) -> int:
-    """About, in memory."""
+    """The approximate size in memory."""
     return 200 + sum(
-        8 * len(value) if isinstance(value, list) else len(value) for value in row.values() if _long(value)
+        8 * len(value) if isinstance(value, list) else len(value)
+        for value in row.values()
+        if isinstance(value, str | list)
     )
-
-
-def _long(value: Any) -> bool:
-    return isinstance(value, str | list)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
 class ParquetReader:
-    """Reads rows; see `base.Reader`."""
+    """Reads rows; see `schema.Reader`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def items(self) -> Generator[tuple[Item, int]]:
         rollout: dict[str, Any] | None = None
-        size, number, limit = 0, 0, largest_item(self._path)
+        size, number, limit = 0, 0, max_item_bytes(self._path)
         try:
             for number, row in enumerate(self._read(), start=1):
                 kind, bytes_of_row = row["type"], _size(row)
                 if kind in ("attempt", "span"):
-                    self._add(rollout, kind, _shape(row), number)
+                    self._add(rollout, kind, _fields(row), number)
                     size += bytes_of_row
                     if size > limit:
                         raise DatasetError(too_large(self._path, f"the rollout of row {number}", limit))
@@ -194,13 +190,13 @@ class ParquetReader:
                     yield self._record(rollout, number - 1), size
                 rollout, size = None, bytes_of_row
                 if kind == "resources":
-                    yield to_resources(msgspec.convert(_shape(row), ResourcesLine)), size
+                    yield decode_resources(msgspec.convert(_fields(row), ResourcesShape)), size
                 elif kind == "rollout":
-                    rollout = _shape(row) | {"attempts": [], "spans": []}
+                    rollout = _fields(row) | {"attempts": [], "spans": []}
                 else:
-                    raise self._wrong(number, f"type {kind!r} is not resources, rollout, attempt or span")
-        except (*BadShape, orjson.JSONDecodeError) as error:
-            raise self._wrong(number, explain(error)) from error
+                    raise self._error(number, f"type {kind!r} is not resources, rollout, attempt or span")
+        except (*InvalidShape, orjson.JSONDecodeError) as error:
+            raise self._error(number, explain(error)) from error
         if rollout is not None:
             yield self._record(rollout, number), size
 
@@ -208,53 +204,53 @@ class ParquetReader:
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
                 self._check(file.schema_arrow)
-                for group in range(file.num_row_groups):  # one by one: a batch must not span several
+                for group in range(file.num_row_groups):  # one at a time: a batch must not span several
                     for batch in file.iter_batches(BATCH_ROWS, row_groups=[group]):
-                        if batch.nbytes > largest_item(self._path):  # a dictionary may hold one value for all rows
-                            what = f"what stands in {batch.num_rows} rows"
-                            raise DatasetError(too_large(self._path, what, largest_item(self._path)))
+                        if batch.nbytes > max_item_bytes(self._path):  # a dictionary may hold one value for all rows
+                            what = f"the content of {batch.num_rows} rows"
+                            raise DatasetError(too_large(self._path, what, max_item_bytes(self._path)))
                         yield from cast("list[dict[str, Any]]", batch.to_pylist())
         except (pyarrow.ArrowException, OSError) as error:
-            raise DatasetError(f"{self._path} is no Parquet file, or cut off: {error}") from error
+            raise DatasetError(f"{self._path} is not a Parquet file, or is truncated: {error}") from error
 
     def _check(self, schema: Any) -> None:
         found = (schema.metadata or {}).get(FORMAT.encode())
         if found is None:
             raise DatasetError(
-                f"{self._path} is no export of a store: its schema does not name {FORMAT!r}; a table that was "
-                "rewritten by another program loses that"
+                f"{self._path} is not an export of a store: its schema does not name {FORMAT!r}, which is lost "
+                "when another program rewrites the table"
             )
         if found != str(VERSION).encode():
             raise DatasetError(
-                f"{self._path} is an export of version {found.decode()}, and this is Agent Lightning for version "
+                f"{self._path} is an export of version {found.decode()}, and this release reads version "
                 f"{VERSION}; import it with the release that wrote it, or a later one"
             )
 
-    def _add(self, rollout: dict[str, Any] | None, kind: str, shape: dict[str, Any], number: int) -> None:
-        if rollout is None or shape.pop("rollout_id", None) != rollout["rollout_id"]:
-            raise self._wrong(number, f"this {kind} does not come after its rollout; the rows have been moved")
+    def _add(self, rollout: dict[str, Any] | None, kind: str, fields: dict[str, Any], number: int) -> None:
+        if rollout is None or fields.pop("rollout_id", None) != rollout["rollout_id"]:
+            raise self._error(number, f"this {kind} does not follow its rollout; the rows have been reordered")
         rollout["attempts" if kind == "attempt" else "spans"].append(
-            msgspec.convert(shape, AttemptShape if kind == "attempt" else SpanShape)
+            msgspec.convert(fields, AttemptShape if kind == "attempt" else SpanShape)
         )
 
     def _record(self, rollout: dict[str, Any], number: int) -> RolloutRecord:
         try:
-            return to_record(msgspec.convert(rollout, RolloutLine))
-        except BadShape as error:
-            raise self._wrong(number, explain(error)) from error
+            return decode_rollout(msgspec.convert(rollout, RolloutShape))
+        except InvalidShape as error:
+            raise self._error(number, explain(error)) from error
 
-    def _wrong(self, number: int, what: str) -> DatasetError:
+    def _error(self, number: int, what: str) -> DatasetError:
         return DatasetError(f"row {number} of {self._path}: {what}")
 
 
-def _shape(row: dict[str, Any]) -> dict[str, Any]:
-    """What the row says, without what it does not."""
-    shape = {
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row, without those that are null."""
+    fields = {
         name: orjson.loads(value) if name in JSON_COLUMNS else value
         for name, value in row.items()
         if value is not None and name != "type"
     }
     for column, name in LISTS.items():
-        if column in shape:
-            shape["attributes"][name] = shape.pop(column)
-    return shape
+        if column in fields:
+            fields["attributes"][name] = fields.pop(column)
+    return fields
