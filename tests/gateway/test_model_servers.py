@@ -14,6 +14,7 @@ import pytest
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
+from agentlightning.engine.servers.open import open_served_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.app import Server
 from agentlightning.testing.model_server import ScriptedModelServer, logprob_of
@@ -48,7 +49,7 @@ async def agent(two: list[ScriptedModelServer], store: Any, tmp_path: Path) -> A
     config = ServersConfig(urls=urls, wait_seconds=0.5, retries=1)
     model = ServedModel(model=str(tmp_path), servers=config, adapters={"critic": "/adapters/critic"})
     async with AsyncExitStack() as stack:
-        engines = await model.open("big", stack, tmp_path)
+        engines = await open_served_model(model, "big", stack, tmp_path)
         gateway = Gateway(store, engines, secret=SECRET, default_model="big")
         server = await stack.enter_async_context(Server(store, gateway, secret=SECRET))
         attempted = await store.start_rollout({})
@@ -93,7 +94,7 @@ async def test_what_goes_wrong_has_the_status_its_cause_deserves(agent: Agent, t
     assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
     refused = await agent.ask(question, temperature=0.001)
     assert refused.status_code == 400
-    assert "draws at 0.01 instead" in refused.json()["error"]["message"]
+    assert "sample at 0.01 instead" in refused.json()["error"]["message"]
     for server in two:
         server.failures["/inference/v1/generate"] = [500] * 5
     failed = await agent.ask(question)

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.config import ServedModel, ServersConfig, open_servers
+from agentlightning.engine.servers.config import ServedModel, ServersConfig
+from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.config import PolicyConfig
@@ -24,7 +25,7 @@ from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.training.trainer_settings import with_absolute_paths
-from agentlightning.weight_sync.disk import WeightsFolder
+from agentlightning.weight_sync.disk import CheckpointFolder
 
 
 class Chat(ByteChatFormat):
@@ -36,6 +37,7 @@ class Learner:
 
     model = "policy"
     context_length = 512
+    vocab_size = None
     can_update_in_flight = True
 
     def __init__(self, server: ScriptedModelServer) -> None:
@@ -116,7 +118,7 @@ async def test_without_in_flight_nothing_changes_under_an_answer(policy: ServedP
     async with asyncio.timeout(10):
         while len(seen) < 5:  # noqa: ASYNC110  the server says it only by tokens
             await asyncio.sleep(0.002)
-    with pytest.raises(PolicyError, match="1 answers are under way"):
+    with pytest.raises(PolicyError, match="1 answers are in flight"):
         await policy.train([])
     await policy.train([], in_flight=True)
     assert [version for version, _ in (await call).versions] == [0, 1]
@@ -188,7 +190,7 @@ def test_a_run_can_be_taken_up_from_another_directory(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("setting", [{"transfer": "nccl"}, {"weights": "/shared"}, {"tolerance": 0.5}])
 def test_what_is_said_of_new_weights_is_refused_where_nobody_trains(setting: dict[str, Any]):
-    with pytest.raises(ValidationError, match=f"{next(iter(setting))} is about new weights, and nobody trains m"):
+    with pytest.raises(ValidationError, match=f"{next(iter(setting))} is about new weights, and m is not trained"):
         ServedModel(model="m", servers=ServersConfig(**setting))
 
 
@@ -209,6 +211,9 @@ class Saved:
     def __init__(self, model: Any, shard: str) -> None:
         self.saved, self.shard = model, shard
 
+    async def score(self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None) -> dict[str, Any]:
+        return {name: [reference] for name in what}
+
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         self.saved.save_pretrained(directory, max_shard_size=self.shard)
 
@@ -218,7 +223,7 @@ class Saved:
 async def test_a_tied_output_layer_is_written_under_its_own_name_too(tmp_path: Path, shard: str, tied: bool):
     model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path / "m", ["a b c"]), tie_word_embeddings=tied)
     policy: Any = Saved(model, shard)
-    directory = await WeightsFolder(tmp_path / "weights").write(policy)
+    directory = await CheckpointFolder(tmp_path / "weights").write(policy)
     index = directory / "model.safetensors.index.json"
     assert index.exists() == (shard == "100KB")
     named = orjson.loads(index.read_bytes())["weight_map"] if index.exists() else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.engine.servers.vllm_process import Launch, VllmChild
+from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
 from agentlightning.transport import open_transport
 
 HERE = Path(__file__).parent
@@ -76,12 +76,12 @@ def server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFacto
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "8", *tools)
-    launch = Launch(models[0], "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
+    launch = LaunchOptions(models[0], "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
 
-    async def start() -> VllmChild:
+    async def start() -> VllmProcess:
         transport = open_transport()
         try:
-            return await VllmChild.start(launch, transport)
+            return await VllmProcess.start(launch, transport)
         finally:
             await transport.close()
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from agentlightning.chat.answer_grammar import Outline, answer_grammar
+from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
-from agentlightning.engine.servers.pool import Replicas
+from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import ReplicaPool
 
 SCHEMA = {
     "type": "object",
@@ -23,13 +25,13 @@ TOOLS = (("answer", json.dumps(SCHEMA)), ("give_up", '{"type": "object", "proper
 
 
 @pytest.fixture
-async def engine(server: str, models: list[Path]) -> AsyncIterator[Replicas]:
-    engine = await open_servers(ServersConfig(urls=(server,)), await find_chat(models[0]))
+async def engine(server: str, models: list[Path]) -> AsyncIterator[ReplicaPool]:
+    engine = await open_servers(ServersConfig(urls=(server,)), await load_chat_format(models[0]))
     yield engine
     await engine.close()
 
 
-async def test_answers_are_the_calls_that_are_asked_for(engine: Replicas):
+async def test_answers_are_the_calls_that_are_asked_for(engine: ReplicaPool):
     chat = engine.chat
     prompt = chat.encode(chat.render([{"role": "user", "content": "What is 12 + 30?"}]))
     several, one = (answer_grammar(chat, Outline(TOOLS, needs_call=True, one_call=single)) for single in (False, True))
@@ -53,5 +55,5 @@ async def test_answers_are_the_calls_that_are_asked_for(engine: Replicas):
     assert sum(sample.finish_reason == "stop" for sample in drawn) >= 12
 
 
-async def test_a_grammar_that_is_none_is_said_so_beforehand(engine: Replicas):
+async def test_a_grammar_that_is_none_is_said_so_beforehand(engine: ReplicaPool):
     assert not await engine.can_enforce('%llguidance {}\nstart: %json {"type": "of no kind"}\n', "grammar")

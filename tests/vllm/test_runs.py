@@ -22,7 +22,7 @@ from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.served import Held, ServedPolicy
+from agentlightning.policy.served import PublishedWeights, ServedPolicy
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.trainer import Trainer
@@ -100,9 +100,9 @@ def servers(request: pytest.FixtureRequest) -> ServersConfig:
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[int, Weights]:
     """The weights of each version that servers were given in this process."""
     kept: dict[int, Weights] = {}
-    give = ServedPolicy._give
+    give = ServedPolicy._publish
 
-    async def watched(policy: ServedPolicy, held: Held) -> None:
+    async def watched(policy: ServedPolicy, held: PublishedWeights) -> None:
         copies: Weights = {}
         await policy.learner.lend(lambda weights: copies.update({name: each.clone() for name, each in weights.items()}))
         del copies["lm_head.weight"]  # The input embedding once more.

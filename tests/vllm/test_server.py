@@ -14,17 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentlightning.chat.base import ChatFormat
+from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local.sampler import top_k_top_p_mask
-from agentlightning.engine.servers.config import ServersConfig, find_chat, open_servers
-from agentlightning.engine.servers.pool import Replicas
+from agentlightning.engine.servers.clients.vllm import VllmServer
+from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica
-from agentlightning.engine.servers.vllm import VllmServer
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.transport import open_transport
-from agentlightning.weight_sync.disk import WeightsFolder
+from agentlightning.weight_sync.disk import CheckpointFolder
 
 NEAR = 1e-3
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -32,13 +34,13 @@ MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 
 @pytest.fixture(scope="session")
 def chat(models: list[Path]) -> ChatFormat:
-    return asyncio.run(find_chat(models[0]))
+    return asyncio.run(load_chat_format(models[0]))
 
 
 @pytest.fixture
-async def engine(server: str, chat: ChatFormat, weights: list[Path]) -> AsyncIterator[Replicas]:
+async def engine(server: str, chat: ChatFormat, weights: list[Path]) -> AsyncIterator[ReplicaPool]:
     engine = await open_servers(ServersConfig(urls=(server,)), chat, weights_change=True)
-    await engine.push(weights[0], 1)
+    await engine.set_weights(weights[0], 1)
     yield engine
     await engine.close()
 
@@ -50,7 +52,7 @@ def weights(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> lis
     async def write(model: Path) -> Path:
         policy = LocalPolicy.open(LocalPolicyConfig(model=model, device="cpu"))
         try:
-            return await WeightsFolder(tmp_path_factory.mktemp("weights")).write(policy)
+            return await CheckpointFolder(tmp_path_factory.mktemp("weights")).write(policy)
         finally:
             await policy.close()
 
@@ -101,9 +103,9 @@ async def test_log_probabilities_are_those_of_the_distribution_drawn_from(
     transport = open_transport()
     backend = VllmServer(transport, server)
     if path == "texts":
-        backend._generates = False  # As a server without --enable-scale-out.
-    engine = await Replicas.open([Replica(backend)], chat, transport, weights_change=True)
-    await engine.push(weights[0], 1)
+        backend._has_generate = False  # As a server without --enable-scale-out.
+    engine = await ReplicaPool.open([Replica(backend)], chat, transport, weights_change=True)
+    await engine.set_weights(weights[0], 1)
     seen: list[int] = []
     sample = await engine.sample(prompt, PARAMS[name], seen.extend)
     assert sample.token_ids == tuple(seen)
@@ -117,14 +119,14 @@ async def test_log_probabilities_are_those_of_the_distribution_drawn_from(
 
 
 async def test_greedy_and_sampled_answers_side_by_side_keep_their_own_distributions(
-    engine: Replicas, models: list[Path], prompt: list[int]
+    engine: ReplicaPool, models: list[Path], prompt: list[int]
 ):
     samples = await asyncio.gather(*(engine.sample(prompt, params) for params in PARAMS.values()))
     for sample, params in zip(samples, PARAMS.values(), strict=True):
         assert difference(models[0], prompt, sample, params) < NEAR
 
 
-async def test_the_likeliest_tokens_are_named_in_order(engine: Replicas, models: list[Path], prompt: list[int]):
+async def test_the_likeliest_tokens_are_named_in_order(engine: ReplicaPool, models: list[Path], prompt: list[int]):
     params = SamplingParams(max_tokens=8, seed=1, top_logprobs=5)
     sample = await engine.sample(prompt, params)
     best = logits_of(models[0], prompt, sample).log_softmax(-1).topk(5)
@@ -133,7 +135,7 @@ async def test_the_likeliest_tokens_are_named_in_order(engine: Replicas, models:
         assert [value for _, value in sample.top_logprobs[place]] == pytest.approx(values, abs=NEAR)
 
 
-async def test_an_answer_ends_with_its_end_token_or_with_its_stop_string(engine: Replicas, prompt: list[int]):
+async def test_an_answer_ends_with_its_end_token_or_with_its_stop_string(engine: ReplicaPool, prompt: list[int]):
     drawn = await engine.sample(prompt, SamplingParams(max_tokens=40, seed=6))
     text = engine.chat.decode(drawn.token_ids)
     stop = text[len(text) // 2 : len(text) // 2 + 2]
@@ -149,18 +151,18 @@ async def test_an_answer_ends_with_its_end_token_or_with_its_stop_string(engine:
 
 
 async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_callers_errors(
-    engine: Replicas, prompt: list[int]
+    engine: ReplicaPool, prompt: list[int]
 ):
     with pytest.raises(ContextLengthError, match="1024"):
         await engine.sample([5] * 1024, SamplingParams())
     engine.context_length = 4096
     with pytest.raises(ContextLengthError, match="no room"):
         await engine.sample([5] * 1100, SamplingParams())
-    with pytest.raises(ConfigError, match="cannot draw what was asked"):
+    with pytest.raises(ConfigError, match="cannot sample with these"):
         await engine.sample(prompt, SamplingParams(top_p=2.0))
 
 
-async def test_an_answer_can_be_held_to_a_schema(engine: Replicas, prompt: list[int]):
+async def test_an_answer_can_be_held_to_a_schema(engine: ReplicaPool, prompt: list[int]):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     assert await engine.can_enforce(json.dumps(schema))
     assert not await engine.can_enforce('{"type": "of no kind"}')
@@ -183,7 +185,7 @@ async def until_running(server: str, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt: list[int]):
+async def test_hanging_up_frees_the_server(engine: ReplicaPool, server: str, prompt: list[int]):
     long = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids))
     for watch in (None, lambda _: None):
         call = asyncio.create_task(engine.sample(prompt, long, watch))
@@ -193,11 +195,11 @@ async def test_hanging_up_frees_the_server(engine: Replicas, server: str, prompt
 
 
 async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_too(
-    engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int]
+    engine: ReplicaPool, models: list[Path], weights: list[Path], prompt: list[int]
 ):
     params = SamplingParams(max_tokens=24, seed=1)
     for version, which in ((2, 1), (3, 0), (4, 1)):
-        await engine.push(weights[which], version)
+        await engine.set_weights(weights[which], version)
         sample = await engine.sample(prompt, params)
         assert sample.policy_version == version
         assert difference(models[which], prompt, sample, params) < NEAR
@@ -205,7 +207,7 @@ async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_
 
 
 async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it_names(
-    engine: Replicas, server: str, models: list[Path], weights: list[Path], prompt: list[int]
+    engine: ReplicaPool, server: str, models: list[Path], weights: list[Path], prompt: list[int]
 ):
     params = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids), max_tokens=900)
     watched: list[int] = []
@@ -215,7 +217,7 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
     async with asyncio.timeout(60):
         while len(watched) < 30:  # noqa: ASYNC110  the server says it only by tokens
             await asyncio.sleep(0.002)
-    await engine.push(weights[1], 2)
+    await engine.set_weights(weights[1], 2)
     for sample in await asyncio.gather(*calls):
         assert [version for version, _ in sample.versions] == [1, 2]
         assert len(sample.token_ids) == sum(count for _, count in sample.versions) == 900
@@ -229,7 +231,7 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, at its import
 async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
-    engine: Replicas, models: list[Path], weights: list[Path], prompt: list[int], tmp_path: Path
+    engine: ReplicaPool, models: list[Path], weights: list[Path], prompt: list[int], tmp_path: Path
 ):
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -249,7 +251,7 @@ async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
         assert difference(models[0], prompt, sample, params) > 10 * NEAR
         assert difference(models[0], prompt, await engine.sample(prompt, params), params) < NEAR
         await engine.load_adapter("critic", tmp_path / "1")
-    await engine.push(weights[1], 2)
+    await engine.set_weights(weights[1], 2)
     on_new = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[1]), tmp_path / "1")
     assert difference(on_new, prompt, await adapter.sample(prompt, params), params) < NEAR
     await engine.unload_adapter("critic")

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from agentlightning.engine.base import Sample, SamplingParams
+from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.vllm_process import Launch, VllmChild
 from agentlightning.errors import ConfigError
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -28,8 +28,9 @@ from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.transport import open_transport
 from agentlightning.weight_sync import select
+from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES
 from agentlightning.weight_sync.base import TransferError
-from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, Communicator, NcclCourier
+from agentlightning.weight_sync.nccl import Communicator, NcclSender
 
 NEAR = 1e-3
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ PATIENCE = datetime.timedelta(seconds=60)
 
 
 class GlooLibrary:
-    """The other end of `gloo_engine.py`: what `NcclCourier` calls of NCCL, over gloo. After `breaks_after` runs of
+    """The other end of `gloo_engine.py`: what `NcclSender` calls of NCCL, over gloo. After `breaks_after` runs of
     tensors a group breaks, unless that is None; `sent` counts them."""
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class GlooCommunicator:
         work = self._group.broadcast([data], options)
         while not work.is_completed():
             if self._aborted.is_set():
-                raise TransferError("the broadcast was broken off")
+                raise TransferError("the broadcast was aborted")
             time.sleep(0.001)
         library.sent += 1
 
@@ -105,12 +106,12 @@ def receiver(
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     args = ("--enforce-eager", '--weight-transfer-config={"backend": "nccl"}')
     env = {**on_cpu, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
-    launch = Launch(models[0], "policy", log, (vllm,), args, env, "float32", 1024)
+    launch = LaunchOptions(models[0], "policy", log, (vllm,), args, env, "float32", 1024)
 
-    async def start() -> VllmChild:
+    async def start() -> VllmProcess:
         transport = open_transport()
         try:
-            return await VllmChild.start(launch, transport)
+            return await VllmProcess.start(launch, transport)
         finally:
             await transport.close()
 
@@ -122,8 +123,8 @@ def receiver(
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> GlooLibrary:
     library = GlooLibrary()
-    courier = NcclCourier(library, buffer_bytes=BUFFER_BYTES, silence_seconds=30.0)
-    monkeypatch.setitem(select.COURIERS, "nccl", lambda device: courier)
+    courier = NcclSender(library, buffer_bytes=BUFFER_BYTES, stall_seconds=30.0)
+    monkeypatch.setitem(select.SENDERS, "nccl", lambda device: courier)
     return library
 
 
@@ -235,7 +236,7 @@ async def test_a_transfer_that_breaks_off_leaves_no_trace_the_disk_takes_over_an
     library.breaks_after = library.sent + within  # vLLM has a third of what is one tensor there.
     await learn(policy, prompt)
     assert "the group was told to break" in caplog.text
-    assert "the group was told to break" in policy.servers.replicas[0].why  # Nothing went wrong after it.
+    assert "the group was told to break" in policy.servers.replicas[0].failure  # Nothing went wrong after it.
     assert (tmp_path / "weights" / "version-000001").is_dir()
     for groups in (1, 2):
         weights = await weights_of(policy)

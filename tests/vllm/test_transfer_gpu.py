@@ -40,7 +40,7 @@ async def test_after_each_update_vllm_agrees_with_the_trainer_and_nothing_was_wr
             lesson = TrainingSample(tree, advantages=((), (1.0,) * count), weights=((), (1 / count,) * count))
             figures = await policy.train([lesson])
             assert figures["server_difference"] < 0.01
-            assert all(replica.up and not replica.torn for replica in policy.servers.replicas)
+            assert all(replica.up and not replica.transfer_interrupted for replica in policy.servers.replicas)
             assert policy.policy_version == version
         assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["version-000000"]
     finally:

@@ -29,19 +29,20 @@ from transformers import (
 )
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.config import ServersConfig, open_servers
-from agentlightning.engine.servers.replica import Patience
-from agentlightning.engine.servers.vllm_process import Launch, VllmChild
+from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
+from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.models.checkpoint import named_weights
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.weight_sync import select
-from agentlightning.weight_sync.base import TransferError, flat, manifest, overflowing, size
-from agentlightning.weight_sync.cuda_ipc import CudaMemory, IpcCourier, fitting
-from agentlightning.weight_sync.disk import WeightsFolder
-from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, Nccl, NcclCourier
+from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES, NcclLibrary
+from agentlightning.weight_sync.base import TransferError, as_bytes, manifest, num_bytes, pack_over
+from agentlightning.weight_sync.cuda_ipc import CudaIpcSender, CudaMemory, pack_within
+from agentlightning.weight_sync.disk import CheckpointFolder
+from agentlightning.weight_sync.nccl import NcclSender
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -64,6 +65,7 @@ class Learner:
 
     model = "policy"
     context_length = 512
+    vocab_size = None
     can_update_in_flight = True
     device = "cpu"
 
@@ -108,7 +110,7 @@ class Group:
         if self.blocks:
             assert self.aborted.wait(20)
         if self.aborted.is_set():
-            raise TransferError("the broadcast was broken off")
+            raise TransferError("the broadcast was aborted")
         self.sent.append(data.numpy().tobytes())
 
     def abort(self) -> None:
@@ -141,12 +143,10 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    """Servers are reached through it, each by a courier of its own."""
+    """Servers are reached through it, each by a sender of its own."""
     library = Library()
-    monkeypatch.setitem(
-        select.COURIERS, "nccl", lambda device: NcclCourier(library, buffer_bytes=50, silence_seconds=5.0)
-    )
-    monkeypatch.setattr(ServersConfig, "patience", Patience(health_seconds=0.05, wait_seconds=10.0))
+    monkeypatch.setitem(select.SENDERS, "nccl", lambda device: NcclSender(library, buffer_bytes=50, stall_seconds=5.0))
+    monkeypatch.setattr(ServersConfig, "retry_policy", RetryPolicy(health_seconds=0.05, wait_seconds=10.0))
     return library
 
 
@@ -248,14 +248,14 @@ def test_nccl_is_called_as_its_header_declares(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
     library: Any = paper
-    nccl = Nccl(library, "cuda:0")
+    nccl = NcclLibrary(library, "cuda:0")
     unique_id = nccl.unique_id()
     assert len(unique_id) == UNIQUE_ID_BYTES
     group = nccl.join(unique_id, 3)
     data = torch.arange(7, dtype=torch.uint8)
     group.broadcast(data)
     group.abort()
-    with pytest.raises(TransferError, match="broken off"):
+    with pytest.raises(TransferError, match="aborted"):
         group.broadcast(data)
     (got, joined, summed, sent) = paper.calls[:4]
     assert got[0] == "ncclGetUniqueId"
@@ -286,7 +286,7 @@ sizes = st.lists(st.integers(0, 40), max_size=30)
 @given(sizes, st.integers(1, 60))
 def test_tensors_are_cut_where_the_server_cuts(lengths: list[int], limit: int):
     tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
-    runs = [[size(tensor) for tensor in run] for run in overflowing(tensors, limit)]
+    runs = [[num_bytes(tensor) for tensor in run] for run in pack_over(tensors, limit)]
     assert [length for run in runs for length in run] == lengths
     assert all(sum(run) > limit for run in runs[:-1])
     assert all(sum(run[:-1]) <= limit for run in runs)
@@ -295,9 +295,9 @@ def test_tensors_are_cut_where_the_server_cuts(lengths: list[int], limit: int):
 @given(sizes, st.integers(1, 60))
 def test_a_shared_buffer_is_never_overfull_but_by_one_tensor(lengths: list[int], limit: int):
     weights = {str(index): torch.zeros(length, dtype=torch.uint8) for index, length in enumerate(lengths)}
-    runs = list(fitting(weights, limit))
+    runs = list(pack_within(weights, limit))
     assert [name for run in runs for name in run] == list(weights)
-    assert all(len(run) == 1 or sum(map(size, run.values())) <= limit for run in runs)
+    assert all(len(run) == 1 or sum(map(num_bytes, run.values())) <= limit for run in runs)
 
 
 def test_what_a_server_is_told_of_tensors_has_their_order_types_and_shapes():
@@ -306,7 +306,7 @@ def test_what_a_server_is_told_of_tensors_has_their_order_types_and_shapes():
         "dtype_names": ["float32", "bfloat16", "float32", "float32"],
         "shapes": [[3, 4], [3, 2], [], [5]],
     }
-    assert flat(WEIGHTS["b.weight"]).view(torch.bfloat16).tolist() == [0, 3, 1, 4, 2, 5]
+    assert as_bytes(WEIGHTS["b.weight"]).view(torch.bfloat16).tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def small(kind: type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:
@@ -339,7 +339,7 @@ async def test_what_is_lent_is_what_a_checkpoint_holds(config: PreTrainedConfig,
     model = AutoModelForCausalLM.from_config(config)
     lent = named_weights(model)
     saved: Any = Saved(model)
-    directory = await WeightsFolder(tmp_path).write(saved)
+    directory = await CheckpointFolder(tmp_path).write(saved)
     written: dict[str, torch.Tensor] = {}
     for file in directory.glob("*.safetensors"):
         written |= load_file(file)
@@ -350,20 +350,20 @@ async def test_what_is_lent_is_what_a_checkpoint_holds(config: PreTrainedConfig,
 
 
 class Shared:
-    """One GPU, as far as `IpcCourier` knows."""
+    """One GPU, as far as `CudaIpcSender` knows."""
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
         self.settled = self.collected = 0
 
-    def buffer(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         self.buffers.append(torch.zeros(size, dtype=torch.uint8))
         return self.buffers[-1]
 
     def handle(self, buffer: torch.Tensor) -> dict[str, Any]:
         return {"GPU-1": ("a handle", len(buffer))}
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.settled += 1
 
     def collect(self) -> None:
@@ -387,25 +387,25 @@ def test_a_shared_buffer_is_filled_again_only_once_the_server_has_what_it_held()
         done.set_result(None)
         return done
 
-    courier = IpcCourier(memory, buffer_bytes=62)
+    sender = CudaIpcSender(memory, buffer_bytes=62)
     with pytest.raises(TransferError, match="2 workers"):
-        courier.invite(2)
-    assert courier.invite(1) == {"packed": True}
-    assert not courier.joined
-    courier.join()
-    courier.send(WEIGHTS, tell)
-    assert (courier.joined, memory.collected, len(memory.buffers), len(told)) == (True, 1, 1, 2)
+        sender.init_info(2)
+    assert sender.init_info(1) == {"packed": True}
+    assert not sender.connected
+    sender.connect()
+    sender.send(WEIGHTS, tell)
+    assert (sender.connected, memory.collected, len(memory.buffers), len(told)) == (True, 1, 1, 2)
     assert all(found[name].equal(tensor) for name, tensor in WEIGHTS.items())
     for info in told:
         assert pickle.loads(base64.b64decode(info["ipc_handles_pickled"])) == {"GPU-1": ("a handle", 62)}
 
 
 def test_a_server_that_does_not_answer_for_a_shared_buffer_is_given_up():
-    courier = IpcCourier(Shared(), silence_seconds=0.05)
-    courier.join()
-    with pytest.raises(TransferError, match=r"took nothing for 0\.05 s"):
-        courier.send(WEIGHTS, lambda info: Future())
-    assert not courier.joined
+    sender = CudaIpcSender(Shared(), stall_seconds=0.05)
+    sender.connect()
+    with pytest.raises(TransferError, match=r"accepted nothing for 0\.05 s"):
+        sender.send(WEIGHTS, lambda info: Future())
+    assert not sender.connected
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -466,13 +466,13 @@ async def test_one_that_fails_draws_nothing_until_it_has_what_the_other_has(
 async def test_a_server_that_takes_nothing_is_given_up(
     server: ScriptedModelServer, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    quick = NcclCourier(library, silence_seconds=0.1)
-    monkeypatch.setitem(select.COURIERS, "nccl", lambda device: quick)
+    quick = NcclSender(library, stall_seconds=0.1)
+    monkeypatch.setitem(select.SENDERS, "nccl", lambda device: quick)
     policy = await open_policy(server, tmp_path)
     server.silent = True
     await policy.train([])
     assert server.weights == str(tmp_path / "weights" / "version-000001")
-    assert "took nothing for 0.1 s" in policy.servers.replicas[0].why
+    assert "accepted nothing for 0.1 s" in policy.servers.replicas[0].failure
     server.silent, library.blocks = False, True
     await policy.train([])
     assert server.weights == str(tmp_path / "weights" / "version-000002")
@@ -494,7 +494,7 @@ async def test_a_server_that_comes_back_between_updates_reads_what_the_learner_s
 
 
 async def test_weights_that_have_changed_since_are_not_written_under_the_old_name(policy: ServedPolicy, tmp_path: Path):
-    changes = policy.changes
+    changes = policy.generation
     await policy.train([])
     with pytest.raises(PolicyError, match="have changed since"):
         await policy.write(changes)
@@ -503,11 +503,11 @@ async def test_weights_that_have_changed_since_are_not_written_under_the_old_nam
 
     async def slowly(directory: Path) -> None:
         await save(directory)
-        policy._changes += 1  # A step begins.
+        policy._generation += 1  # A step begins.
 
     learner.save = slowly
     with pytest.raises(PolicyError, match="have changed since"):
-        await policy.write(policy.changes)
+        await policy.write(policy.generation)
     assert not (tmp_path / "weights" / "version-000001").exists()
 
 
@@ -537,22 +537,22 @@ async def test_a_server_not_started_for_it_is_named_with_the_way_out(library: Li
 
 async def test_a_refusal_that_comes_before_we_wait_for_the_workers_ends_the_wait(library: Library):
     library.nobody.clear()
-    courier = NcclCourier(library, silence_seconds=20.0)
-    courier.invite(1)
-    courier.abort()
-    with pytest.raises(TransferError, match="called off"):
-        courier.join()
+    sender = NcclSender(library, stall_seconds=20.0)
+    sender.init_info(1)
+    sender.abort()
+    with pytest.raises(TransferError, match="aborted before"):
+        sender.connect()
     library.nobody.set()
-    with pytest.raises(TransferError, match="nobody was invited"):
-        courier.join()
+    with pytest.raises(TransferError, match="needs a new init_info"):
+        sender.connect()
 
 
 async def test_workers_that_never_come_are_not_waited_for_for_ever(
     server: ScriptedModelServer, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     library.nobody.clear()
-    quick = NcclCourier(library, silence_seconds=0.05)
-    monkeypatch.setitem(select.COURIERS, "nccl", lambda device: quick)
+    quick = NcclSender(library, stall_seconds=0.05)
+    monkeypatch.setitem(select.SENDERS, "nccl", lambda device: quick)
     with pytest.raises(PolicyError, match=r"did not join within 0\.05 s"):
         await open_policy(server, tmp_path)
     library.nobody.set()
@@ -564,8 +564,8 @@ async def test_where_the_way_was_chosen_for_the_user_a_server_that_cannot_join_r
     server.failures["/init_weight_transfer_engine"] = [500]
     config = ServersConfig(urls=(server.url,), transfer="auto")
     engine = await open_servers(config, Chat(), weights_change=True, transfer="nccl")
-    assert engine.replicas[0].transfer is None
-    assert f"weights go to {server.url} by the disk" in caplog.text
+    assert engine.replicas[0].channel is None
+    assert f"weights reach {server.url} through the disk" in caplog.text
     await engine.close()
 
 
@@ -589,19 +589,21 @@ async def test_where_the_way_was_chosen_for_the_user_a_server_that_cannot_join_r
 def test_auto_goes_by_who_has_which_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, devices: tuple[str, ...], visible: str | None, way: str
 ):
-    for name in select.COURIERS:
-        monkeypatch.setitem(select.COURIERS, name, lambda device: object())
-    monkeypatch.setenv(select.VISIBLE, visible) if visible else monkeypatch.delenv(select.VISIBLE, raising=False)
-    assert select.choose("auto", device, devices) == way
+    for name in select.SENDERS:
+        monkeypatch.setitem(select.SENDERS, name, lambda device: object())
+    monkeypatch.setenv(select.VISIBLE_DEVICES, visible) if visible else monkeypatch.delenv(
+        select.VISIBLE_DEVICES, raising=False
+    )
+    assert select.select_transport("auto", device, devices) == way
 
 
 def test_auto_is_the_disk_where_the_libraries_are_missing_and_a_way_by_name_is_refused():
-    assert select.choose("auto", "cuda:0", ("1",)) == "disk"
-    assert select.choose("disk", "cpu", ()) == "disk"
+    assert select.select_transport("auto", "cuda:0", ("1",)) == "disk"
+    assert select.select_transport("disk", "cpu", ()) == "disk"
     for way in ("nccl", "ipc"):
         with pytest.raises(ConfigError, match=f'transfer="{way}" needs the trainer on a GPU, and it is on cpu'):
-            select.choose(way, "cpu", ())
-    for leaf in (Nccl, CudaMemory):
+            select.select_transport(way, "cpu", ())
+    for leaf in (NcclLibrary, CudaMemory):
         with pytest.raises(ConfigError, match="needs the trainer on a GPU"):
             leaf.open("cuda:0")
 
@@ -621,13 +623,13 @@ async def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Pa
 async def test_servers_we_start_are_told_what_they_will_receive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library
 ):
-    launches: list[Launch] = []
+    launches: list[LaunchOptions] = []
 
-    async def start(launch: Launch, transport: Any) -> None:
+    async def start(launch: LaunchOptions, transport: Any) -> None:
         launches.append(launch)
         raise ServerError("as far as this test goes")
 
-    monkeypatch.setattr(VllmChild, "start", start)
+    monkeypatch.setattr(VllmProcess, "start", start)
     for transfer in ("disk", "nccl", "ipc"):
         with pytest.raises(ServerError):
             await open_servers(ServersConfig(command="env"), Chat(), model=tmp_path, transfer=transfer)

@@ -11,6 +11,7 @@ an option before both. Of a template that writes no call for us we take the form
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
@@ -280,3 +281,18 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**call["function"], "arguments": value}} if isinstance(value, dict) else call
+
+
+async def load_chat_format(model: str | Path, tool_calls: str | None = None) -> ChatFormat:
+    """The chat format of a model's tokenizer; `tool_calls` as in `HFChatFormat`. Raises ConfigError if it has none."""
+    return await asyncio.to_thread(_load_chat_format, str(model), tool_calls)
+
+
+def _load_chat_format(model: str, tool_calls: str | None) -> ChatFormat:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{model} holds no tokenizer that transformers loads: {error}") from error
+    return HFChatFormat(tokenizer, tool_calls=tool_calls)

@@ -106,5 +106,7 @@ async def open_models(
             stack.push_async_callback(policy.close)
             opened[name] = policy
         else:
-            opened |= await given.open(name, stack, logs / f"servers-{name}")
+            from agentlightning.engine.servers.open import open_served_model
+
+            opened |= await open_served_model(given, name, stack, logs / f"servers-{name}")
     return opened

@@ -1,8 +1,8 @@
-"""Weights on one GPU that trainer and server share, as vLLM's weight-transfer engine `ipc` receives them.
+"""Weight transfer on one GPU that trainer and server share, for vLLM's weight-transfer engine `ipc`.
 
-The trainer fills a buffer and names it to the server by a CUDA handle, which copies what it holds before it answers;
-then comes the next. The handle travels as a pickle, because that is how vLLM takes it over HTTP: the server wants
-VLLM_ALLOW_INSECURE_SERIALIZATION=1. Nothing is unpickled here.
+The trainer fills a buffer and sends the server a CUDA handle to it; the server copies the content before it replies,
+and the next buffer follows. The handle travels as a pickle, because that is what vLLM accepts over HTTP: the server
+needs VLLM_ALLOW_INSECURE_SERIALIZATION=1. Nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -16,131 +16,131 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from agentlightning.errors import ConfigError
 from agentlightning.weight_sync.base import (
     BUFFER_BYTES,
-    SILENCE_SECONDS,
-    Tell,
+    STALL_SECONDS,
+    SendUpdate,
+    StallTimer,
     TransferError,
-    Watch,
     Weights,
-    answer,
-    flat,
+    as_bytes,
     manifest,
-    size,
+    num_bytes,
+    wait_for_reply,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ENVIRONMENT: Final = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""What a server wants that takes handles over HTTP."""
+SERVER_ENVIRONMENT: Final = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Environment variables that a server needs to accept handles over HTTP."""
 
 
-class Memory(Protocol):
-    """The GPU that both sides see."""
+class SharedMemory(Protocol):
+    """The GPU memory that both processes can open."""
 
-    def buffer(self, size: int) -> Tensor:
-        """So many bytes of it."""
+    def allocate(self, size: int) -> Tensor:
+        """A buffer of `size` bytes."""
         ...
 
     def handle(self, buffer: Tensor) -> dict[str, Any]:
-        """The GPU's UUID -> what another process opens the buffer with."""
+        """The GPU's UUID -> the arguments with which another process opens the buffer."""
         ...
 
-    def settle(self) -> None:
-        """Returns when what was written to a buffer is there."""
+    def synchronize(self) -> None:
+        """Returns when all writes to buffers have completed."""
         ...
 
     def collect(self) -> None:
-        """Take back what no other process uses any more."""
+        """Free what no other process uses any more."""
         ...
 
 
-class IpcCourier:
-    """To a server on the same GPU. See `transfer.base.Courier`."""
+class CudaIpcSender:
+    """`WeightSender` to a server on the same GPU."""
 
     def __init__(
-        self, memory: Memory, *, buffer_bytes: int = BUFFER_BYTES, silence_seconds: float = SILENCE_SECONDS
+        self, memory: SharedMemory, *, buffer_bytes: int = BUFFER_BYTES, stall_seconds: float = STALL_SECONDS
     ) -> None:
         self._memory = memory
         self._buffer_bytes = buffer_bytes
-        self._silence = silence_seconds
-        self._told: Future[Any] | None = None
-        self.joined = False
+        self._stall_seconds = stall_seconds
+        self._reply: Future[Any] | None = None
+        self.connected = False
 
-    def invite(self, workers: int) -> dict[str, Any]:
+    def init_info(self, workers: int) -> dict[str, Any]:
         if workers != 1:
             raise TransferError(f'the server has {workers} workers, and one GPU is shared with one; use "nccl"')
         return {"packed": True}
 
-    def join(self) -> None:
-        self.joined = True
+    def connect(self) -> None:
+        self.connected = True
 
-    def send(self, weights: Weights, tell: Tell) -> None:
-        largest = max(map(size, weights.values()), default=0)
-        buffer = self._memory.buffer(max(largest, min(self._buffer_bytes, sum(map(size, weights.values())))))
+    def send(self, weights: Weights, send_update: SendUpdate) -> None:
+        sizes = [num_bytes(tensor) for tensor in weights.values()]
+        buffer = self._memory.allocate(max(max(sizes, default=0), min(self._buffer_bytes, sum(sizes))))
         handle = base64.b64encode(pickle.dumps(self._memory.handle(buffer))).decode()
-        watch = Watch(self.abort, self._silence)
+        timer = StallTimer(self.abort, self._stall_seconds)
         try:
-            with watch.running():
-                for run in fitting(weights, len(buffer)):
-                    self._fill(buffer, run)
-                    sizes = [size(tensor) for tensor in run.values()]
-                    told = tell({**manifest(run), "tensor_sizes": sizes, "ipc_handles_pickled": handle})
-                    self._told = told
-                    answer(told)
-                    watch.progress()
+            with timer.running():
+                for batch in pack_within(weights, len(buffer)):
+                    self._fill(buffer, batch)
+                    batch_sizes = [num_bytes(tensor) for tensor in batch.values()]
+                    update = {**manifest(batch), "tensor_sizes": batch_sizes, "ipc_handles_pickled": handle}
+                    self._reply = reply = send_update(update)
+                    wait_for_reply(reply)
+                    timer.progress()
         except BaseException as error:
             self.abort()
-            if watch.silent:
-                raise TransferError(f"the server took nothing for {self._silence:g} s") from error
+            if timer.expired:
+                raise TransferError(f"the server accepted nothing for {self._stall_seconds:g} s") from error
             raise
         finally:
-            self._told = None
+            self._reply = None
             del buffer
             self._memory.collect()
 
-    def _fill(self, buffer: Tensor, run: Weights) -> None:
+    def _fill(self, buffer: Tensor, batch: Weights) -> None:
         start = 0
-        for tensor in run.values():
-            buffer[start : start + size(tensor)].copy_(flat(tensor))
-            start += size(tensor)
-        self._memory.settle()
+        for tensor in batch.values():
+            buffer[start : start + num_bytes(tensor)].copy_(as_bytes(tensor))
+            start += num_bytes(tensor)
+        self._memory.synchronize()
 
     def abort(self) -> None:
-        self.joined = False
-        if (told := self._told) is not None:
-            told.cancel()
+        self.connected = False
+        if (reply := self._reply) is not None:
+            reply.cancel()
 
 
-def fitting(weights: Weights, limit: int) -> Generator[dict[str, Tensor]]:
-    """In runs of at most `limit` bytes."""
-    run: dict[str, Tensor] = {}
+def pack_within(weights: Weights, limit: int) -> Generator[dict[str, Tensor]]:
+    """Batches of at most `limit` bytes."""
+    batch: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in weights.items():
-        if run and filled + size(tensor) > limit:
-            yield run
-            run, filled = {}, 0
-        run[name] = tensor
-        filled += size(tensor)
-    if run:
-        yield run
+        if batch and filled + num_bytes(tensor) > limit:
+            yield batch
+            batch, filled = {}, 0
+        batch[name] = tensor
+        filled += num_bytes(tensor)
+    if batch:
+        yield batch
 
 
 class CudaMemory:
-    """CUDA's own. Make it with `CudaMemory.open`."""
+    """`SharedMemory` of a CUDA device. Create it with `CudaMemory.open`."""
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     @classmethod
     def open(cls, device: str) -> CudaMemory:
-        """Raises ConfigError where `device` is no GPU."""
+        """Raises ConfigError if `device` is not a GPU."""
         import torch
 
         if not device.startswith("cuda") or not torch.cuda.is_available():
             raise ConfigError(f'transfer="ipc" needs the trainer on a GPU, and it is on {device}; use "disk"')
         return cls(device)
 
-    def buffer(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         import torch
 
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -152,7 +152,7 @@ class CudaMemory:
         _, arguments = reduce_tensor(buffer)
         return {str(torch.cuda.get_device_properties(self._device).uuid): arguments}
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         import torch
 
         torch.cuda.current_stream(self._device).synchronize()

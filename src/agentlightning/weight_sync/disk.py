@@ -1,4 +1,4 @@
-"""Weights on disk for servers to read: a checkpoint each, named by its version, the last few kept."""
+"""Checkpoints for servers to read weights from: one directory for each version, of which the last few are kept."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import orjson
 
 from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 
-KEPT: Final = 2
+KEEP: Final = 2
 """The newest, and one that a server may still be reading."""
 INDEX: Final = "model.safetensors.index.json"
 
 
-class Checkpointed(Protocol):
-    """A policy whose weights can be saved as a checkpoint."""
+class SavesCheckpoints(Protocol):
+    """The part of a policy that this module needs."""
 
     @property
     def policy_version(self) -> int: ...
@@ -25,7 +25,7 @@ class Checkpointed(Protocol):
     async def save(self, directory: Path) -> None: ...
 
 
-class WeightsFolder:
+class CheckpointFolder:
     """The checkpoints below `path`."""
 
     def __init__(self, path: Path) -> None:
@@ -34,15 +34,15 @@ class WeightsFolder:
     def directory(self, version: int) -> Path:
         return self.path / f"version-{version:06d}"
 
-    async def write(self, policy: Checkpointed) -> Path:
-        """The weights that `policy` has now. Raises PolicyError where the disk refuses."""
+    async def write(self, policy: SavesCheckpoints) -> Path:
+        """Write the current weights of `policy`. Raises PolicyError if the disk refuses."""
         directory = self.directory(policy.policy_version)
         await policy.save(directory)
-        await asyncio.to_thread(_write_output, directory)
+        await asyncio.to_thread(_write_output_layer, directory)
         return directory
 
     async def prune(self, newest: Path) -> None:
-        """Remove all but `newest` and the last written beside it."""
+        """Remove all but `newest` and the one written last before it."""
         await asyncio.to_thread(self._prune, newest)
 
     async def remove(self, directory: Path) -> None:
@@ -51,13 +51,13 @@ class WeightsFolder:
     def _prune(self, newest: Path) -> None:
         others = [entry for entry in self.path.glob("version-*") if entry != newest]
         others.sort(key=lambda entry: entry.stat().st_mtime)
-        for entry in others[: max(0, len(others) - (KEPT - 1))]:
+        for entry in others[: max(0, len(others) - (KEEP - 1))]:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _write_output(directory: Path) -> None:
-    """Where the output layer is the input embedding, write it a second time under its own name: vLLM on a CPU keeps a
-    packed copy of it, which is made anew only when it is read (0.32, `layerwise.py`: "Failed to load weights")."""
+def _write_output_layer(directory: Path) -> None:
+    """Store a tied output layer a second time under its own name: vLLM on a CPU keeps a packed copy of it, which it
+    rebuilds only when it reads the layer (0.32, `layerwise.py`: "Failed to load weights")."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -65,7 +65,7 @@ def _write_output(directory: Path) -> None:
     for file in files:
         with safe_open(file, "pt") as tensors:
             names = set(tensors.keys())
-            if OUTPUT_HEAD in names or INPUT_EMBEDDING not in names or not _tied(directory):
+            if OUTPUT_HEAD in names or INPUT_EMBEDDING not in names or not _is_tied(directory):
                 continue
             save_file(
                 {OUTPUT_HEAD: tensors.get_tensor(INPUT_EMBEDDING)}, directory / "lm_head.safetensors", {"format": "pt"}
@@ -77,5 +77,5 @@ def _write_output(directory: Path) -> None:
         return
 
 
-def _tied(directory: Path) -> bool:
+def _is_tied(directory: Path) -> bool:
     return bool(orjson.loads((directory / "config.json").read_bytes()).get("tie_word_embeddings"))

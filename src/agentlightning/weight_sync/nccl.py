@@ -1,89 +1,83 @@
-"""Weights from GPU to GPU through NCCL, as vLLM's weight-transfer engine `nccl` receives them.
+"""Weight transfer from GPU to GPU through NCCL, for vLLM's weight-transfer engine `nccl`.
 
 Each server has a group of its own: the trainer is rank 0, the server's workers follow. They meet by a unique id that
-travels in `init_info`, so neither side needs the other's torch or vLLM. NCCL is called through its C interface, because
-torch's offers no way to abort a broadcast whose receiver is gone.
+travels in `init_info`, so neither side needs the other's torch or vLLM.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from agentlightning.errors import ConfigError
 from agentlightning.weight_sync.base import (
     BUFFER_BYTES,
-    SILENCE_SECONDS,
-    Tell,
+    STALL_SECONDS,
+    SendUpdate,
+    StallTimer,
     TransferError,
-    Watch,
     Weights,
-    answer,
-    flat,
+    as_bytes,
     manifest,
-    overflowing,
+    pack_over,
+    wait_for_reply,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-UNIQUE_ID_BYTES: Final = 128
-UINT8, FLOAT32, SUM = 1, 7, 0
-"""ncclDataType_t and ncclRedOp_t (nccl.h)."""
 BUFFERS: Final = 2
-"""How many buffers a worker receives into by turns."""
+"""Number of buffers that a worker receives into by turns."""
 
 
 class Communicator(Protocol):
-    """The trainer's place in a group."""
+    """The trainer's membership of a group."""
 
     def broadcast(self, data: Tensor) -> None:
-        """Returns when all have it. Raises TransferError."""
+        """Returns when all ranks have the data. Raises TransferError."""
         ...
 
     def abort(self) -> None:
-        """From any thread, without waiting: whoever broadcasts stops."""
+        """Stop a running broadcast. Thread-safe, and does not block."""
         ...
 
 
-class Library(Protocol):
-    """What opens groups."""
+class CommunicatorFactory(Protocol):
+    """Creates groups."""
 
     def unique_id(self) -> bytes: ...
 
     def join(self, unique_id: bytes, ranks: int) -> Communicator:
-        """Returns when all ranks are there. Raises TransferError."""
+        """Returns when all ranks have joined. Raises TransferError."""
         ...
 
 
-class NcclCourier:
-    """To the workers of one server. See `transfer.base.Courier`."""
+class NcclSender:
+    """`WeightSender` to the workers of one server."""
 
     def __init__(
-        self, library: Library, *, buffer_bytes: int = BUFFER_BYTES, silence_seconds: float = SILENCE_SECONDS
+        self, factory: CommunicatorFactory, *, buffer_bytes: int = BUFFER_BYTES, stall_seconds: float = STALL_SECONDS
     ) -> None:
-        self._library = library
+        self._factory = factory
         self._buffer_bytes = buffer_bytes
-        self._silence = silence_seconds
-        self._invited: tuple[bytes, int] | None = None
+        self._stall_seconds = stall_seconds
+        self._pending_group: tuple[bytes, int] | None = None
+        """Unique id and number of ranks of the group that `connect` joins."""
         self._group: Communicator | None = None
-        self._told: Future[Any] | None = None
-        self._woken = threading.Event()
-        """Set: whoever waits for workers to join stops waiting."""
+        self._reply: Future[Any] | None = None
+        self._wake = threading.Event()
+        """Unblocks a thread that waits for workers to join."""
 
     @property
-    def joined(self) -> bool:
+    def connected(self) -> bool:
         return self._group is not None
 
-    def invite(self, workers: int) -> dict[str, Any]:
+    def init_info(self, workers: int) -> dict[str, Any]:
         self.abort()
-        self._woken = threading.Event()
-        self._invited = unique_id, ranks = self._library.unique_id(), workers + 1
+        self._wake = threading.Event()
+        self._pending_group = unique_id, ranks = self._factory.unique_id(), workers + 1
         return {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
             "rank_offset": 1,
@@ -93,167 +87,70 @@ class NcclCourier:
             "packed_num_buffers": BUFFERS,
         }
 
-    def join(self) -> None:
-        if self._invited is None:
-            raise TransferError("nobody was invited to the transfer")
-        (unique_id, ranks), self._invited = self._invited, None
-        self._group = _within(lambda: self._library.join(unique_id, ranks), self._silence, self._woken)
+    def connect(self) -> None:
+        if self._pending_group is None:
+            raise TransferError("connect() needs a new init_info()")
+        (unique_id, ranks), self._pending_group = self._pending_group, None
+        self._group = _join_within(lambda: self._factory.join(unique_id, ranks), self._stall_seconds, self._wake)
 
-    def send(self, weights: Weights, tell: Tell) -> None:
+    def send(self, weights: Weights, send_update: SendUpdate) -> None:
         group = self._group
         if group is None:
-            raise TransferError("the workers of the server are not joined")
-        watch = Watch(self.abort, self._silence)
-        self._told = told = tell(manifest(weights))
-        watch.of(told)
+            raise TransferError("the workers of the server are not connected")
+        timer = StallTimer(self.abort, self._stall_seconds)
+        self._reply = reply = send_update(manifest(weights))
+        timer.watch(reply)
         try:
-            with watch.running():
-                self._broadcast(group, weights, watch)
-                answer(told)
+            with timer.running():
+                self._broadcast(group, weights, timer)
+                wait_for_reply(reply)
         except BaseException as error:
-            refused = told.done() and not told.cancelled()
+            replied = reply.done() and not reply.cancelled()
             self.abort()
-            if watch.silent:
-                raise TransferError(f"the server took nothing for {self._silence:g} s") from error
-            if refused:
-                answer(told)  # What the server says is the cause; that the broadcast broke off, the effect.
+            if timer.expired:
+                raise TransferError(f"the server accepted nothing for {self._stall_seconds:g} s") from error
+            if replied:
+                wait_for_reply(reply)  # The server's error is the cause of the broken broadcast.
             raise
         finally:
-            self._told = None
+            self._reply = None
 
-    def _broadcast(self, group: Communicator, weights: Weights, watch: Watch) -> None:
+    def _broadcast(self, group: Communicator, weights: Weights, timer: StallTimer) -> None:
         import torch
 
-        for run in overflowing(weights.values(), self._buffer_bytes):
-            group.broadcast(torch.cat([flat(tensor) for tensor in run]))
-            watch.progress()
+        for batch in pack_over(weights.values(), self._buffer_bytes):
+            group.broadcast(torch.cat([as_bytes(tensor) for tensor in batch]))
+            timer.progress()
 
     def abort(self) -> None:
-        self._woken.set()
+        self._wake.set()
         group, self._group = self._group, None
-        if (told := self._told) is not None:
-            told.cancel()
+        if (reply := self._reply) is not None:
+            reply.cancel()
         if group is not None:
             group.abort()
 
 
-def _within(work: Callable[[], Communicator], seconds: float, woken: threading.Event) -> Communicator:
-    """What `work` returns, unless somebody sets `woken` before. NCCL waits for ever for ranks that do not come: the
-    thread that waits is then left behind."""
-    done: Future[Communicator] = Future()
+def _join_within(join: Callable[[], Communicator], seconds: float, wake: threading.Event) -> Communicator:
+    """The result of `join`, unless `wake` is set before. NCCL waits forever for ranks that do not come, so the joining
+    thread is then left behind."""
+    result: Future[Communicator] = Future()
 
     def run() -> None:
         try:
-            group = work()
-        except Exception as error:  # noqa: BLE001  The boundary of the thread: the error belongs to who waits.
-            done.set_exception(error)
+            group = join()
+        except Exception as error:  # noqa: BLE001  The boundary of the thread: the error belongs to the waiting caller.
+            result.set_exception(error)
         else:
-            done.set_result(group)
-            if woken.is_set():  # Nobody waits any more.
+            result.set_result(group)
+            if wake.is_set():  # Nobody waits any more.
                 group.abort()
-        woken.set()
+        wake.set()
 
     threading.Thread(target=run, name="weight transfer", daemon=True).start()
-    if not woken.wait(seconds):
-        woken.set()  # Whoever comes now comes too late.
+    if not wake.wait(seconds):
+        wake.set()  # A group that forms from now on is aborted.
         raise TransferError(f"the server's workers did not join within {seconds:g} s")
-    if not done.done():
-        raise TransferError("the transfer was called off before the server's workers joined")
-    return done.result()
-
-
-# -- NCCL's own interface --------------------------------------------------------------------------------------------
-
-
-class UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_byte * UNIQUE_ID_BYTES)]
-
-
-class Nccl:
-    """`libnccl.so.2`, the one torch brings. Make it with `Nccl.open`."""
-
-    def __init__(self, library: ctypes.CDLL, device: str) -> None:
-        self._library = library
-        self.device = device
-        pointer, size_t, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        library.ncclGetErrorString.restype = ctypes.c_char_p
-        library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, UniqueId, number]
-        library.ncclBroadcast.argtypes = [pointer, pointer, size_t, number, number, pointer, pointer]
-        library.ncclAllReduce.argtypes = [pointer, pointer, size_t, number, number, pointer, pointer]
-        library.ncclCommAbort.argtypes = [pointer]
-
-    @classmethod
-    def open(cls, device: str) -> Nccl:
-        """For a trainer on `device`. Raises ConfigError where that is no GPU, or there is no NCCL."""
-        import torch  # It brings NCCL, and has loaded it where it was built with it.
-
-        if not device.startswith("cuda") or not torch.cuda.is_available():
-            raise ConfigError(f'transfer="nccl" needs the trainer on a GPU, and it is on {device}; use "disk"')
-        name = os.environ.get("VLLM_NCCL_SO_PATH") or "libnccl.so.2"
-        try:
-            return cls(ctypes.CDLL(name), device)
-        except OSError as error:
-            raise ConfigError(f'transfer="nccl" needs NCCL: {error}; install torch for CUDA, or use "disk"') from error
-
-    def unique_id(self) -> bytes:
-        made = UniqueId()
-        self.call("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
-
-    def join(self, unique_id: bytes, ranks: int) -> Communicator:
-        import torch
-
-        pointer = ctypes.c_void_p()
-        with torch.cuda.device(self.device):
-            self.call("ncclCommInitRank", ctypes.byref(pointer), ranks, UniqueId.from_buffer_copy(unique_id), 0)
-            group = NcclCommunicator(self, pointer)
-            group.warm_up()
-        return group
-
-    def abort(self, pointer: ctypes.c_void_p) -> None:
-        """Whatever runs in the group ends; how it went nobody needs to know."""
-        self._library.ncclCommAbort(pointer)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Raises TransferError in NCCL's words."""
-        result = int(getattr(self._library, name)(*arguments))
-        if result != 0:
-            words = bytes(self._library.ncclGetErrorString(result)).decode()
-            raise TransferError(f"{name}: {words}")
-
-
-class NcclCommunicator:
-    """Rank 0 of a group."""
-
-    def __init__(self, nccl: Nccl, pointer: ctypes.c_void_p) -> None:
-        self._nccl = nccl
-        self._pointer = pointer
-        self._aborted = threading.Event()
-
-    def warm_up(self) -> None:
-        """vLLM's workers sum up one number as soon as they are there, and wait for ours."""
-        import torch
-
-        number = torch.zeros(1, device=self._nccl.device)
-        stream = torch.cuda.current_stream()
-        where = number.data_ptr()
-        self._nccl.call("ncclAllReduce", where, where, 1, FLOAT32, SUM, self._pointer, stream.cuda_stream)
-        stream.synchronize()
-
-    def broadcast(self, data: Tensor) -> None:
-        import torch
-
-        if self._aborted.is_set():
-            raise TransferError("the broadcast was broken off")
-        with torch.cuda.device(self._nccl.device):
-            stream, where = torch.cuda.current_stream(), data.data_ptr()
-            self._nccl.call("ncclBroadcast", where, where, data.numel(), UINT8, 0, self._pointer, stream.cuda_stream)
-            stream.synchronize()
-        if self._aborted.is_set():
-            raise TransferError("the broadcast was broken off")
-
-    def abort(self) -> None:
-        if not self._aborted.is_set():
-            self._aborted.set()
-            # It may wait for kernels that are running, and nobody should wait for it.
-            threading.Thread(target=self._nccl.abort, args=(self._pointer,), daemon=True).start()
+    if not result.done():
+        raise TransferError("the transfer was aborted before the server's workers joined")
+    return result.result()

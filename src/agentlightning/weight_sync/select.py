@@ -1,4 +1,4 @@
-"""Which way weights travel to the servers of a run, by what its configuration says and its machine has."""
+"""Selection of the weight transport of a run, from its configuration and the machine's devices."""
 
 from __future__ import annotations
 
@@ -7,52 +7,53 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.weight_sync.base import Courier
-from agentlightning.weight_sync.cuda_ipc import ENVIRONMENT, CudaMemory, IpcCourier
-from agentlightning.weight_sync.nccl import Nccl, NcclCourier
+from agentlightning.weight_sync._libnccl import NcclLibrary
+from agentlightning.weight_sync.base import WeightSender
+from agentlightning.weight_sync.cuda_ipc import SERVER_ENVIRONMENT, CudaIpcSender, CudaMemory
+from agentlightning.weight_sync.nccl import NcclSender
 
 DISK: Final = "disk"
 AUTO: Final = "auto"
-COURIERS: Final[dict[str, Callable[[str], Courier]]] = {
-    "nccl": lambda device: NcclCourier(Nccl.open(device)),
-    "ipc": lambda device: IpcCourier(CudaMemory.open(device)),
+SENDERS: Final[dict[str, Callable[[str], WeightSender]]] = {
+    "nccl": lambda device: NcclSender(NcclLibrary.open(device)),
+    "ipc": lambda device: CudaIpcSender(CudaMemory.open(device)),
 }
-"""Name, which is that of vLLM's weight-transfer engine -> makes the courier to one server, for a trainer on a device.
-Each raises ConfigError where this machine has not what it needs."""
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+"""Name of vLLM's weight-transfer engine -> factory of a sender to one server, for a trainer on a device. The factory
+raises ConfigError if this machine lacks what it needs."""
+VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
-def environment(way: str) -> dict[str, str]:
-    """What servers we start need for it, beside their options."""
-    return dict(ENVIRONMENT) if way == "ipc" else {}
+def server_environment(transport: str) -> dict[str, str]:
+    """Environment variables that a server started here needs for the transport."""
+    return dict(SERVER_ENVIRONMENT) if transport == "ipc" else {}
 
 
-def choose(wanted: str, device: str, devices: Sequence[str]) -> str:
-    """The way that `wanted` comes to for a trainer on `device` and servers started on `devices` (CUDA_VISIBLE_DEVICES
-    of each). `auto` is the disk wherever it is not certain who has which GPU. Raises ConfigError where the way cannot
-    be."""
-    if wanted != AUTO:
-        if wanted != DISK:
-            COURIERS[wanted](device)
-        return wanted
+def select_transport(requested: str, device: str, devices: Sequence[str]) -> str:
+    """The transport for a trainer on `device` and servers started on `devices` (CUDA_VISIBLE_DEVICES of each). `auto`
+    becomes the disk wherever the GPU of a process is not certain. Raises ConfigError if the requested transport is
+    impossible."""
+    if requested != AUTO:
+        if requested != DISK:
+            SENDERS[requested](device)
+        return requested
     if not device.startswith("cuda") or not devices:
         return DISK
-    own, theirs = _name(device), [[name.strip() for name in each.split(",")] for each in devices]
+    own, theirs = _visible_name(device), [[name.strip() for name in each.split(",")] for each in devices]
     if all(each == [own] for each in theirs):
-        way = "ipc"
-    elif any(own in each for each in theirs):  # NCCL takes a GPU once.
+        transport = "ipc"
+    elif any(own in each for each in theirs):  # NCCL accepts each GPU once.
         return DISK
     else:
-        way = "nccl"
+        transport = "nccl"
     try:
-        COURIERS[way](device)
+        SENDERS[transport](device)
     except ConfigError:
         return DISK
-    return way
+    return transport
 
 
-def _name(device: str) -> str:
-    """A device of ours as CUDA_VISIBLE_DEVICES names it."""
+def _visible_name(device: str) -> str:
+    """The trainer's device as CUDA_VISIBLE_DEVICES names it."""
     index = int(device.partition(":")[2] or 0)
-    visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    visible = [name.strip() for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name.strip()]
     return visible[index] if index < len(visible) else str(index)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.servers.config import ServersConfig, open_servers
-from agentlightning.engine.servers.pool import Replicas
-from agentlightning.engine.servers.replica import Patience, Replica
-from agentlightning.engine.servers.sglang import SGLangServer
-from agentlightning.engine.servers.vllm import VllmServer
+from agentlightning.engine.servers.clients.sglang import SGLangServer
+from agentlightning.engine.servers.clients.vllm import VllmServer
+from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
+from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
@@ -31,12 +32,14 @@ class Chat(ByteChatFormat):
 
 
 @asynccontextmanager
-async def engine_of(*servers: ScriptedModelServer, weights_change: bool = True, **patience: Any) -> Any:
+async def engine_of(*servers: ScriptedModelServer, weights_change: bool = True, **retry: Any) -> Any:
     transport = open_transport()
     backend = SGLangServer if servers[0].dialect == "sglang" else VllmServer
     replicas = [Replica(backend(transport, server.url, seconds=5.0)) for server in servers]
-    kept = Patience(**{"wait_seconds": 5.0, "health_seconds": 0.05, **patience})
-    engine = await Replicas.open(replicas, Chat(), transport, patience=kept, weights_change=weights_change)
+    retry_policy = RetryPolicy(**{"wait_seconds": 5.0, "health_seconds": 0.05, **retry})
+    engine = await ReplicaPool.open(
+        replicas, Chat(), transport, retry_policy=retry_policy, weights_change=weights_change
+    )
     for server in servers:
         server.calls.clear()
     try:
@@ -72,9 +75,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def label_of(engine: Replicas, version: int) -> str:
+def label_of(engine: ReplicaPool, version: int) -> str:
     """What the servers are told the weights of a version are called."""
-    return next(label for label, known in engine._labels.items() if known == version)
+    return next(label for label, known in engine._weights.labels.items() if known == version)
 
 
 def draws(server: ScriptedModelServer) -> list[Any]:
@@ -165,7 +168,7 @@ async def test_a_server_with_less_context_than_it_said_still_gives_the_error_of_
 @pytest.mark.parametrize(
     ("dialect", "params", "words"),
     [
-        ("vllm", SamplingParams(temperature=0.001), "draws at 0.01 instead"),
+        ("vllm", SamplingParams(temperature=0.001), "sample at 0.01 instead"),
         ("sglang", SamplingParams(top_p=0.9), "top_p=0.9"),
         ("sglang", SamplingParams(top_k=3), "top_k=3"),
     ],
@@ -185,7 +188,7 @@ async def test_cancelling_a_call_frees_the_server(one: ScriptedModelServer):
             await until(lambda: one.running == 1)
             call.cancel()
             await until(lambda: one.running == 0)
-            assert engine.busy == 0
+            assert engine.in_flight == 0
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ async def test_a_call_is_drawn_again_only_so_often_and_the_error_says_what_happe
 async def test_what_the_server_refuses_is_not_asked_again(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         one.failures["/inference/v1/generate"] = [400]
-        with pytest.raises(ConfigError, match="cannot draw what was asked"):
+        with pytest.raises(ConfigError, match="cannot sample with these"):
             await engine.sample(PROMPT, SamplingParams(max_tokens=1))
         assert len(draws(one)) == 1
 
@@ -302,7 +305,7 @@ async def test_a_call_that_finds_the_last_server_going_out_waits_until_it_is_bac
         call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=3)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # it has seen that a server is up, and is about to choose
-        engine._suspect(engine.replicas[0], "a hiccup")
+        engine._monitor.mark_unhealthy(engine.replicas[0], "a hiccup")
         assert (await asyncio.wait_for(call, 10)).token_ids == counted(PROMPT[-1], 3)
 
 
@@ -310,7 +313,7 @@ async def test_a_server_that_comes_back_gets_the_newest_weights_before_it_draws(
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(ScriptedModelServer())
         engine = await stack.enter_async_context(engine_of(server))
-        await engine.push(tmp_path / "one", 1)
+        await engine.set_weights(tmp_path / "one", 1)
         await server.__aexit__()
         call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=2)))
         await until(lambda: not engine.replicas[0].up)
@@ -325,7 +328,7 @@ async def test_a_server_that_comes_back_gets_the_newest_weights_before_it_draws(
 
 async def test_new_weights_are_read_while_nothing_is_drawn_and_nothing_old_is_kept(two: Any, tmp_path: Path):
     async with engine_of(*two) as engine:
-        await engine.push(tmp_path, 1)
+        await engine.set_weights(tmp_path, 1)
         for server in two:
             assert server.paths() == ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache",
                                       "/resume"]  # fmt: skip
@@ -341,12 +344,12 @@ async def test_new_weights_are_read_while_nothing_is_drawn_and_nothing_old_is_ke
 )
 async def test_answers_under_way_go_on_across_an_update_each_token_with_its_version(options: Any, tmp_path: Path):
     async with ScriptedModelServer(**options) as server, engine_of(server) as engine:
-        await engine.push(tmp_path, 1)
+        await engine.set_weights(tmp_path, 1)
         server.delay = 0.001
         seen: list[int] = []
         call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=60), seen.extend))
         await until(lambda: len(seen) > 9)
-        await engine.push(tmp_path, 2)
+        await engine.set_weights(tmp_path, 2)
         sample = await call
         assert sample.token_ids == counted(42, 60)
         assert [version for version, _ in sample.versions] == [1, 2]
@@ -361,12 +364,12 @@ async def test_answers_under_way_go_on_across_an_update_each_token_with_its_vers
 async def test_a_server_that_cannot_read_the_weights_draws_nothing_until_it_can(two: Any, tmp_path: Path):
     bad, good = two
     async with engine_of(*two) as engine:
-        await engine.push(tmp_path, 1)
+        await engine.set_weights(tmp_path, 1)
         bad.delay = good.delay = 0.001
         calls = [asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=300))) for _ in range(4)]
         await until(lambda: bad.running > 0 and good.running > 0)
         bad.failures["/collective_rpc"] = [500, 500, 500]
-        await engine.push(tmp_path, 2)
+        await engine.set_weights(tmp_path, 2)
         samples = await asyncio.gather(*calls)
         assert all(sample.token_ids == counted(42, 300) for sample in samples)
         await until(lambda: all(replica.up for replica in engine.replicas))
@@ -388,7 +391,7 @@ async def test_weights_that_cannot_be_had_from_the_disk_are_given_to_that_server
             return tmp_path
 
     async with engine_of(*two) as engine:
-        await engine.push(Disk(), 1)
+        await engine.set_weights(Disk(), 1)
         assert engine.policy_version == 1
         await until(lambda: all(replica.up and replica.version == 1 for replica in engine.replicas))
 
@@ -409,7 +412,7 @@ async def test_a_server_that_cannot_be_started_at_once_is_started_again(one: Scr
         async def close(self) -> None: ...
 
     async with engine_of(one) as engine:
-        engine.replicas[0].child = program = Program()
+        engine.replicas[0].process = program = Program()
         await until(lambda: engine.replicas[0].up and not program.ended)
         assert program.starts == 2
 
@@ -418,12 +421,12 @@ async def test_an_update_that_no_server_takes_fails(one: ScriptedModelServer, tm
     async with engine_of(one, wait_seconds=0.2) as engine:
         one.failures["/collective_rpc"] = [500] * 100
         with pytest.raises(PolicyError, match="no model server was up"):
-            await engine.push(tmp_path, 1)
+            await engine.set_weights(tmp_path, 1)
 
 
 async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one, health_seconds=60.0) as engine:
-        await engine.push(tmp_path, 1)
+        await engine.set_weights(tmp_path, 1)
         one.restart()
         sample = await engine.sample(PROMPT, SamplingParams(max_tokens=2))
         assert sample.logprobs == tuple(logprob_of(token, label_of(engine, 1)) for token in sample.token_ids)
@@ -432,7 +435,7 @@ async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: Scrip
 
 async def test_a_server_that_lost_its_weights_is_found_without_a_call(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one) as engine:
-        await engine.push(tmp_path, 1)
+        await engine.set_weights(tmp_path, 1)
         one.restart()
         await until(lambda: one.label == label_of(engine, 1) and engine.replicas[0].up)
 
@@ -471,7 +474,7 @@ async def test_an_adapter_that_one_server_cannot_load_is_served_by_the_others_un
 
 async def test_a_server_that_comes_back_gets_its_adapters(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one) as engine:
-        await engine.push(tmp_path, 1)
+        await engine.set_weights(tmp_path, 1)
         await engine.load_adapter("critic", tmp_path)
         one.restart()
         await until(lambda: "critic" in one.adapters and engine.replicas[0].up)

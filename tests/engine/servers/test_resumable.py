@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.base import End, Run
-from agentlightning.engine.servers.resumable import Drawing, Stopped, UnknownWeightsError
+from agentlightning.engine.servers.base import Completion, TokenChunk
+from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 
 PROMPT = (1, 2, 3)
 
@@ -23,20 +23,20 @@ def text(token_ids: Sequence[int]) -> str:
 def drawn(tokens: Sequence[int], cuts: Sequence[int], parts: Sequence[int], params: SamplingParams) -> Sample:
     """The sample of `tokens` that come cut at `cuts`, from a new server at each of `parts`."""
     seen: list[int] = []
-    drawing = Drawing(PROMPT, params, len(tokens), frozenset({0}), text, seen.extend)
+    answer = ResumableSample(PROMPT, params, len(tokens), frozenset({0}), text, seen.extend)
     bounds = sorted({0, len(tokens), *cuts, *parts})
-    ask = drawing.ask("m", False)
+    request = answer.request("m", False)
     for start, end in pairwise(bounds):
         if start in parts:
-            ask = drawing.ask("m", False)
-            assert tuple(ask.prompt) == (*PROMPT, *tokens[:start])
-            assert ask.max_tokens == len(tokens) - start
+            request = answer.request("m", False)
+            assert tuple(request.prompt) == (*PROMPT, *tokens[:start])
+            assert request.max_tokens == len(tokens) - start
         try:
-            drawing.receive(Run(tuple(tokens[start:end]), tuple(-token / 8 for token in tokens[start:end])), 7)
-        except Stopped:
+            answer.append(TokenChunk(tuple(tokens[start:end]), tuple(-token / 8 for token in tokens[start:end])), 7)
+        except StopStringFound:
             break
-    assert tuple(seen) == tuple(drawing.token_ids)
-    return drawing.sample("stop", 7)
+    assert tuple(seen) == tuple(answer.token_ids)
+    return answer.sample("stop", 7)
 
 
 @given(st.lists(st.integers(97, 120), min_size=1, max_size=40), st.data())
@@ -59,21 +59,21 @@ def test_a_stop_string_that_begins_at_one_server_ends_the_answer_at_the_next(tok
 
 
 def test_another_server_does_not_repeat_the_numbers_of_a_seed():
-    drawing = Drawing(PROMPT, SamplingParams(seed=5), 10, frozenset(), text, None)
-    assert drawing.ask("m", False).params.seed == 5
-    drawing.receive(Run((9, 9), (-1.0, -1.0)), 0)
-    assert drawing.ask("m", False).params.seed == 7
+    answer = ResumableSample(PROMPT, SamplingParams(seed=5), 10, frozenset(), text, None)
+    assert answer.request("m", False).params.seed == 5
+    answer.append(TokenChunk((9, 9), (-1.0, -1.0)), 0)
+    assert answer.request("m", False).params.seed == 7
 
 
 def test_the_servers_word_for_which_weights_drew_what_is_taken():
-    drawing = Drawing(PROMPT, SamplingParams(), 10, frozenset(), text, None)
-    drawing.ask("m", False)
-    drawing.receive(Run((9,) * 5, (-1.0,) * 5), 3)
-    drawing.learn(End("length", (("a", 2), ("b", 3))), {"a": 3, "b": 4})
-    sample = drawing.sample("length", 0)
+    answer = ResumableSample(PROMPT, SamplingParams(), 10, frozenset(), text, None)
+    answer.request("m", False)
+    answer.append(TokenChunk((9,) * 5, (-1.0,) * 5), 3)
+    answer.set_versions(Completion("length", (("a", 2), ("b", 3))), {"a": 3, "b": 4})
+    sample = answer.sample("length", 0)
     assert (sample.versions, sample.policy_version) == (((3, 2), (4, 3)), 4)
     with pytest.raises(UnknownWeightsError, match="c"):
-        drawing.learn(End("length", (("c", 5),)), {"a": 3})
+        answer.set_versions(Completion("length", (("c", 5),)), {"a": 3})
 
 
 COUNTING = [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}"), SamplingParams(grammar="")]
@@ -81,7 +81,7 @@ COUNTING = [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}
 
 @pytest.mark.parametrize("params", COUNTING)
 def test_what_counts_tokens_drawn_is_not_taken_to_another_server(params: SamplingParams):
-    drawing = Drawing(PROMPT, params, 10, frozenset(), text, None)
-    assert drawing.goes_on
-    drawing.receive(Run((9,), (-1.0,)), 0)
-    assert not drawing.goes_on
+    answer = ResumableSample(PROMPT, params, 10, frozenset(), text, None)
+    assert answer.can_resume
+    answer.append(TokenChunk((9,), (-1.0,)), 0)
+    assert not answer.can_resume

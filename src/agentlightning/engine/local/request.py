@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.engine.local.guided_decoding import Matcher
-from agentlightning.engine.local.stop_strings import StopScanner
+from agentlightning.engine.stop_strings import StopScanner
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_m
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.local.request import Request
-from agentlightning.engine.local.stop_strings import StopScanner
+from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.util.common_prefix import common_prefix_length
 

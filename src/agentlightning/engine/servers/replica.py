@@ -1,4 +1,4 @@
-"""What `policy.replicas` knows of each of its servers, and what it wants them to have."""
+"""What a pool knows of each of its servers: process, weights, adapters and health."""
 
 from __future__ import annotations
 
@@ -8,123 +8,106 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from agentlightning.engine.servers.base import Backend, BackendError, End, Receiver
+from agentlightning.engine.servers.base import Completion, ModelServer, ModelServerError, WeightReceiver
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.weight_sync.base import Courier, Lend
+from agentlightning.weight_sync.base import LendWeights, WeightSender
 
-FORGIVEN = 1
+MAX_TRANSFER_FAILURES = 1
 """A server whose transfers failed more often gets its weights from the disk for the rest of the run."""
 
 
-class Child(Protocol):
-    """A server's process, where it is ours."""
+class ServerProcess(Protocol):
+    """The process of a server that we started."""
 
     @property
     def ended(self) -> bool: ...
 
     async def restart(self, directory: Path | None) -> None:
-        """Start it again, with the weights in `directory`; returns when it listens. Raises ServerError."""
+        """Start it again with the weights in `directory`; returns when it listens. Raises ServerError."""
         ...
 
     async def close(self) -> None: ...
 
 
-class Source(Protocol):
-    """Where servers get one version of the weights from."""
+class WeightSource(Protocol):
+    """One version of the weights, as servers can get it."""
 
     @property
-    def lend(self) -> Lend | None:
-        """Shows them where they lie, for servers that take them without the disk; None: they are on disk alone."""
+    def lend(self) -> LendWeights | None:
+        """Access to the weights in memory, for servers that receive them without the disk; None: only on disk."""
         ...
 
     async def directory(self) -> Path:
-        """Where they are on disk; written now, unless they are there. Raises PolicyError where they are gone."""
+        """The weights on disk, written now unless they are there. Raises PolicyError if they no longer exist."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
-    """Weights that were written."""
+class DiskWeights:
+    """A checkpoint directory."""
 
     path: Path
-    lend: Lend | None = None
+    lend: LendWeights | None = None
 
     async def directory(self) -> Path:
         return self.path
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What all servers are to have."""
+class LabeledWeights:
+    """One version of the weights, with the label under which servers report it."""
 
-    source: Source
+    source: WeightSource
     version: int
     label: str
 
 
 @dataclass(slots=True)
-class Transfer:
-    """How a server takes weights without the disk."""
+class WeightChannel:
+    """How a server gets weights without the disk."""
 
-    receiver: Receiver
-    courier: Courier
+    receiver: WeightReceiver
+    sender: WeightSender
     failures: int = 0
 
     @property
     def usable(self) -> bool:
-        return self.failures <= FORGIVEN
+        return self.failures <= MAX_TRANSFER_FAILURES
 
-    async def give(self, weights: Weights, lend: Lend, ready: Callable[[], None]) -> None:
-        """Raises BackendError or ConfigError; the server may then hold half of each."""
+    async def send(self, weights: LabeledWeights, lend: LendWeights, on_loaded: Callable[[], None]) -> None:
+        """Raises ModelServerError or ConfigError; the server may then hold a mix of old and new weights."""
         try:
-            if not self.courier.joined:
-                await self.receiver.join(self.courier)
-            await self.receiver.receive(self.courier, lend, weights.label, ready)
+            if not self.sender.connected:
+                await self.receiver.connect(self.sender)
+            await self.receiver.receive_weights(self.sender, lend, weights.label, on_loaded)
         except (PolicyError, ConfigError) as error:
             self.failures += 1
-            self.courier.abort()
-            if isinstance(error, (BackendError, ConfigError)):
+            self.sender.abort()
+            if isinstance(error, (ModelServerError, ConfigError)):
                 raise
-            raise BackendError(f"{self.receiver.url}: {error}", again=True) from error
+            raise ModelServerError(f"{self.receiver.url}: {error}", retryable=True) from error
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One of the servers."""
+    """One of the servers of a pool."""
 
-    backend: Backend
-    child: Child | None = None
+    server: ModelServer
+    process: ServerProcess | None = None
     version: int = 0
-    """Of the weights it has."""
+    """Version of its weights."""
     label: str | None = None
     up: bool = True
-    why: str = ""
-    """What was wrong with it when it was last taken out."""
-    draws: set[asyncio.Future[End]] = field(default_factory=set[asyncio.Future[End]])
+    failure: str = ""
+    """Why it was last marked unhealthy."""
+    in_flight: set[asyncio.Future[Completion]] = field(default_factory=set[asyncio.Future[Completion]])
+    """Its running requests."""
     recovery: asyncio.Task[None] | None = None
-    missed: int = 0
-    """Looks in a row that found it ailing."""
+    failed_checks: int = 0
+    """Health checks that failed in a row."""
     adapters: dict[str, int] = field(default_factory=dict[str, int])
-    """Name -> the version it has of it."""
-    transfer: Transfer | None = None
-    """How it takes weights without the disk; None: it does not."""
-    torn: bool = False
-    """Whether a transfer to it broke off since it was last given weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    directory: Path
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How much is put up with."""
-
-    retries: int = 2
-    """How often a call is drawn again."""
-    wait_seconds: float = 120.0
-    """How long a call waits for a server where none is up."""
-    health_seconds: float = 5.0
-    """Between two looks at each server."""
+    """Name -> version it has loaded."""
+    channel: WeightChannel | None = None
+    """How it gets weights without the disk; None: it does not."""
+    transfer_interrupted: bool = False
+    """Whether a transfer to it was interrupted since it last got complete weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.engine.local.stop_strings import StopScanner
+from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.testing.models import model_tokenizer
 
 

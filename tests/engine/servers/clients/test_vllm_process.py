@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.engine.servers.config import ServersConfig, open_servers
-from agentlightning.engine.servers.vllm_process import Launch, VllmChild
+from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.transport import open_transport
@@ -84,8 +85,10 @@ def test_the_workers_of_a_server_that_crashed_end_too(tmp_path: Path):
 
 async def test_a_server_is_told_what_we_need_and_started_again_with_other_weights(tmp_path: Path):
     transport = open_transport()
-    launch = Launch(tmp_path / "m", "mine", tmp_path / "x.log", (sys.executable, "-c", SERVER), ("--more",), seconds=20)
-    child = await VllmChild.start(launch, transport)
+    launch = LaunchOptions(
+        tmp_path / "m", "mine", tmp_path / "x.log", (sys.executable, "-c", SERVER), ("--more",), seconds=20
+    )
+    child = await VllmProcess.start(launch, transport)
     told = (tmp_path / "x.log").read_text()
     for words in ("'serve', '" + str(tmp_path / "m"), "'processed_logprobs'", "'mine'", "'127.0.0.1'", "'--more'"):
         assert words in told

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.servers.base import Ask, BackendError, Http, Run
-from agentlightning.engine.servers.sglang import SGLangServer, _Progress
+from agentlightning.engine.servers.base import ModelServerError, SampleRequest, TokenChunk
+from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.clients.sglang import SGLangServer, _ResponseReader
 from agentlightning.testing.model_server import ScriptedModelServer
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import open_transport
@@ -26,55 +27,57 @@ def event(drawn: list[Any], count: int, reason: str | None = None) -> dict[str, 
 
 
 @pytest.fixture
-def http() -> Http:
-    return Http(open_transport(), "http://127.0.0.1:1", None, seconds=1.0, connect_seconds=1.0)
+def http() -> JsonClient:
+    return JsonClient(open_transport(), "http://127.0.0.1:1", None, seconds=1.0, connect_seconds=1.0)
 
 
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_events_that_repeat_all_before_them_and_events_that_do_not_give_the_same_answer(
-    http: Http, repeats: bool
+    http: JsonClient, repeats: bool
 ):
-    runs: list[Run] = []
-    progress = _Progress(http, 2, runs.append)
+    runs: list[TokenChunk] = []
+    reader = _ResponseReader(http, 2, runs.append)
     for start, end in ((0, 1), (1, 3), (3, 4)):
-        progress.take(event(DRAWN[0 if repeats else start : end], end, "length" if end == 4 else None))
+        reader.read(event(DRAWN[0 if repeats else start : end], end, "length" if end == 4 else None))
     assert [token for run in runs for token in run.token_ids] == [5, 6, 7, 8]
     assert [value for run in runs for value in run.logprobs] == [-0.1, -0.2, -0.3, -0.4]
     assert [len(run.token_ids) for run in runs] == [1, 2, 1]
     assert [top for run in runs for top in run.top_logprobs] == [((9, -0.05), (5, -0.1))] * 4
-    assert progress.end is not None
-    assert progress.end.finish_reason == "length"
+    assert reader.completion is not None
+    assert reader.completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize("answer", [{}, {"meta_info": {}}, [], event(DRAWN, 4, "abort")])
-async def test_what_is_no_answer_is_a_failure_of_the_server(http: Http, answer: Any):
-    with pytest.raises(BackendError) as failed:
-        _Progress(http, 0, lambda _: None).take(answer)
-    assert failed.value.again
+async def test_what_is_no_answer_is_a_failure_of_the_server(http: JsonClient, answer: Any):
+    with pytest.raises(ModelServerError) as failed:
+        _ResponseReader(http, 0, lambda _: None).read(answer)
+    assert failed.value.retryable
 
 
 async def test_a_proxy_that_refuses_is_not_asked_again(tmp_path: Path):
     async with LocalProxy("me:secret") as proxy:
         transport = open_transport(ConnectOptions.create(proxy.url))
-        with pytest.raises(BackendError, match="wants credentials") as failed:
-            await SGLangServer(transport, "https://model.example").label()
+        with pytest.raises(ModelServerError, match="wants credentials") as failed:
+            await SGLangServer(transport, "https://model.example").weight_label()
         await transport.close()
-    assert not failed.value.again
+    assert not failed.value.retryable
 
 
 async def test_weights_are_replaced_while_answers_wait_without_their_caches(tmp_path: Path):
     transport = open_transport()
     async with ScriptedModelServer(dialect="sglang") as server:
         backend = SGLangServer(transport, server.url)
-        await backend.load(tmp_path, "v7", lambda: None)
+        await backend.load_weights(tmp_path, "v7", lambda: None)
         assert server.calls == [
             ("/pause_generation", {"mode": "retract"}),
             ("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "v7", "flush_cache": True}),
             ("/continue_generation", {}),
         ]
-        assert await backend.label() == "v7"
+        assert await backend.weight_label() == "v7"
         await backend.load_adapter("critic", tmp_path)
-        await backend.draw(Ask("critic", (5,), SamplingParams(), 1, frozenset(), True), lambda _: None, stream=False)
+        await backend.sample(
+            SampleRequest("critic", (5,), SamplingParams(), 1, frozenset(), True), lambda _: None, stream=False
+        )
         path, body = server.calls[-1]
         assert (path, body["lora_path"], body["sampling_params"]["max_new_tokens"]) == ("/generate", "critic", 1)
         await backend.unload_adapter("critic")
@@ -86,6 +89,6 @@ async def test_an_update_that_sglang_says_failed_has_failed(tmp_path: Path):
     transport = open_transport()
     async with ScriptedModelServer(dialect="sglang") as server:
         server._update = lambda body: {"success": False, "message": "no such file"}  # type: ignore[method-assign]
-        with pytest.raises(BackendError, match="no such file"):
-            await SGLangServer(transport, server.url).load(tmp_path, "v7", lambda: None)
+        with pytest.raises(ModelServerError, match="no such file"):
+            await SGLangServer(transport, server.url).load_weights(tmp_path, "v7", lambda: None)
     await transport.close()

@@ -1,0 +1,69 @@
+"""The LoRA adapters of a pool, loaded on all of its servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentlightning.engine.servers.base import ModelServerError
+from agentlightning.engine.servers.replica import Replica
+from agentlightning.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    directory: Path
+    version: int
+
+
+class PoolAdapters:
+    """The adapters that every replica is to have."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, Adapter] = {}
+
+    def version(self, name: str) -> int:
+        """0 for an adapter as first loaded. Raises ConfigError if none of the name is loaded."""
+        if (adapter := self._adapters.get(name)) is None:
+            raise ConfigError(f"no adapter {name!r} is loaded; loaded are {sorted(self._adapters) or 'none'}")
+        return adapter.version
+
+    async def load(self, name: str, directory: Path, replicas: Sequence[Replica]) -> dict[Replica, Exception]:
+        """Load the adapter, or its next version, on `replicas`; returns the errors of those that failed. Raises the
+        first error if all fail."""
+        version = self._adapters[name].version + 1 if name in self._adapters else 0
+        adapter = Adapter(Path(directory), version)
+        results = await asyncio.gather(*(_load(replica, name, adapter) for replica in replicas))
+        errors = {replica: error for replica, error in zip(replicas, results, strict=True) if error is not None}
+        if errors and len(errors) == len(replicas):
+            raise next(iter(errors.values()))
+        self._adapters[name] = adapter
+        return errors
+
+    async def unload(self, name: str, replicas: Sequence[Replica]) -> None:
+        """Unload the adapter. Raises ConfigError if none of the name is loaded."""
+        self.version(name)
+        del self._adapters[name]
+        holders = [replica for replica in replicas if replica.adapters.pop(name, None) is not None]
+        await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders if replica.up))
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Load on a recovered replica the adapters it lacks."""
+        if not self._adapters:
+            return
+        present = (await replica.server.model_info()).adapters
+        for name, adapter in self._adapters.items():
+            if replica.adapters.get(name) != adapter.version or name not in present:
+                await replica.server.load_adapter(name, adapter.directory)
+                replica.adapters[name] = adapter.version
+
+
+async def _load(replica: Replica, name: str, adapter: Adapter) -> Exception | None:
+    try:
+        await replica.server.load_adapter(name, adapter.directory)
+    except (ModelServerError, ConfigError) as error:
+        return error
+    replica.adapters[name] = adapter.version
+    return None

@@ -1,0 +1,190 @@
+"""Client of one SGLang server: sampling by token ids, and the endpoints that replace its weights.
+
+Written from SGLang's documentation and tested against a scripted server only, never against a real one. SGLang reports
+the log-probability that a token had under the temperature, before top_p and top_k removed others. That is not the
+distribution it was sampled from, so these parameters are rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.engine.base import TERMINATION_PARAMS, SamplingParams, TopLogprobs
+from agentlightning.engine.servers.base import (
+    Completion,
+    ModelServerError,
+    OnChunk,
+    SampleRequest,
+    ServedModelInfo,
+    TokenChunk,
+    caller_error,
+)
+from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.errors import ConfigError
+from agentlightning.transport import Transport
+
+GENERATE: Final = "/generate"
+LOAD_SECONDS: Final = 600.0
+
+
+class SGLangServer:
+    """One SGLang server at `url` (without `/v1`). `token` is the server's `--api-key`."""
+
+    supported_params: frozenset[str] = frozenset(TERMINATION_PARAMS)
+
+    def __init__(
+        self,
+        transport: Transport,
+        url: str,
+        *,
+        token: str | None = None,
+        seconds: float = 600.0,
+        connect_seconds: float = 10.0,
+    ) -> None:
+        self._http = JsonClient(
+            transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
+        )
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    async def model_info(self) -> ServedModelInfo:
+        cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
+        matches = [card for card in cards if not card.get("parent") and card.get("max_model_len")]
+        if not matches:
+            raise ConfigError(f"{self.url}/v1/models names no model with its max_model_len")
+        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent"))
+        return ServedModelInfo(str(matches[0]["id"]), int(matches[0]["max_model_len"]), adapters)
+
+    async def verify(self, *, weights_change: bool) -> None:
+        """No-op: every server has the endpoints for new weights."""
+
+    async def health(self) -> None:
+        await self._http.get("/health", seconds=5.0)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
+        validate(request.params)
+        body = _body(request, stream)
+        reader = _ResponseReader(self._http, request.params.top_logprobs, on_chunk)
+        try:
+            if not stream:
+                reader.read(await self._http.post(GENERATE, body))
+            else:
+                async with aclosing(self._http.events(GENERATE, body)) as events:
+                    async for event in events:
+                        reader.read(event)
+        except ModelServerError as error:
+            raise caller_error(error, request) from None
+        if reader.completion is None:
+            raise self._http.protocol_error(GENERATE, "its answer has no end")
+        return reader.completion
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def weight_label(self) -> str | None:
+        response = await self._http.get("/get_model_info")
+        label = response.get("weight_version") if isinstance(response, dict) else None
+        return None if label is None else str(label)
+
+    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+        # retract: running answers wait without keys and values, which the new weights then compute again.
+        await self._http.post("/pause_generation", {"mode": "retract"}, seconds=60.0)
+        body = {"model_path": str(directory), "weight_version": label, "flush_cache": True}
+        await self._post_checked("/update_weights_from_disk", body)
+        on_loaded()
+        await self._http.post("/continue_generation", {}, seconds=60.0)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        if name in (await self.model_info()).adapters:
+            await self.unload_adapter(name)
+        await self._post_checked("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._post_checked("/unload_lora_adapter", {"lora_name": name})
+
+    async def _post_checked(self, path: str, body: Mapping[str, Any]) -> None:
+        response = await self._http.post(path, body, seconds=LOAD_SECONDS)
+        if isinstance(response, dict) and response.get("success") is False:
+            message = response.get("message") or response.get("error_message") or "it failed"
+            raise self._http.protocol_error(path, str(message))
+
+
+class _ResponseReader:
+    """Reads the responses of `/generate`. Each event repeats all tokens before it, unless the server was started to
+    send only new ones; the token count of an event tells which."""
+
+    def __init__(self, http: JsonClient, top_logprobs: int, on_chunk: OnChunk) -> None:
+        self._http = http
+        self._top_logprobs = top_logprobs
+        self._on_chunk = on_chunk
+        self._count = 0
+        self.completion: Completion | None = None
+
+    def read(self, response: Any) -> None:
+        try:
+            meta: Mapping[str, Any] = response["meta_info"]
+            chunk = self._new_tokens(meta)
+            reason: Mapping[str, Any] | None = meta.get("finish_reason")
+            kind = reason["type"] if reason else None
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._http.protocol_error(GENERATE, f"no answer but {response!r:.300}") from error
+        if chunk.token_ids:
+            self._count += len(chunk.token_ids)
+            self._on_chunk(chunk)
+        if reason is None:
+            return
+        if kind not in ("stop", "length"):
+            raise self._http.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
+        # SGLang has one label for a whole answer: after a weight update, that of the last token. It is not used.
+        self.completion = Completion("length" if kind == "length" else "stop")
+
+    def _new_tokens(self, meta: Mapping[str, Any]) -> TokenChunk:
+        tokens: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
+        tops: Sequence[Sequence[Sequence[Any]]] = (meta.get("output_top_logprobs") or ()) if self._top_logprobs else ()
+        if len(tokens) == meta["completion_tokens"]:
+            tokens, tops = tokens[self._count :], tops[self._count :]
+        top_logprobs: tuple[TopLogprobs, ...] = tuple(
+            tuple((int(entry[1]), float(entry[0])) for entry in position[: self._top_logprobs]) for position in tops
+        )
+        token_ids = tuple(int(entry[1]) for entry in tokens)
+        return TokenChunk(token_ids, tuple(float(entry[0]) for entry in tokens), top_logprobs)
+
+
+def validate(params: SamplingParams) -> None:
+    """Raises ConfigError if the log-probabilities would not be those of the distribution sampled from."""
+    if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+        raise ConfigError(
+            f"top_p={params.top_p} and top_k={params.top_k} cannot be used with SGLang, whose log-probabilities leave "
+            "them out; use temperature alone, or vLLM"
+        )
+
+
+def _body(request: SampleRequest, stream: bool) -> dict[str, Any]:
+    params = request.params
+    sampling: dict[str, Any] = {
+        "max_new_tokens": request.max_tokens,
+        "temperature": params.temperature,
+        "stop": list(params.stop),
+        "stop_token_ids": sorted(request.end_tokens),
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if params.seed is not None:
+        sampling["sampling_seed"] = params.seed
+    body: dict[str, Any] = {
+        "input_ids": list(request.prompt),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "top_logprobs_num": params.top_logprobs,
+        "stream": stream,
+    }
+    if request.adapter:
+        body["lora_path"] = request.model
+    return body

@@ -1,0 +1,305 @@
+"""Client of one vLLM server: sampling by token ids, and the endpoints that replace its weights.
+
+Answers come from `/inference/v1/generate`, which names tokens by id and reports which weights sampled them, if the
+server was started with `--enable-scale-out`; otherwise from `/v1/completions` with token ids. Log-probabilities are
+those of the distribution a token was sampled from only with `--logprobs-mode processed_logprobs`: `verify` finds out by
+sampling. Replacing weights needs `VLLM_SERVER_DEV_MODE=1`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams
+from agentlightning.engine.servers.base import (
+    Completion,
+    ModelServerError,
+    OnChunk,
+    SampleRequest,
+    ServedModelInfo,
+    caller_error,
+)
+from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.clients.vllm_wire import GENERATE, CompletionsWire, GenerateWire, SamplingWire
+from agentlightning.errors import ConfigError
+from agentlightning.transport import Transport
+from agentlightning.weight_sync.base import LendWeights, TransferError, WeightSender
+
+MIN_TEMPERATURE: Final = 0.01
+"""vLLM samples at no lower temperature except 0."""
+LOAD_SECONDS: Final = 600.0
+"""The longest a server may take to read its weights."""
+PROBE_PROMPT: Final = (1, 2, 3)
+"""A prompt that every vocabulary contains."""
+
+
+class VllmServer:
+    """One vLLM server at `url` (without `/v1`) that serves `model`, by default the first it lists.
+
+    `token` is the server's `--api-key`. A server that sends nothing for `seconds` while it samples has failed."""
+
+    supported_params: frozenset[str] = frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
+
+    def __init__(
+        self,
+        transport: Transport,
+        url: str,
+        *,
+        model: str | None = None,
+        token: str | None = None,
+        seconds: float = 600.0,
+        connect_seconds: float = 10.0,
+    ) -> None:
+        self._http = JsonClient(
+            transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
+        )
+        self._model = model
+        self._has_generate: bool | None = None
+        """Whether the server has GENERATE; None: not known yet."""
+        self._partial_update = False
+        """Whether a weight update began and did not complete."""
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    async def model_info(self) -> ServedModelInfo:
+        cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
+        bases = [card for card in cards if not card.get("parent")]
+        matches = [card for card in bases if self._model in (None, card["id"])]
+        if not matches or "max_model_len" not in matches[0]:
+            names = ", ".join(str(card.get("id")) for card in bases) or "none"
+            raise ConfigError(f"{self.url} does not serve {self._model or 'a model'}: it serves {names}")
+        model = str(matches[0]["id"])
+        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent") == model)
+        return ServedModelInfo(model, int(matches[0]["max_model_len"]), adapters)
+
+    async def verify(self, *, weights_change: bool) -> None:
+        if weights_change:
+            await self._resume_if_paused()
+        model = (await self.model_info()).model
+        request = SampleRequest(model, PROBE_PROMPT, SamplingParams(top_k=1), 4, frozenset())
+        logprobs: list[float] = []
+        await self.sample(request, lambda chunk: logprobs.extend(chunk.logprobs), stream=False)
+        # With top_k=1 the log-probability is 0, unless it is that of another distribution.
+        if any(logprob < -1e-6 for logprob in logprobs):
+            raise ConfigError(
+                f"{self.url} answers log-probabilities that are not those of the distribution it samples from; start "
+                "it with --logprobs-mode processed_logprobs"
+            )
+
+    async def health(self) -> None:
+        await self._http.get("/health", seconds=5.0)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
+        validate(request.params)
+        if self._has_generate is None:
+            self._has_generate = await self._detect_generate()
+        wire = (GenerateWire if self._has_generate else CompletionsWire)(request.params.top_logprobs)
+        body = wire.body(request, stream)
+        try:
+            if not stream:
+                return self._read(wire, await self._http.post(wire.path, body), on_chunk)
+            return await self._stream(wire, body, on_chunk)
+        except ModelServerError as error:
+            raise caller_error(error, request) from None
+
+    async def _stream(self, wire: SamplingWire, body: Mapping[str, Any], on_chunk: OnChunk) -> Completion:
+        completion: Completion | None = None
+        async with aclosing(self._http.events(wire.path, body)) as events:
+            async for event in events:
+                if wire.has_choice(event) or "error" in event:
+                    completion = self._read(wire, event, on_chunk)
+        if completion is None:
+            raise self._http.protocol_error(wire.path, "its answer has no end")
+        return completion
+
+    def _read(self, wire: SamplingWire, response: Any, on_chunk: OnChunk) -> Completion:
+        """Pass on the tokens of a response or event; returns its end as far as it is known."""
+        if not isinstance(response, dict) or not wire.has_choice(response):
+            content = response.get("error", response) if isinstance(response, dict) else response
+            raise self._http.protocol_error(wire.path, f"no answer but {content!r:.300}")
+        choice = response["choices"][0]
+        reason = choice.get("finish_reason")
+        try:
+            chunk, weights = wire.chunk(choice), wire.weights(choice)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._http.protocol_error(wire.path, f"an answer that cannot be read ({error!r})") from error
+        if chunk.token_ids:
+            on_chunk(chunk)
+        if reason not in (None, "stop", "length"):
+            raise self._http.protocol_error(wire.path, f"the answer was ended by the server ({reason})")
+        return Completion("length" if reason == "length" else "stop", weights)
+
+    async def _detect_generate(self) -> bool:
+        try:
+            await self._http.post(GENERATE, {"token_ids": []}, seconds=10.0)
+        except ModelServerError as error:
+            if error.status in (400, 422):
+                return True  # It rejected the prompt, not the path.
+            if error.status in (404, 405):
+                return False
+            raise
+        return True
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def weight_label(self) -> str | None:
+        try:
+            response = await self._http.get("/weight_info")
+        except ModelServerError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+        return response.get("weight_version") if isinstance(response, dict) else None
+
+    # The order below ensures that half-loaded weights never sample, and that no key or value outlives its weights.
+
+    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+        await self._http.post("/pause?mode=keep", seconds=60.0)
+        await self.discard_partial_update()
+        self._partial_update = True
+        await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
+        self._partial_update = False
+        await self._set_label(label)
+        await self._resume_with_new_weights(on_loaded)
+
+    async def connect(self, sender: WeightSender) -> None:
+        await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
+        world = await self._http.get("/get_world_size")
+        try:
+            body = {"init_info": sender.init_info(int(world["world_size"]))}
+            server_init = asyncio.create_task(
+                self._http.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS)
+            )
+            await _connect_both(server_init, sender)
+        except (TransferError, ModelServerError) as error:
+            if isinstance(error, ModelServerError) and error.status in (404, 500):
+                raise ConfigError(
+                    f"{self.url} does not take weights in this way ({error}); start it with --weight-transfer-config, "
+                    'or use transfer = "disk"'
+                ) from error
+            raise ModelServerError(f"{self.url}: {error}", retryable=True) from error
+
+    async def receive_weights(
+        self, sender: WeightSender, lend: LendWeights, label: str, on_loaded: Callable[[], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def send_update(info: dict[str, Any]) -> Future[Any]:
+            call = self._http.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
+            return asyncio.run_coroutine_threadsafe(call, loop)
+
+        await self._http.post("/pause?mode=keep", seconds=60.0)
+        await self.discard_partial_update()
+        self._partial_update = True
+        await self._http.post("/start_weight_update", seconds=60.0)
+        try:
+            await lend(lambda weights: sender.send(weights, send_update))
+        except TransferError as error:
+            raise ModelServerError(f"{self.url} did not get the weights: {error}", retryable=True) from error
+        except BaseException:
+            sender.abort()  # Nobody waits for it any more.
+            raise
+        await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
+        self._partial_update = False
+        await self._resume_with_new_weights(on_loaded)
+
+    async def discard_partial_update(self) -> None:
+        """vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
+        of the next one. Loading no weights at all resets the count."""
+        if not self._partial_update:
+            return
+        with contextlib.suppress(ModelServerError):  # It may know of the interruption already, or accept no transfer.
+            await self._http.post("/finish_weight_update", seconds=60.0)
+        await self._reload({"weights_iterator": []}, 60.0)
+        self._partial_update = False
+
+    async def _reload(self, arguments: Mapping[str, Any], seconds: float) -> None:
+        await self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
+
+    async def _disconnect(self) -> None:
+        with contextlib.suppress(ModelServerError):  # It has no connection, or /init_... will report the problem.
+            await self._http.post("/shutdown_weight_transfer_engine", seconds=60.0)
+
+    async def _resume_with_new_weights(self, on_loaded: Callable[[], None]) -> None:
+        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
+        if isinstance(response, dict) and response.get("success") is False:
+            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
+        on_loaded()
+        await self._http.post("/resume", seconds=60.0)
+
+    async def _set_label(self, label: str) -> None:
+        try:
+            await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0)
+        except ModelServerError as error:
+            if error.status not in (404, 405):  # Older servers have no labels.
+                raise
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        loaded = (await self.model_info()).adapters
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": name in loaded}
+        await self._adapter_request("/v1/load_lora_adapter", body, LOAD_SECONDS)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapter_request("/v1/unload_lora_adapter", {"lora_name": name}, 60.0)
+
+    async def _adapter_request(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
+        try:
+            await self._http.post(path, body, seconds=seconds)
+        except ModelServerError as error:
+            if error.status == 404 and "Not Found" in str(error):
+                raise ConfigError(
+                    f"{self.url} takes no adapters; start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                ) from error
+            raise
+
+    async def _resume_if_paused(self) -> None:
+        """Resume a server that was left paused by a trainer killed during an update."""
+        try:
+            response = await self._http.get("/is_paused")
+        except ModelServerError as error:
+            if error.status in (404, 405):
+                message = "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1"
+                raise ConfigError(f"{self.url} has no /is_paused: {message}") from error
+            raise
+        if isinstance(response, dict) and response.get("is_paused"):
+            self._partial_update = True
+            await self.discard_partial_update()
+            await self._http.post("/resume", seconds=60.0)
+
+
+async def _connect_both(server_init: asyncio.Task[Any], sender: WeightSender) -> None:
+    """Connect the sender while the server initialises. The server's error, if any, takes precedence over NCCL's."""
+
+    def on_done(done: asyncio.Task[Any]) -> None:
+        if done.cancelled() or done.exception():
+            sender.abort()
+
+    server_init.add_done_callback(on_done)
+    try:
+        await asyncio.to_thread(sender.connect)
+        await server_init
+    except TransferError:
+        if server_init.done():
+            await server_init
+        raise
+    finally:
+        server_init.cancel()
+
+
+def validate(params: SamplingParams) -> None:
+    """Raises ConfigError for parameters that vLLM would change."""
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature={params.temperature} cannot be used: vLLM would sample at {MIN_TEMPERATURE} instead; use 0 "
+            f"or at least {MIN_TEMPERATURE}"
+        )

@@ -1,0 +1,174 @@
+"""Opens the pool of servers that a configuration describes: joins running ones, or starts vLLM processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+from agentlightning.chat.base import ChatFormat
+from agentlightning.chat.hf import load_chat_format
+from agentlightning.engine.base import Engine
+from agentlightning.engine.servers.base import ModelServer
+from agentlightning.engine.servers.clients.sglang import SGLangServer
+from agentlightning.engine.servers.clients.vllm import VllmServer
+from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.config import ServedModel, ServersConfig
+from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.replica import Replica, WeightChannel
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.transport import Transport, open_transport
+from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
+
+log = logging.getLogger(__name__)
+
+
+async def open_served_model(config: ServedModel, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
+    """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError if a
+    server rejects an adapter."""
+    servers = await open_servers(
+        config.with_adapters(),
+        await load_chat_format(config.model, config.tool_calls),
+        kind=config.engine,
+        model=Path(config.model),
+        name=name,
+        dtype=config.dtype,
+        max_context=config.max_context,
+        logs=logs,
+    )
+    stack.push_async_callback(servers.close)
+    adapters = {each: await servers.load_adapter(each, Path(path)) for each, path in config.adapters.items()}
+    return {name: servers, **adapters}
+
+
+async def open_servers(
+    config: ServersConfig,
+    chat: ChatFormat,
+    *,
+    kind: Literal["vllm", "sglang"] = "vllm",
+    model: Path | None = None,
+    name: str | None = None,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    weights_change: bool = False,
+    logs: Path = Path(),
+    transfer: str = DISK,
+    device: str = "cpu",
+) -> ReplicaPool:
+    """A pool of the servers of `config`.
+
+    Running servers of `config.urls` are joined. Without them, vLLM servers are started with `model`, as `name`; they
+    log to files in `logs` and end with the pool. With a `transfer` (a key of `SENDERS`) they get new weights from a
+    trainer on `device` without the disk. Raises ConfigError, ServerError if one cannot be started, and as
+    `ReplicaPool.open` does."""
+    config.check(kind)
+    transport = open_transport()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(transport.close)
+        if config.urls:
+            replicas = [Replica(_client(kind, transport, config, url)) for url in config.urls]
+        else:
+            options = _launch_options(config, model, name, dtype, max_context, logs, transfer)
+            replicas = await _start(options, config, transport, stack)
+        if transfer != DISK:
+            await _connect_senders(replicas, transfer, device, stack, required=config.transfer != AUTO)
+        pool = await ReplicaPool.open(
+            replicas,
+            chat,
+            transport,
+            model=name,
+            max_context=max_context,
+            retry_policy=config.retry_policy,
+            weights_change=weights_change,
+        )
+        stack.pop_all()
+    return pool
+
+
+def _client(kind: str, transport: Transport, config: ServersConfig, url: str) -> ModelServer:
+    server = VllmServer if kind == "vllm" else SGLangServer
+    return server(transport, url, token=config.token, seconds=config.timeout_seconds)
+
+
+def _launch_options(
+    config: ServersConfig,
+    model: Path | None,
+    name: str | None,
+    dtype: str,
+    max_context: int | None,
+    logs: Path,
+    transfer: str,
+) -> list[LaunchOptions]:
+    if model is None:
+        raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
+    return [
+        LaunchOptions(
+            model=model,
+            name=name or "policy",
+            log=logs / f"vllm-{index}.log",
+            command=shlex.split(config.command),
+            args=(*config.args, *_transfer_args(transfer)),
+            env={**server_environment(transfer), **config.env, **_visible_devices(config, index)},
+            dtype=dtype,
+            max_context=max_context,
+            seconds=config.start_seconds,
+        )
+        for index in range(config.count)
+    ]
+
+
+def _visible_devices(config: ServersConfig, index: int) -> dict[str, str]:
+    return {VISIBLE_DEVICES: config.devices[index]} if config.devices else {}
+
+
+def _transfer_args(transfer: str) -> tuple[str, ...]:
+    return () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
+
+
+async def _connect_senders(
+    replicas: Sequence[Replica], transfer: str, device: str, stack: AsyncExitStack, *, required: bool
+) -> None:
+    """Connect the servers' workers with senders, which the stack aborts. Raises ConfigError or ModelServerError if one
+    cannot connect; unless `required`, that server gets its weights from the disk instead."""
+    for replica in replicas:
+        assert isinstance(replica.server, VllmServer)
+        replica.channel = WeightChannel(replica.server, SENDERS[transfer](device))
+        stack.callback(replica.channel.sender.abort)
+    await asyncio.gather(*(_connect_sender(replica, required) for replica in replicas))
+
+
+async def _connect_sender(replica: Replica, required: bool) -> None:
+    if replica.channel is None:
+        return
+    try:
+        await replica.channel.receiver.connect(replica.channel.sender)
+    except (PolicyError, ConfigError) as error:
+        if required:
+            raise
+        log.warning("weights reach %s through the disk: %s", replica.server.url, error)
+        replica.channel = None
+        if replica.process is not None:  # Its workers may wait for us forever.
+            await replica.process.restart(None)
+
+
+async def _start(
+    options: Sequence[LaunchOptions], config: ServersConfig, transport: Transport, stack: AsyncExitStack
+) -> list[Replica]:
+    starting = [asyncio.create_task(VllmProcess.start(each, transport)) for each in options]
+    try:
+        processes = await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        for process in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(process, VllmProcess):
+                await process.close()
+        raise
+    for process in processes:
+        stack.push_async_callback(process.close)
+    servers = [VllmServer(transport, process.url, seconds=config.timeout_seconds) for process in processes]
+    return [Replica(server, process) for server, process in zip(servers, processes, strict=True)]
