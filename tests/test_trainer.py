@@ -21,8 +21,8 @@ from agentlightning.testing import ScriptedEngine, agents
 from agentlightning.trainer import Trainer
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
 from agentlightning.training.build import serve_run
-from agentlightning.training.checkpoints import newest_version
-from agentlightning.training.run_dir import RunDir, RunState
+from agentlightning.training.persistence.checkpoints import newest_version
+from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.sources.live import step_name
 from agentlightning.training.starting_policy import open_for_training
 from agentlightning.util.progress import Progress

@@ -29,8 +29,8 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedPolicy, scripted_weights
 from agentlightning.trainer import Trainer
-from agentlightning.training import report
-from agentlightning.training.result import TrainingResult
+from agentlightning.training.report import write_report
+from agentlightning.training.report.result import TrainingResult
 
 Reward = Callable[[Any, str], float | dict[str, float]]
 """(task, answer) -> reward."""
@@ -53,7 +53,7 @@ class Run:
             return self.policy
 
         monkeypatch.setattr(opening, "open_policy", open_policy)
-        monkeypatch.setattr(report, "draw_curve", lambda *_: None)
+        monkeypatch.setattr(write_report, "draw_curve", lambda *_: None)
 
     async def fit(self, config: TrainConfig, algorithm: Any = None, **tasks: list[Any]) -> TrainingResult:
         config = config.model_copy(

@@ -114,7 +114,7 @@ if TYPE_CHECKING:
         track_agent,
     )
     from agentlightning.trainer import Trainer
-    from agentlightning.training.result import TrainingResult
+    from agentlightning.training.report.result import TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.progress import Progress
 
@@ -155,7 +155,7 @@ _NAMES = {
         "find_reward_spans get_reward_value operation track_agent"
     ),
     "trainer": "Trainer",
-    "training.result": "TrainingResult",
+    "training.report.result": "TrainingResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.progress": "Progress",
 }

@@ -42,12 +42,8 @@ from agentlightning.training.build import (
     routes_models,
     serve_run,
 )
-from agentlightning.training.checkpoints import load_weights, read_resources
-from agentlightning.training.health import starting_warnings
-from agentlightning.training.report import write_report
-from agentlightning.training.result import TrainingResult
-from agentlightning.training.run import RunAccount, TrainingRun
-from agentlightning.training.run_changes import (
+from agentlightning.training.persistence.checkpoints import load_weights, read_resources
+from agentlightning.training.persistence.run_changes import (
     changed_settings,
     changes_rewards,
     check_changes,
@@ -56,9 +52,13 @@ from agentlightning.training.run_changes import (
     resumed_settings,
     settings_of_run,
 )
-from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.tasks import Tasks, load_tasks, read_tasks, write_tasks
+from agentlightning.training.report.health import starting_warnings
+from agentlightning.training.report.result import TrainingResult
+from agentlightning.training.report.write_report import write_report
+from agentlightning.training.run import RunAccount, TrainingRun
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
-from agentlightning.training.tasks import Tasks, load_tasks, read_tasks, write_tasks
 from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,

@@ -22,7 +22,7 @@ from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
-from agentlightning.training.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir, RunState
 
 Agl = Callable[..., Result]
 DAY = 86400.0

@@ -38,7 +38,7 @@ def evaluate(
         from agentlightning.config import RunnerConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
-        from agentlightning.training.run_changes import settings_of_run
+        from agentlightning.training.persistence.run_changes import settings_of_run
         from agentlightning.util.progress import Progress
 
         weights = _weights(reward_weights)

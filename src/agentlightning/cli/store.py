@@ -217,7 +217,7 @@ def prune(
 def _rollouts_in_use(store: str | None) -> tuple[str, ...]:
     """Prefixes of the ids of rollouts that a training run still needs, if this is the store of one."""
     from agentlightning.store.sql.sqlite.backend import locate
-    from agentlightning.training.run_dir import rollouts_in_use
+    from agentlightning.training.persistence.run_dir import rollouts_in_use
 
     if store is not None and store.startswith(POSTGRES):
         return ()

@@ -73,7 +73,7 @@ def _resolve(changes: list[str], config: Path | None, run_dir: Path | None, resu
     """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
     from agentlightning.config import TrainConfig
     from agentlightning.errors import ConfigError
-    from agentlightning.training.run_changes import resumed_settings
+    from agentlightning.training.persistence.run_changes import resumed_settings
     from agentlightning.util.settings import load_settings
 
     if resume is None:

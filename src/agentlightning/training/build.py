@@ -27,17 +27,17 @@ from agentlightning.store.instrumented import instrument
 from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
-from agentlightning.training.checkpoints import Checkpoints, read_resources
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.checkpoints import Checkpoints, read_resources
+from agentlightning.training.persistence.run_dir import RunDir
+from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.publisher import ResourcePublisher
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
-from agentlightning.training.run_dir import RunDir
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.live import LiveSource
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.streaming import StreamingSource
-from agentlightning.training.tasks import Tasks
 
 
 async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:

@@ -13,10 +13,10 @@ from agentlightning.config import EvaluationConfig
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.evaluation.intervals import lowest_means
 from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.publisher import ResourcePublisher
-from agentlightning.training.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector
-from agentlightning.training.tasks import Tasks
 
 
 @dataclass(slots=True)

@@ -20,13 +20,13 @@ from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources
-from agentlightning.training.checkpoints import Checkpoints
-from agentlightning.training.health import warnings_of
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
-from agentlightning.training.run_dir import RunDir, RunState
+from agentlightning.training.persistence.checkpoints import Checkpoints
+from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.report.health import warnings_of
+from agentlightning.training.report.step_record import StepRecord
 from agentlightning.training.sources.collector import RolloutCollector
-from agentlightning.training.step_record import StepRecord
 from agentlightning.trajectory import TrainingSample
 from agentlightning.util.progress import Progress
 

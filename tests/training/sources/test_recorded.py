@@ -10,7 +10,7 @@ from agentlightning.algorithms.training import RolloutRequest
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.training.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources import recorded
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.recorded import RecordedQuery, RecordedSource

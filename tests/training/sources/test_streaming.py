@@ -10,7 +10,7 @@ import pytest
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.training.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.live import LiveSource
 from agentlightning.training.sources.reader import TrajectoryReader

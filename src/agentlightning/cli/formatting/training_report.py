@@ -6,7 +6,7 @@ from rich.console import Console
 
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.result import TrainingResult
+from agentlightning.training.report.result import TrainingResult
 
 
 def print_result(result: TrainingResult, console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.task import TaskSampler
-from agentlightning.training.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 
 Publish = Callable[[str, float], Awaitable[str]]

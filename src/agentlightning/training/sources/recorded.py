@@ -15,7 +15,7 @@ from agentlightning.errors import DatasetError
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.reader import TrajectoryReader
 
 PAGE = 1000

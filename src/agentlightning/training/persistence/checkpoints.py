@@ -12,8 +12,8 @@ from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, named_resources
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.learner import PolicyLearner
+from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.publisher import ResourcePublisher
-from agentlightning.training.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.sources.live import step_name
 
 RESOURCES_FILE: Final = "resources.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.trainer import Trainer
-from agentlightning.training.run_changes import (
+from agentlightning.training.persistence.run_changes import (
     changed_settings,
     changes_rewards,
     check_changes,
@@ -14,7 +14,7 @@ from agentlightning.training.run_changes import (
     overrides,
     record_of,
 )
-from agentlightning.training.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.util.settings import dump_toml, load_settings
 
 

@@ -11,7 +11,7 @@ import orjson
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError, ResumeError
 from agentlightning.task import load_dataset, split
-from agentlightning.training.run_dir import RunDir, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, write_atomically
 
 PARTS: Final = ("train", "validation", "held_out")
 

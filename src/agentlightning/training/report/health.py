@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.step_record import StepRecord
+from agentlightning.training.report.step_record import StepRecord
 
 WINDOW: Final = 3
 """The number of steps that are judged together."""

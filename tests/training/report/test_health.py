@@ -1,8 +1,8 @@
 """What a run says about itself."""
 
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.health import closing_warnings, starting_warnings, warnings_of
-from agentlightning.training.step_record import StepRecord
+from agentlightning.training.report.health import closing_warnings, starting_warnings, warnings_of
+from agentlightning.training.report.step_record import StepRecord
 
 
 def step(reward: float, *, flat: int = 0, groups: int = 4, **more: float) -> StepRecord:
