@@ -112,7 +112,7 @@ async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkey
         other.execute("INSERT INTO queues (name) VALUES (?)", [f"queue {len(sizes)}"])
         sizes.append(other.execute("PRAGMA page_count").fetchone()[0])
 
-    monkeypatch.setattr(vacuum, "PAGES_AT_ONCE", 16)
+    monkeypatch.setattr(vacuum, "STEP_PAGES", 16)
     monkeypatch.setattr(vacuum.time, "sleep", pause)
     full = pragma(path, "page_count")
     await store.vacuum()

@@ -1,6 +1,6 @@
-"""The contract over a SQL database.
+"""The store contract over a SQL database.
 
-From the outside in: store.py and upkeep.py (the contract), embedded.py (opening one), engine.py and lane.py (the
-threads), calls.py and unit.py (what a batch decides), lifecycle.py (the rules), spans.py, packs.py and tokens.py (what
-spans become), database.py with sqlite/ and postgres/ (what runs the statements).
+store.py implements the contract. Its commands (commands/) run in the threads of execution/, on a unit of work
+(session/), by the rules of lifecycle/. spans/ encodes spans. tables/ has the statements and the interface of a backend,
+which sqlite/ and postgres/ implement.
 """

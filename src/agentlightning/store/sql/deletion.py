@@ -12,7 +12,7 @@ from agentlightning.rollouts import FINISHED
 from agentlightning.store.sql.lifecycle import transitions
 from agentlightning.store.sql.session.rows import RolloutRow
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
-from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables import span_statements, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.schema import token_blocks
 from agentlightning.store.types import Retention
@@ -72,9 +72,9 @@ def _delete(unit: UnitOfWork, rollouts: Sequence[RolloutRow]) -> None:
     run = unit.connection.run
     attempts = [attempt.key for rollout in rollouts for attempt in rollout.attempts.values()]
     if attempts:
-        keys = [row[0] for row in unit.connection.all(statements.PACK_KEYS, attempts)]
+        keys = [row[0] for row in unit.connection.all(span_statements.PACK_KEYS, attempts)]
         if keys:
-            run(statements.DELETE_PACKS, keys)
+            run(span_statements.DELETE_PACKS, keys)
             _delete_blocks_of(unit, keys)
         run(statements.DELETE_ATTEMPTS, attempts)
     run(statements.DELETE_ROLLOUTS, [rollout.key for rollout in rollouts])
@@ -86,14 +86,14 @@ def _delete(unit: UnitOfWork, rollouts: Sequence[RolloutRow]) -> None:
 def _delete_blocks_of(unit: UnitOfWork, packs: Sequence[int]) -> None:
     """Delete the token blocks that only these packs needed, which were just deleted."""
     connection = unit.connection
-    if not connection.all(statements.HAVE_BLOCKS, packs):
+    if not connection.all(span_statements.HAVE_BLOCKS, packs):
         return
     # Another server may be adding a reference to these blocks, or deleting the last other packs that refer to them:
     # with the lock, the second one sees what the first one did.
     connection.lock(token_blocks)
-    if connection.run(statements.DELETE_BLOCKS_OF, packs):
+    if connection.run(span_statements.DELETE_BLOCKS_OF, packs):
         unit.pending.stored_blocks.clear()
-    connection.run(statements.DELETE_PACK_BLOCKS, packs)
+    connection.run(span_statements.DELETE_PACK_BLOCKS, packs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Excess:
 
 def unused_blocks(connection: Connection, after: bytes) -> tuple[bytes | None, list[bytes]]:
     """(the last block checked, None at the end; those among the checked ones that nothing refers to)."""
-    rows = connection.all(statements.FIND_UNUSED_BLOCKS, after, BLOCK_SCAN_BATCH)
+    rows = connection.all(span_statements.FIND_UNUSED_BLOCKS, after, BLOCK_SCAN_BATCH)
     return (bytes(rows[-1][0]) if rows else None), [bytes(digest) for digest, unused in rows if unused]
 
 
@@ -173,8 +173,8 @@ def delete_blocks(unit: UnitOfWork, digests: Sequence[bytes]) -> list[bytes]:
     unit.connection.lock(token_blocks)  # or another server could add a reference in this moment
     parents: dict[bytes, None] = {}
     for digest in digests:
-        for (parent,) in unit.connection.all(statements.PARENT_OF_UNUSED, digest):
-            unit.connection.run(statements.DELETE_BLOCK, digest)
+        for (parent,) in unit.connection.all(span_statements.PARENT_OF_UNUSED, digest):
+            unit.connection.run(span_statements.DELETE_BLOCK, digest)
             parents[bytes(parent)] = None
     unit.pending.stored_blocks.clear()
     parents.pop(b"", None)

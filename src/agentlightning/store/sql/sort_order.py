@@ -1,4 +1,4 @@
-"""The order of lists: by which fields each can be sorted, and sorting and cutting what is in memory."""
+"""The order of lists: the fields that each kind can be sorted by, and sorting and paging in memory."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ SORTABLE: Final[dict[str, tuple[str, ...]]] = {
         "open_attempts",
     ),
 }
-"""The fields by which each kind of list can be sorted."""
+"""By kind of list: the fields it can be sorted by."""
 _NATURAL: Final = {"attempts": "sequence_id", "spans": "sequence_id"}
-"""The field that stands for the order a list has anyway."""
+"""By kind of list: the field that it is sorted by without `sort_by`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Order:
     """How a list is sorted."""
 
     field: str | None = None
-    """None: the order that lists of its kind have anyway."""
+    """None: the natural order of its kind."""
     descending: bool = False
 
     @classmethod
     def of(cls, kind: str, sort_by: str | None, sort_order: SortOrder, after: str | None = None) -> Self:
-        """Raises ConfigError for a field that is not there, and for a place (`after`) in an order of another kind."""
+        """Raises ConfigError for an unknown field, and for `after` with an order that has no such cursor."""
         if sort_by is not None and sort_by not in SORTABLE[kind]:
             raise ConfigError(f"sort_by={sort_by!r} is no field that {kind} are sorted by: {', '.join(SORTABLE[kind])}")
         if sort_order not in ("asc", "desc"):
@@ -72,35 +72,34 @@ class Order:
 
     @property
     def natural(self) -> bool:
-        """It is the order that the list has anyway."""
+        """Whether it is the natural order."""
         return self.field is None and not self.descending
 
-    def arrange(self, items: Sequence[Item]) -> list[Item]:
-        """The items in this order; a missing value comes before all others, equal ones stay as they stand. Descending,
-        all of it turned round."""
-        stood = list(items[::-1]) if self.descending else list(items)
+    def sort(self, items: Sequence[Item]) -> list[Item]:
+        """Sort the items: None first, stable among equal values; descending reverses all of it."""
+        ordered = list(items[::-1]) if self.descending else list(items)
         if self.field is None:
-            return stood
+            return ordered
         field = attrgetter(self.field)
 
         def key(item: Item) -> tuple[bool, Any]:
             value = field(item)
             return (value is not None, value)
 
-        return sorted(stood, key=key, reverse=self.descending)
+        return sorted(ordered, key=key, reverse=self.descending)
 
     def page(self, items: Sequence[Item], limit: int, offset: int) -> list[Item]:
-        """One page of the items in this order; limit -1: all of them."""
-        arranged = self.arrange(items)
-        return arranged[offset:] if limit < 0 else arranged[offset : offset + limit]
+        """One page of the sorted items; limit -1: all of them."""
+        ordered = self.sort(items)
+        return ordered[offset:] if limit < 0 else ordered[offset : offset + limit]
 
 
 NATURAL: Final = Order()
-"""The order that a list has anyway."""
+"""Without `sort_by`."""
 
 
 def check_logic(filter_logic: FilterLogic) -> bool:
-    """Whether one filter is enough. Raises ConfigError for what is no logic."""
+    """Whether one filter is enough. Raises ConfigError for an unknown logic."""
     if filter_logic not in ("and", "or"):
         raise ConfigError(f"filter_logic={filter_logic!r} is neither and nor or")
     return filter_logic == "or"

@@ -77,7 +77,7 @@ def cut(
 ) -> tuple[TokenChain | None, bytes]:
     data = token_blocks.pack_ids(prompt)
     assert data is not None
-    return (cache or ChainCache()).cut(attempt_id, data)
+    return (cache or ChainCache()).split(attempt_id, data)
 
 
 def rows(chains: list[TokenChain], known: Any = ()) -> list[tuple[bytes, bytes, bytes]]:

@@ -1,0 +1,1 @@
+"""Commands that event loops submit to the threads of a store."""

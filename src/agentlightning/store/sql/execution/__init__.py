@@ -1,0 +1,1 @@
+"""The threads of a SQL store: group commit, queries, delivery of results."""

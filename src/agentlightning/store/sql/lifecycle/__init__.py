@@ -1,0 +1,1 @@
+"""The rules of rollouts and attempts: legal changes of status, claims, deadlines."""

@@ -1,10 +1,9 @@
-"""Numbered migrations: how an older database becomes one of today, the same for SQLite and PostgreSQL.
+"""Numbered migrations: one runner for SQLite and PostgreSQL.
 
-A new database is made from schema.py at once. An older one is taken through every step above its version, in one
-transaction. A step holds the SQL of its version and knows nothing of schema.py, which goes on changing: what a step
-makes of a database never changes. A database that a newer release wrote is refused: reading it with older code could
-lose what that added. A process that has a database open while a newer one migrates it is refused when it writes next:
-what only the newer one keeps up would be wrong from then on.
+A new database is created from tables/schema.py. An older one runs every step above its version, in one transaction. A
+step contains the SQL of its version and never imports the schema, which goes on changing: the outcome of a step never
+changes. A database that a newer release wrote is refused, as older code could lose what that added. A process that has
+a database open while a newer one migrates it is refused when it writes next, as it would not maintain what is new.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ __all__ = ["STEPS", "Schema", "Step", "migrate"]
 Step = Callable[[Schema], None]
 
 STEPS: Final[Mapping[int, Step]] = {2: v2.migrate, 3: v3.migrate, 4: v4.migrate}
-"""version -> what makes a database of the version before into one of it. PostgreSQL came with version 2."""
+"""By version: the step from the version before. PostgreSQL was added with version 2."""
 
 
 def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
-    """Bring a database to version `latest`. Raises StoreError for one of a newer version, and of something else."""
+    """Migrate a database to version `latest`. Raises StoreError for one that is newer, or not a store."""
     if schema.version() == latest:
         return
     with schema.exclusive():
-        version = schema.version()  # another process may have been faster
+        version = schema.version()  # another process may have migrated it meanwhile
         if version == latest:
             return
         if version > latest:

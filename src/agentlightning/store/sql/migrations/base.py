@@ -1,4 +1,4 @@
-"""What a migration needs of a database, of either kind."""
+"""The interface that migrations use, implemented by sqlite/schema.py and postgres/schema.py."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ Kind = Literal["sqlite", "postgresql"]
 
 
 class Schema(Protocol):
-    """The tables of one database, over a connection that nobody else uses."""
+    """The schema of one database, over a connection that nobody else uses."""
 
     name: str
-    """How errors call the database."""
+    """The name of the database in errors."""
     elsewhere: str
-    """What to give instead of one that cannot be used: "path" or "database"."""
+    """What errors advise to change: "path" or "database"."""
     kind: Kind
     connection: Any
     """The driver's own."""
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """A transaction during which no other process changes the schema; undone where the block raises."""
+        """A transaction during which no other process changes the schema; rolled back if the block raises."""
         ...
 
     def version(self) -> int:
-        """0 where there is no store yet."""
+        """0 for an empty database."""
         ...
 
     def create(self) -> None:
-        """Make the tables of SCHEMA_VERSION. Raises StoreError where there are tables of something else."""
+        """Create the tables of SCHEMA_VERSION. Raises StoreError if the database has other tables."""
         ...
 
     def execute(self, statement: str) -> Any:
-        """One statement of the database's own SQL."""
+        """Execute one statement in the SQL of this database."""
         ...
 
     def remove_guard(self) -> None:
-        """Let processes of every version write, this one too, until `install_guard`. Nothing where there is none."""
+        """Let processes of every version write, until `install_guard`."""
         ...
 
     def install_guard(self, version: int) -> None:
-        """From now on, let only those processes write that know this version of the schema: an older one that has the
-        database open is refused with its next write."""
+        """From now on, only let processes write that know this version of the schema: an older one that has the
+        database open is refused when it writes next."""
         ...

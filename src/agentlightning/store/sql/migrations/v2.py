@@ -1,7 +1,7 @@
-"""Version 1 to 2: queues and priorities, leases of workers, and spans in packs instead of one row for each.
+"""Version 1 to 2: queues and priorities, leases of workers, and spans in packs instead of one row each.
 
-SQLite only: PostgreSQL came with version 2. The bodies of packs are written by packs.py: there is one format, and a
-second one would have to be told from it by its bytes, as packs of both would be in one database.
+SQLite only: PostgreSQL was added with version 2. Packs are encoded by spans/codec.py: there is one format, and a second
+one would have to be distinguishable by its bytes, as one database would hold both.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ _INDEXES: Final = (
 
 
 def migrate(schema: Schema) -> None:
-    """Every row is kept. Spans are read one by one, so that memory stays bounded."""
+    """Keeps every row. Spans are streamed, so that memory stays bounded."""
     for statement in (*_BEFORE, *_TABLES, *_ROWS, *_INDEXES):
         schema.execute(statement)
     _pack_spans(cast("sqlite3.Connection", schema.connection))

@@ -1,4 +1,4 @@
-"""Version 2 to 3: rollouts, attempts and spans are counted in a table."""
+"""Version 2 to 3: counters of rollouts, attempts and spans."""
 
 from __future__ import annotations
 

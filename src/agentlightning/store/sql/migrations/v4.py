@@ -1,6 +1,7 @@
-"""Version 3 to 4: answers of calls that must not be done twice, a mark of when the store was last alive, how often a
-claim was answered, when resources were last replaced, and counts that are counted anew, as a process of version 2 that
-went on writing did not count."""
+"""Version 3 to 4: idempotency keys, the steady clock, how often a claim was answered, when resources were replaced.
+
+Also counts everything anew, as a process of version 2 that went on writing did not update the counters.
+"""
 
 from __future__ import annotations
 

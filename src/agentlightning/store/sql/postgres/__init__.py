@@ -1,15 +1,15 @@
-"""A store in PostgreSQL: any number of servers, on any number of machines, work on one database.
+"""The PostgreSQL backend: any number of servers, on any number of machines, share one database.
 
-The writer of each server locks the rows it works with in the order of their keys and claims waiting rollouts with
-SKIP LOCKED; what servers wait for they tell one another with NOTIFY (listener.py).
+The writer of each server locks the rows it works with in the order of their keys, and claims waiting rollouts with
+SKIP LOCKED. Servers notify one another of what they wait for with NOTIFY (listener.py).
 
-A lost connection is made again, for up to PATIENCE_SECONDS. A transaction that was under way is not lost with it: one
-that was not committed is run again, and one whose commit was not answered is looked up. For that, each transaction
-that writes puts its number in the row of its server in the table `servers`.
+A lost connection is reopened, for up to RECONNECT_SECONDS. The running transaction is not lost with it: if it was not
+committed, it runs again, and if the answer to its commit was lost, its outcome is looked up. For that, each transaction
+that writes stores its number in the row of its server in the table `servers`.
 
-Deadlines are kept on a clock of the database that passes while any of its servers is alive (clock.py): each server asks
-for it once a second, so that machines whose clocks differ agree on when an attempt times out, to within the time of one
-message, and nobody's clock can be set to end what is alive.
+Deadlines are kept on a clock of the database that passes while any of its servers is alive (see store/clock.py). Each
+server synchronises with it once a second, so that machines whose clocks differ agree on when an attempt times out, to
+within the duration of one message, and setting the clock of a machine ends nothing that is alive.
 """
 
 from agentlightning.errors import MissingExtraError

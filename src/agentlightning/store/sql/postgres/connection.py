@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL that survives the loss of the one below it."""
+"""A connection to PostgreSQL that reconnects, and finds out whether a commit in doubt succeeded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentlightning.store.clock import OUTAGE_SECONDS, Clock
 from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.dialect import (
     DIALECT,
-    FOLD_COUNTS,
+    MERGE_COUNTERS,
     TABLES,
     encode,
     formats,
@@ -31,20 +31,20 @@ from agentlightning.store.sql.tables import statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update
 from agentlightning.store.sql.tables.schema import rollouts
 
-STEPS: Final = (64, 32, 16, 8)
-"""Rows in one statement: few different ones, so that each is prepared once."""
-REPLAN: Final = 500
-"""Transactions."""
-FORGET_SECONDS: Final = 7 * 86_400
-"""The row of a server that was killed goes after this."""
+CHUNK_SIZES: Final = (64, 32, 16, 8)
+"""Rows in one statement; the rest goes into one more. Few sizes, so that few statements are prepared."""
+REPLAN_TRANSACTIONS: Final = 500
+"""Plans of prepared statements are discarded at least this often."""
+SERVER_RETENTION_SECONDS: Final = 7 * 86_400
+"""The row of a server that was killed is deleted after this time."""
 
 _KEYS: Final = Statement(
     text("SELECT nextval(:sequence) FROM generate_series(1, CAST(:many AS BIGINT))"), ("sequence", "many")
 )
 _LOCK: Final = 0x61676C6B
-"""Of the advisory locks that order keys: one for each table, the lower half of whose number is that of the table."""
+"""The upper half of the advisory locks that order keys; the lower half is the oid of the table."""
 _TABLE: Final = f"{_LOCK << 32} + CAST(CAST(to_regclass(:table) AS oid) AS BIGINT)"
-_TAKE_TURNS: Final = Statement(text(f"SELECT pg_advisory_xact_lock({_TABLE})"), ("table",))
+_LOCK_KEYS: Final = Statement(text(f"SELECT pg_advisory_xact_lock({_TABLE})"), ("table",))
 _SHOWN_KEYS: Final = Statement(
     text(
         f"WITH shown AS MATERIALIZED (SELECT pg_advisory_xact_lock_shared({_TABLE})) "
@@ -52,18 +52,18 @@ _SHOWN_KEYS: Final = Statement(
     ),
     ("table", "sequence", "many"),
 )
-"""From before it takes its keys until its end, a transaction can be seen to have some."""
-_UNDER_WAY: Final = (
+"""While a transaction holds keys it reserved, this lock shows it to others."""
+_RUNNING_TRANSACTIONS: Final = (
     "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted "
     f"AND classid = {_LOCK} AND objid = to_regclass(%s)::oid "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
-SETTLE_SECONDS: Final = 35.0
-"""PostgreSQL ends a transaction in which its server is silent sooner (SUSPENDED_SECONDS)."""
+MAX_WAIT_SECONDS: Final = 35.0
+"""Longer than SUSPENDED_SECONDS, after which PostgreSQL ends the transaction of a silent server."""
 _POLL_SECONDS: Final = 0.005
 _NOW: Final = Statement(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
 _PASSED: Final = "(extract(epoch FROM clock_timestamp())::float8 - reading)"
-_KEEP_TIME: Final = Statement(
+_SYNC_CLOCK: Final = Statement(
     text(
         f"UPDATE clocks SET steady = steady + CASE WHEN abs({_PASSED}) > CAST(:gap AS FLOAT8) "
         f"THEN CAST(:witnessed AS FLOAT8) ELSE greatest({_PASSED}, 0) END, reading = reading + {_PASSED} "
@@ -71,30 +71,30 @@ _KEEP_TIME: Final = Statement(
     ),
     ("gap", "witnessed"),
 )
-"""`Clock.advance`, by the database's own clock: those of its servers are never compared. A server that waited for
-another here sees a little less than nothing pass."""
+"""`Clock.advance`, by the database's own clock: those of its servers are never compared. For a server that had to wait
+for this row, slightly negative time has passed."""
 _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-"""Everything that is read in one transaction is of one moment."""
+"""All queries of one transaction see the same snapshot."""
 
 
 class PostgresConnection:
-    """One connection, made again when it is lost. Raises ConnectError where it cannot be had."""
+    """One connection, reopened when it is lost. Raises ConnectError if that fails."""
 
     def __init__(self, server: PostgresServer, read_only: bool) -> None:
         self._server = server
         self.writer_id = server.id
         self._read_only = read_only
         self._number = 0
-        """Of the last transaction that writes."""
+        """The number of the last transaction that writes."""
         self._begun = 0
         self._plan_at = 10
         self._wrote = False
-        """Something, in this transaction."""
-        self._notices: list[str] = []
+        """Whether this transaction has written."""
+        self._payloads: list[str] = []
         self._use(server.open())
         if not read_only:
-            self._forget_servers()
+            self._clean_up_servers()
 
     def _use(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
@@ -105,48 +105,48 @@ class PostgresConnection:
             connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
         )
 
-    def _forget_servers(self) -> None:
-        """Of those that were killed, nobody will ask any more. What servers that are gone counted is kept."""
-        old = f"DELETE FROM servers WHERE seen < now() - interval '{FORGET_SECONDS} seconds'"
+    def _clean_up_servers(self) -> None:
+        """Delete the rows of servers that were killed, and merge the counters of servers that are gone."""
+        old = f"DELETE FROM servers WHERE seen < now() - interval '{SERVER_RETENTION_SECONDS} seconds'"
         self._connection.execute(old.encode())
         with self._connection.transaction():
             self._connection.execute(b"SELECT pg_advisory_xact_lock(hashtextextended('agentlightning counts', 0))")
-            self._connection.execute(FOLD_COUNTS.encode())
+            self._connection.execute(MERGE_COUNTERS.encode())
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
     def begin(self, write: bool) -> None:
         self._wrote = False
-        self._notices.clear()
-        start = (_WRITE if write else _READ) + self._plan_anew()
+        self._payloads.clear()
+        start = (_WRITE if write else _READ) + self._discard_plans()
         for again in (True, False):
             try:
                 if self._connection.closed:
                     self._use(self._server.reopen())
-                self._tell(start)
+                self._send(start)
                 return
             except psycopg.Error as error:
                 if not errors.is_lost(error) or not again:
                     raise
                 self._connection.close()
 
-    def _plan_anew(self) -> bytes:
-        """A prepared statement keeps the plan it was given when the tables were small: more and more rarely, but at
-        least every REPLAN transactions, PostgreSQL is told to think again."""
+    def _discard_plans(self) -> bytes:
+        """The command that makes PostgreSQL plan prepared statements again, or nothing. Plans are made when the tables
+        are small, so they are discarded at growing intervals of up to REPLAN_TRANSACTIONS."""
         self._begun += 1
         if self._begun < self._plan_at:
             return b""
-        self._plan_at += min(self._plan_at, REPLAN)
+        self._plan_at += min(self._plan_at, REPLAN_TRANSACTIONS)
         return b"; DISCARD PLANS"
 
     def commit(self) -> None:
-        """Where the answer of the server is lost, it is asked again over a new connection."""
-        if not self._wrote and not self._notices:
-            self._tell(b"COMMIT")
+        """If the answer of the server is lost, the outcome is looked up over a new connection."""
+        if not self._wrote and not self._payloads:
+            self._send(b"COMMIT")
             return
         self._number += 1
         try:
-            self._seal()
+            self._commit_with_number()
         except psycopg.Error as error:
             if not errors.is_lost(error):
                 raise
@@ -154,21 +154,21 @@ class PostgresConnection:
             if not self._was_committed():
                 raise
 
-    def _seal(self) -> None:
-        """Say who committed what, and commit: one message to the server and back."""
+    def _commit_with_number(self) -> None:
+        """Store the number of the transaction, notify others, and commit, in one round trip."""
         script = [
             "INSERT INTO servers (server, number) VALUES (%s, %s) "
             "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
         ]
         values: list[Any] = [self._server.id, self._number]
-        for notice in self._notices:
+        for payload in self._payloads:
             script.append("SELECT pg_notify(%s, %s)")
-            values += [self._server.channel, notice]
+            values += [self._server.channel, payload]
         text = "; ".join([*script, "COMMIT"])
-        self._tell(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
+        self._send(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
 
-    def _tell(self, command: bytes) -> None:
-        """Past psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
+    def _send(self, command: bytes) -> None:
+        """Bypasses psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
         _check(self._connection.pgconn.exec_(command))
 
     def _was_committed(self) -> bool:
@@ -185,7 +185,7 @@ class PostgresConnection:
             ) from error
 
     def _end_backend(self, backend: tuple[Any, ...]) -> None:
-        """Whatever the lost connection still has under way is over when this returns."""
+        """End the server process of the lost connection, and wait until it has ended."""
         end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
         while self._connection.execute(end.encode(), backend).fetchall():
             time.sleep(0.01)
@@ -194,9 +194,9 @@ class PostgresConnection:
         if self._connection.closed:
             return
         try:
-            self._tell(b"ROLLBACK")
+            self._send(b"ROLLBACK")
         except psycopg.Error:
-            self._connection.close()  # the server undoes it
+            self._connection.close()  # the server rolls back
 
     def close(self) -> None:
         if not self._read_only:
@@ -216,7 +216,7 @@ class PostgresConnection:
         return self._execute(statement, values).command_tuples or 0
 
     def _execute(self, statement: Statement, values: tuple[Any, ...]) -> pq.abc.PGresult:
-        """Past psycopg's cursor, which takes twice as long for a statement and five times for each row of many."""
+        """Bypasses psycopg's cursor, with which a rollout costs a fifth more CPU (benchmarks/store.py --postgres)."""
         wire = self._connection.pgconn
         compiled = statement.compiled(DIALECT)
         name = self._statements.get(statement)
@@ -256,80 +256,79 @@ class PostgresConnection:
         return [key for (key,) in self.all(_KEYS, sequence, count)]
 
     def commit_in_order(self, table: Table) -> None:
-        self.all(_TAKE_TURNS, table.name)
+        self.all(_LOCK_KEYS, table.name)
 
     def check_files(self) -> None:
-        """They are the server's own."""
+        """Nothing to do: the files are those of the server."""
 
     def stable_key(self, table: Table) -> int:
-        """The last key that was given, once every transaction has ended that may have been given one before."""
+        """The last key that was reserved, once every transaction has ended that may have reserved one before."""
         self.rollback()
         last = int(fetch_value(self._connection, f"SELECT last_value FROM {table.name}_key_seq"))
-        cancel_waiter = time.monotonic() + SETTLE_SECONDS
-        under_way = self._under_way(table)
-        while under_way and time.monotonic() < cancel_waiter:
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
+        running = self._running_transactions(table)
+        while running and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            under_way &= self._under_way(table)
-        if under_way:
+            running &= self._running_transactions(table)
+        if running:
             raise StoreError(
-                f"{self._server.name}: another server has not ended a transaction for {SETTLE_SECONDS:g} s, and what "
+                f"{self._server.name}: another server has not ended a transaction for {MAX_WAIT_SECONDS:g} s, and what "
                 "it adds would be missing in this page; call again"
             )
         self.begin(False)
         return last
 
-    def _under_way(self, table: Table) -> set[str]:
-        return {name for (name,) in self._connection.execute(_UNDER_WAY.encode(), [table.name]).fetchall()}
+    def _running_transactions(self, table: Table) -> set[str]:
+        return {name for (name,) in self._connection.execute(_RUNNING_TRANSACTIONS.encode(), [table.name]).fetchall()}
 
     def lock(self, table: Table) -> None:
-        self._tell(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
+        self._send(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
 
     def sync_clock(self, clock: Clock) -> None:
-        """One statement, which is a transaction of its own: a server that is suspended in this moment holds up no
+        """A single statement in a transaction of its own, so that a server that is suspended meanwhile blocks no
         other."""
         if self._connection.closed:
             self._use(self._server.reopen())
         asked = clock.reading()
-        while not (rows := self.all(_KEEP_TIME, OUTAGE_SECONDS, clock.certain_seconds())):
-            ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
+        while not (rows := self.all(_SYNC_CLOCK, OUTAGE_SECONDS, clock.certain_seconds())):
+            ((last_event,),) = self.all(statements.LAST_SIGN_OF_LIFE)
             ((now,),) = self.all(_NOW)
-            self.insert(statements.START_CLOCK, [("", now, now if seen is None else seen)])
-        told = clock.reading()
-        clock.sync((asked + told) / 2, rows[0][0])
+            self.insert(statements.START_CLOCK, [("", now, now if last_event is None else last_event)])
+        clock.sync((asked + clock.reading()) / 2, rows[0][0])
 
     def changed(self) -> bool:
         return True
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         if queued or finished:
-            self._notices += payloads(self._server.id, queued, finished)
+            self._payloads += payloads(self._server.id, queued, finished)
 
     # -- the whole database ------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Of our tables with their indexes."""
+        """The size of the store's tables with their indexes."""
         query = "SELECT sum(pg_total_relation_size(to_regclass(n))) FROM unnest(%s::text[]) n"
         return int(fetch_value(self._connection, query, list(TABLES)))
 
     def vacuum(self) -> None:
-        """Beside those who read and write. What is free at the end of a table goes back to the system, the rest is used
-        again: to rewrite tables, which locks them, is for the administrator to decide."""
+        """Runs while others read and write. Free space at the end of a table is returned to the file system, the rest
+        is reused: rewriting tables locks them, which is for the administrator to decide."""
         for name in TABLES:
             self._connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(name)))
 
 
 def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Rows in lots of the sizes in STEPS, and a smaller one."""
+    """The rows in chunks of CHUNK_SIZES, and one smaller chunk."""
     start = 0
     while start < len(rows):
         left = len(rows) - start
-        size = next((step for step in STEPS if step <= left), left)
+        size = next((step for step in CHUNK_SIZES if step <= left), left)
         yield rows[start : start + size]
         start += size
 
 
 def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
-    """Raises what psycopg would."""
+    """Raises what psycopg would raise."""
     if result.status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
         return result
     code = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()

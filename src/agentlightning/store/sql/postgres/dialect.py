@@ -1,4 +1,4 @@
-"""How PostgreSQL says what the store asks: types, tables, and statements of many rows."""
+"""The PostgreSQL dialect: types, DDL, statements of many rows, and the encoding of values."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _SERVERS: Final = (
 
 class _Types(PGTypeCompiler):
     def visit_INTEGER(self, type_: Any, **kw: Any) -> str:  # noqa: N802
-        """SQLite's integers have 64 bits, so these have."""
+        """64 bits, like those of SQLite."""
         return "BIGINT"
 
 
 class _Queries(dialects.dialect.statement_compiler):
     def visit_sum_func(self, fn: Any, **kw: Any) -> str:
-        """A sum of BIGINT would be a NUMERIC, and come back as a Decimal."""
+        """A sum of BIGINT is a NUMERIC, which would be returned as a Decimal."""
         return f"sum({fn.clause_expr.element._compiler_dispatch(self, **kw)})::BIGINT"
 
 
 class _Tables(PGDDLCompiler):
     def get_column_specification(self, column: Any, **kwargs: Any) -> str:
-        """Texts are ordered by their bytes, as everywhere else, whatever the language of the database."""
+        """Text is ordered by its bytes, as in SQLite, whatever the locale of the database."""
         text = super().get_column_specification(column, **kwargs)
         return text.replace(" SERIAL", " BIGSERIAL").replace(" TEXT", ' TEXT COLLATE "C"')
 
@@ -49,16 +49,16 @@ class _Dialect(dialects.dialect):
 
 DIALECT: Final = _Dialect(paramstyle="numeric_dollar")
 
-FOLD_COUNTS: Final = (
+MERGE_COUNTERS: Final = (
     "WITH gone AS (DELETE FROM counts WHERE shard <> '' AND shard NOT IN (SELECT server FROM servers) RETURNING *) "
     "INSERT INTO counts SELECT '', name, queue, sum(number) FROM gone GROUP BY name, queue ORDER BY name, queue "
     "ON CONFLICT (shard, name, queue) DO UPDATE SET number = counts.number + excluded.number"
 )
-"""Give what servers that are gone have counted to nobody. One that comes back counts on from nothing."""
+"""Merge the counter rows of servers that are gone into the shared rows. A server that comes back starts from zero."""
 
 
 def ddl() -> list[str]:
-    """The statements that make an empty schema into a store of SCHEMA_VERSION."""
+    """The statements that create a store of SCHEMA_VERSION in an empty schema."""
     return [*schema.ddl(DIALECT), _SERVERS]
 
 
@@ -101,12 +101,12 @@ def _quoted(name: str) -> str:
 
 
 def encode(value: Any) -> bytes | None:
-    """A value of a row as PostgreSQL reads it: bytes as they are, everything else as text."""
+    """A value as a parameter of libpq: bytes unchanged, everything else as text."""
     if value is None or type(value) is bytes:
         return value
     if isinstance(value, str):
         text = str.encode(value)
-        if b"\0" in text:  # libpq would leave out the rest
+        if b"\0" in text:  # libpq would truncate it there
             raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
         return text
     if isinstance(value, list):
@@ -123,10 +123,10 @@ def _element(value: Any) -> bytes:
 
 
 def _number(value: int | float) -> bytes:
-    """Of a subclass, as of the number it is: an enumeration writes itself in another way."""
+    """Uses the repr of int and float even for a subclass, as that of an enumeration differs."""
     return (int.__repr__(int(value)) if isinstance(value, int) else float.__repr__(value)).encode()
 
 
 def formats(columns: Sequence[str], table: Table) -> list[int]:
-    """For each column, 1 where `encode` gives bytes as they are, 0 where it gives text."""
+    """For each column, libpq's format: 1 (binary) for bytes, 0 (text) for everything else."""
     return [int(isinstance(table.c[name].type, LargeBinary)) for name in columns]

@@ -1,7 +1,7 @@
-"""What PostgreSQL and the way to it complain about, as errors of our own that say the way out.
+"""Translates errors of PostgreSQL and of connecting to it into StoreErrors that name the way out.
 
-An error of a statement has a code (https://www.postgresql.org/docs/current/errcodes-appendix.html); one of connecting
-has only a text. No text of ours or of the driver's holds a password.
+An error of a statement has a code (https://www.postgresql.org/docs/current/errcodes-appendix.html), an error of
+connecting has only a text. No text contains a password.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import psycopg
 from agentlightning.errors import StoreError, StoreFullError
 
 RETRY: Final = frozenset({"40001", "40P01"})
-"""Serialization failure, deadlock: PostgreSQL undid the transaction so that another could go on."""
+"""Serialization failure, deadlock: PostgreSQL rolled back the transaction so that another could go on."""
 DUPLICATE_KEY: Final = "23505"
-"""Another server inserted the same id in this moment: decided afresh, it is found."""
+"""Another server has just inserted the same id: a retry of the command finds it."""
 LOST: Final = frozenset({"25P03", "57P01", "57P02", "57P03", "57P05"})
-"""The server ended the connection: it shuts down, crashed, starts, or an administrator said so."""
+"""The server ended the connection: it is shutting down or starting, has crashed, or an administrator ended it."""
 DISK_FULL: Final = "53100"
 
 OUTDATED: Final = "55000"
-"""A newer version has migrated the database while this server had it open (migration.py)."""
+"""A newer version has migrated the database while this server had it open (see schema.py)."""
 
 _ADVICE: Final = {
     OUTDATED: "nothing of this call was stored; end this server and run: pip install --upgrade agentlightning",
@@ -54,44 +54,44 @@ _CONNECTING: Final = (
     ("recovery mode", "57P03"),
     ("not yet accepting connections", "57P03"),
 )
-"""What the server says when it refuses a connection, and the code it would have."""
+"""(part of the message with which the server refuses a connection, code of such an error)"""
 _HOPELESS: Final = frozenset({"28P01", "28000", "3D000", "42501"})
-"""Why a connection is refused that no waiting mends."""
+"""Reasons for a refused connection that do not pass."""
 
 
 class ConnectError(Exception):
-    """A connection could not be had. `hopeless`: waiting would not help."""
+    """No connection could be made. `hopeless`: waiting would not help."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error).strip())
-        told = error.sqlstate if isinstance(error, psycopg.Error) else None
-        self.code = told or next((code for part, code in _CONNECTING if part in str(error)), None)
+        code = error.sqlstate if isinstance(error, psycopg.Error) else None
+        self.code = code or next((code for part, code in _CONNECTING if part in str(error)), None)
         self.hopeless = self.code in _HOPELESS or not isinstance(error, psycopg.OperationalError)
 
 
 class UnknownOutcomeError(Exception):
-    """The connection was lost while a transaction was committed, and the server could not be asked about it."""
+    """The connection was lost during a commit, and the server could not be asked for the outcome."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """The connection is gone, and with it the transaction."""
+    """Whether the connection is lost, and with it the transaction."""
     if not isinstance(error, psycopg.Error):
         return isinstance(error, ConnectError)
     code = error.sqlstate
     if code is None:
-        return isinstance(error, psycopg.OperationalError)  # libpq's own: the socket was closed
+        return isinstance(error, psycopg.OperationalError)  # an error of libpq: the socket was closed
     return code in LOST or code.startswith("08")
 
 
 def may_retry(error: BaseException) -> bool:
-    """The same transaction may succeed when tried again."""
+    """Whether the same transaction may succeed when retried."""
     if isinstance(error, ConnectError):
-        return False  # it was tried for as long as anyone should wait
+        return False  # connecting was retried for as long as a call may wait
     return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, DUPLICATE_KEY))
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Nothing of the transaction can succeed, whatever call of it was at fault."""
+    """Whether the whole transaction failed for a reason that no single command causes."""
     code = error.sqlstate if isinstance(error, psycopg.Error) else None
     if isinstance(error, (ConnectError, UnknownOutcomeError)) or (may_retry(error) and code != DUPLICATE_KEY):
         return True
@@ -127,6 +127,6 @@ def _how_to_reach(error: ConnectError) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Without libpq's repetitions of where it tried to connect."""
+    """Without the addresses that libpq repeats."""
     text = str(error).strip().replace("\n\t", " ").split("\n")[0]
     return text.removeprefix("connection failed: ").removeprefix("connection is bad: ")

@@ -1,8 +1,8 @@
-"""Hearing what other servers committed: LISTEN and NOTIFY.
+"""Receives notifications of what other servers committed: LISTEN and NOTIFY.
 
-Whoever commits something that others may wait for says so in the same transaction, on a channel of the schema. The
-listener, a thread with a connection of its own, passes it on. PostgreSQL delivers to those who listen at that moment
-only; so after a lost connection it listens again and says once that anything may have happened.
+A transaction that commits something others may wait for notifies them on a channel of the schema. The listener, a
+thread with a connection of its own, passes notifications on. PostgreSQL delivers only to those who listen at that
+moment, so after a lost connection the listener reports once that anything may have happened.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from agentlightning.store.sql.tables.backend import Wake
 logger = logging.getLogger(__name__)
 
 PAYLOAD_BYTES: Final = 7_900
-"""PostgreSQL takes payloads of less than 8,000 bytes."""
-MANY: Final = 8
-"""More messages than this are said as one: anything may have finished."""
+"""PostgreSQL accepts payloads of less than 8,000 bytes."""
+MAX_PAYLOADS: Final = 8
+"""More notifications than this are replaced by one: any rollout may have finished."""
 PROBE_SECONDS: Final = 30.0
-"""A quiet connection is asked whether it is still there."""
+"""An idle connection is tested this often."""
 RETRY_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""Between attempts to connect again; the last one repeats."""
+"""Pauses between attempts to reconnect; the last one repeats."""
 
 Connect = Callable[[], "psycopg.Connection[Any]"]
 """Raises ConnectError."""
 
 
 def payloads(server: str, queued: bool, finished: Sequence[str]) -> list[str]:
-    """What to say of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` where there are too many ids."""
+    """The notifications of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
     head = f"{server} {int(queued)} "
     texts, line = [], ""
     for rollout_id in finished:
@@ -45,18 +45,18 @@ def payloads(server: str, queued: bool, finished: Sequence[str]) -> list[str]:
             head, line = f"{server} 0 ", ""
         line = f"{line},{rollout_id}" if line else rollout_id
     texts.append(head + line)
-    return texts if len(texts) <= MANY else [f"{server} {int(queued)} *"]
+    return texts if len(texts) <= MAX_PAYLOADS else [f"{server} {int(queued)} *"]
 
 
 def read_payload(text: str) -> tuple[str, bool, list[str] | None]:
-    """(server, queued, finished; None: any may have). Raises ValueError for what none of us said."""
+    """(server, queued, finished; None: any may have). Raises ValueError for a payload of another program."""
     server, queued, ids = text.split(" ")
     return server, queued == "1", None if ids == "*" else ids.split(",") if ids else []
 
 
 class PostgresListener:
-    """Calls `wake` for what servers other than `server` said on `channel`. It listens once this is made. `closed` is
-    set when it is closed."""
+    """Calls `wake` for notifications of servers other than `server` on `channel`. It listens once it is created.
+    `closed` is set when it is closed."""
 
     def __init__(self, connect: Connect, channel: str, server: str, wake: Wake, closed: threading.Event) -> None:
         self._connect = connect
@@ -70,7 +70,7 @@ class PostgresListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Safe to call twice. Does not wait."""
+        """Idempotent. Does not wait for the thread."""
         if not self._closed.is_set():
             self._closed.set()
             os.close(self._end)
@@ -92,7 +92,7 @@ class PostgresListener:
                     self._connection = self._listen()
                     self._wake(True, None)
                 failures = 0
-                self._hear(self._connection)
+                self._receive(self._connection)
             except (psycopg.Error, ConnectError) as error:
                 if not failures and not self._closed.is_set():
                     logger.warning("other servers cannot be heard for now; trying again: %s", str(error).strip())
@@ -107,20 +107,20 @@ class PostgresListener:
             self._connection.close()
             self._connection = None
 
-    def _hear(self, connection: psycopg.Connection[Any]) -> None:
-        """Until closed. Raises psycopg.Error when the connection is lost."""
+    def _receive(self, connection: psycopg.Connection[Any]) -> None:
+        """Receive until closed. Raises psycopg.Error when the connection is lost."""
         wire = connection.pgconn
         while not self._closed.is_set():
-            heard, _, _ = select.select([wire.socket, self._ended], [], [], PROBE_SECONDS)
-            if self._ended in heard:
+            ready, _, _ = select.select([wire.socket, self._ended], [], [], PROBE_SECONDS)
+            if self._ended in ready:
                 return
-            if not heard:
+            if not ready:
                 _probe(wire)
             wire.consume_input()
             self._pass_on(wire)
 
     def _pass_on(self, wire: pq.abc.PGconn) -> None:
-        """Everything that has arrived, in one call."""
+        """Report everything that has arrived in one call."""
         queued, finished, anything, others = False, list[str](), False, False
         while (notice := wire.notifies()) is not None:
             try:
@@ -137,7 +137,7 @@ class PostgresListener:
 
 
 def _probe(wire: pq.abc.PGconn) -> None:
-    """Unlike `execute` of the connection, this leaves notices where `_pass_on` finds them."""
+    """Unlike `execute` of the connection, this leaves notifications for `_pass_on`."""
     result = wire.exec_(b"SELECT 1")
     if result.status != pq.ExecStatus.TUPLES_OK:
         raise psycopg.OperationalError(result.get_error_message())

@@ -1,4 +1,4 @@
-"""The tables of a PostgreSQL database, as migrations see them."""
+"""The schema of a PostgreSQL database, for migrations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentlightning.store.sql.postgres.errors import OUTDATED
 from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 
 ALLOW: Final = f"SET agentlightning.schema = '{SCHEMA_VERSION}'; "
-"""For each connection: what it knows."""
+"""Sent over each connection: the schema version of this process, which the guard compares."""
 _NAME: Final = "agentlightning_guard"
 _REFUSE: Final = f"""
 CREATE OR REPLACE FUNCTION {_NAME}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -29,11 +29,11 @@ _GUARD: Final = (
     "WHEN (current_setting('agentlightning.schema', true) IS DISTINCT FROM '{version}') "
     "EXECUTE FUNCTION {name}('{version}')"
 )
-"""Every transaction that writes ends with a row there. The condition costs some microseconds."""
+"""Every transaction that writes ends with a write to this table. The condition costs some microseconds."""
 
 
 class PostgresSchema:
-    """Over a connection that is closed afterwards: servers that start at the same time wait for that."""
+    """`connection` is closed afterwards, which releases the lock for other servers that are starting."""
 
     kind: Kind = "postgresql"
     elsewhere = "database"
@@ -42,7 +42,7 @@ class PostgresSchema:
         self.connection = connection
         self.name = name
         self._place = place
-        """The schema, in PostgreSQL's sense; empty for the default one."""
+        """The name of PostgreSQL's schema; empty for the default one."""
 
     @contextmanager
     def exclusive(self) -> Generator[None]:

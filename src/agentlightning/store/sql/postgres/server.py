@@ -48,10 +48,10 @@ _LIBPQ_DEFAULTS: Final = {
 
 class PostgresServer:
     """The PostgreSQL database at `url`: `postgresql://USER:PASSWORD@HOST:PORT/DATABASE`, with libpq's parameters and
-    `schema=NAME` (made where there is none). Raises ConfigError for a URL that is none.
+    `schema=NAME` (created if missing). Raises ConfigError for an invalid URL.
 
-    Sources of what the URL leaves out: libpq's environment (PGUSER, PGPASSWORD, ...) and files. Give it the server
-    itself or a pooler that keeps sessions: LISTEN and prepared statements do not pass one that does not.
+    What the URL leaves out comes from libpq's environment (PGUSER, PGPASSWORD, ...) and files. Connect to the server
+    itself or to a pooler that pools sessions: LISTEN and prepared statements do not work through any other.
     """
 
     shared = True
@@ -68,7 +68,7 @@ class PostgresServer:
         """Set when the store is closed: nothing waits for a lost server any more."""
 
     def open(self) -> psycopg.Connection[Any]:
-        """One connection, outside of any transaction. Raises ConnectError."""
+        """A new connection, outside of any transaction. Raises ConnectError."""
         try:
             connection = psycopg.connect(**self._parameters, autocommit=True)
         except (psycopg.Error, UnicodeError) as error:
@@ -83,14 +83,14 @@ class PostgresServer:
 
     def reopen(self) -> psycopg.Connection[Any]:
         """Replace a connection that was lost: tries for as long as a call may wait."""
-        cancel_waiter = time.monotonic() + RECONNECT_SECONDS
+        deadline = time.monotonic() + RECONNECT_SECONDS
         failures = 0
         while True:
             try:
                 return self.open()
             except ConnectError as error:
                 pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
-                if error.hopeless or time.monotonic() + pause > cancel_waiter or self.closing.wait(pause):
+                if error.hopeless or time.monotonic() + pause > deadline or self.closing.wait(pause):
                     raise
                 failures += 1
 

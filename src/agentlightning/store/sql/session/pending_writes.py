@@ -16,7 +16,7 @@ from agentlightning.store.sql.session.rows import (
     worker_columns,
 )
 from agentlightning.store.sql.spans.token_blocks import TokenBlock
-from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables import span_statements, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.schema import workers as workers_table
 
@@ -116,7 +116,7 @@ class PendingWrites:
         if not self.packs:
             return
         packs, self.packs = self.packs, []
-        self._connection.insert(statements.INSERT_PACKS, [pack.columns() for pack in packs])
+        self._connection.insert(span_statements.INSERT_PACKS, [pack.columns() for pack in packs])
         self.counters.add(SPANS, sum([pack.pack.count for pack in packs]))
         chained = [pack for pack in packs if pack.pack.chains]
         if chained:
@@ -132,6 +132,6 @@ class PendingWrites:
         if blocks:
             new = sorted(blocks.values(), key=lambda block: block.digest) if self._shared else blocks.values()
             rows = [(block.digest, block.parent, block.ids) for block in new]
-            self._connection.insert(statements.INSERT_BLOCKS, rows)
+            self._connection.insert(span_statements.INSERT_BLOCKS, rows)
             self.stored_blocks.update(blocks)
-        self._connection.insert(statements.INSERT_PACK_BLOCKS, list(heads))
+        self._connection.insert(span_statements.INSERT_PACK_BLOCKS, list(heads))

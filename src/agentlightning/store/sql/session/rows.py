@@ -179,7 +179,7 @@ class PendingPack(MutableRow, eq=False):
     key: int = 0
 
     def columns(self) -> tuple[Any, ...]:
-        """The values of `statements.INSERT_PACKS`."""
+        """The values of `span_statements.INSERT_PACKS`."""
         sequences = None if type(self.sequence_ids) is range else orjson.dumps(self.sequence_ids).decode()
         return (
             self.key,

@@ -8,7 +8,7 @@ from typing import Final
 
 from agentlightning.store.sql.session.rows import AttemptRow
 from agentlightning.store.sql.spans import codec
-from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables import span_statements
 from agentlightning.store.sql.tables.backend import Connection
 
 CACHE_BYTES: Final = 8 << 20
@@ -38,7 +38,7 @@ class SpanIds:
         ids: set[str] = set()
         if attempt.spans:
             self._flush()
-            for (packed,) in self._connection.all(statements.IDS_OF, attempt.key):
+            for (packed,) in self._connection.all(span_statements.IDS_OF, attempt.key):
                 ids.update(codec.split_ids(bytes(packed)))
         self._put(attempt.key, attempt.spans, ids)
         return ids

@@ -1,0 +1,1 @@
+"""Spans in a SQL database: encoding, validation, token blocks, queries."""

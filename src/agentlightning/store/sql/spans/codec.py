@@ -1,18 +1,18 @@
-"""Packs: the spans of one attempt that are written together, as one value.
+"""Binary codec of packs: spans of one attempt that are stored together as one value.
 
-`pack` turns spans into bytes in the thread of the caller; `unpack` makes spans of them. What a pack leaves out is what
-the store decides or shares: the ids of the attempt, the sequence numbers, whether the attempt was superseded, and the
-blocks of long prompts (tokens.py). Nothing here reads or writes a database.
+`pack` encodes spans in the thread of the caller, `unpack` decodes them. A pack leaves out what the store decides or
+shares: the ids of the attempt, the sequence numbers, whether the attempt was superseded, and the blocks of long prompts
+(token_blocks.py). Nothing here reads or writes a database.
 
 A body without tokens is JSON, one list for each span:
 
     [name, start, end, trace_id, parent_id, status_code, status_message, attributes, events, resource, tokens]
 
-where None is written `false` (so that a `null` can only come from an attribute), a list may stop after `attributes`,
-`resource` is `true` where it is that of the span before, and `tokens` counts what the span has: [1 where it begins with
-a chain of blocks, other prompt ids, response ids, log-probabilities], -1 where an attribute is absent. A body with
-tokens begins with a zero byte, the number of chains and the length of the JSON; then come the digest of each chain's
-last block, the JSON, and the numbers of all spans in order.
+where None is written `false` (so that a `null` can only come from an attribute), a list may end after `attributes`,
+`resource` is `true` if it equals that of the span before, and `tokens` is a list of counts: [1 if the prompt begins
+with a chain of blocks, prompt ids outside of it, response ids, log-probabilities], -1 for an absent attribute. A body
+with tokens begins with a zero byte, the number of chains and the length of the JSON; then follow the digest of each
+chain's last block, the JSON, and the numbers of all spans in order.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ from agentlightning.store.sql.spans.validate import (
     check_fields,
     check_sequence_ids,
     check_text,
-    is_usual,
+    has_expected_types,
     refuse_not_finite,
-    refuse_unusual,
+    refuse_not_json,
 )
 from agentlightning.util.random_ids import random_bytes
 
 _header = Layout("<xII")
 ABSENT: Final = -1
-"""Count of a token attribute that a span does not have."""
+"""The count of an absent token attribute."""
 _has_null = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
 _FEW: Final = 2
 _SHORT: Final = {8}
-"""Fields in a row that stops after `attributes`."""
+"""The length of a row that ends after `attributes`."""
 _chains = ChainCache()
 
 
 class SpanPack(Struct, frozen=True, gc=False):
-    """Some spans of one attempt, ready to be stored."""
+    """Encoded spans of one attempt."""
 
     span_ids: tuple[str, ...]
-    """One for each span; made here where the caller gave none."""
+    """One for each span; generated where the caller gave none."""
     ids: bytes
-    """`span_ids` in a compact form, which `split_ids` reads."""
+    """`span_ids` as `join_ids` encodes them."""
     sequence_ids: tuple[int, ...]
-    """As asked for; 0 where the store gives the next."""
+    """As the caller gave them; 0: the store assigns the next one."""
     json: bytes
     numbers: bytes = b""
     chains: tuple[TokenChain, ...] = ()
-    """One for each prompt of at least a block, in the order of the spans."""
+    """One for each prompt of at least one block, in the order of the spans."""
 
     @property
     def count(self) -> int:
@@ -81,7 +81,7 @@ class SpanPack(Struct, frozen=True, gc=False):
 
     @property
     def body(self) -> bytes:
-        """What `unpack` reads."""
+        """The encoded spans, which `unpack` decodes."""
         if not self.chains and not self.numbers and self.json.startswith(b"["):
             return self.json
         heads = b"".join([chain.head for chain in self.chains])
@@ -89,11 +89,11 @@ class SpanPack(Struct, frozen=True, gc=False):
 
     @property
     def heads(self) -> set[bytes]:
-        """The digests of the chains that `body` refers to: what keeps their blocks from being collected."""
+        """The digests of the chains that `body` refers to, which protect their blocks from deletion."""
         return {chain.head for chain in self.chains}
 
     def blocks(self, known: Container[bytes] = ()) -> list[TokenBlock]:
-        """The blocks that `body` refers to, parents first; see `tokens.blocks_of` for `known`."""
+        """The blocks that `body` refers to, parents first; see `token_blocks.blocks_of` for `known`."""
         return token_blocks.blocks_of(self.chains, known) if self.chains else []
 
 
@@ -101,10 +101,11 @@ class SpanPack(Struct, frozen=True, gc=False):
 
 
 def pack(spans: Sequence[Span]) -> SpanPack:
-    """Pack the spans of one attempt, in order. Raises ConfigError, naming the value, for what could not be read back as
-    it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative sequence_id."""
+    """Encode the spans of one attempt, in order. Raises ConfigError, which names the value, for what could not be read
+    back as it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative
+    sequence_id."""
     rows: list[tuple[Any, ...]] = []
-    param: list[str] = []
+    requested_ids: list[str] = []
     sequence_ids: list[int] = []
     texts: list[str] = []
     numbers: list[bytes] = []
@@ -115,7 +116,7 @@ def pack(spans: Sequence[Span]) -> SpanPack:
         _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
             fields
         )
-        param.append(span_id)
+        requested_ids.append(span_id)
         sequence_ids.append(sequence_id)
         texts += (name, trace_id, parent or "")
         row = (
@@ -128,17 +129,17 @@ def pack(spans: Sequence[Span]) -> SpanPack:
             False if message is None else message,
             attributes,
         )
-        if not is_usual(row):
+        if not has_expected_types(row):
             check_fields(span)
         if events or resource or not _TOKENS.isdisjoint(attributes):
             row = _long_row(row, span, before, numbers, chains)
         before = resource
         rows.append(row)
-    made = b"" if any(param) else b"\0" + random_bytes(8 * len(param))
-    span_ids = split_ids(made) if made else tuple([span_id or new_span_id() for span_id in param])
+    generated = b"" if any(requested_ids) else b"\0" + random_bytes(8 * len(requested_ids))
+    span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
     check_text(spans, span_ids, texts)
     check_sequence_ids(spans, sequence_ids)
-    ids = made or join_ids(span_ids)
+    ids = generated or join_ids(span_ids)
     return SpanPack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(chains))
 
 
@@ -162,27 +163,27 @@ def _long_row(
 def _take_tokens(
     attempt_id: str, attributes: dict[str, Any], numbers: list[bytes], chains: list[TokenChain]
 ) -> tuple[int, int, int, int]:
-    """Move the token attributes to `numbers` and `chains`; returns how many there are. What is no list of numbers in
-    range stays where it is."""
+    """Move the token attributes to `numbers` and `chains`; returns their counts. An attribute that is no list of
+    numbers in range stays."""
     chained, prompt_count = 0, ABSENT
     prompt = token_blocks.pack_ids(attributes.get(PROMPT_TOKEN_IDS))
     if prompt is not None:
-        chain, rest = _chains.cut(attempt_id, prompt)
+        chain, rest = _chains.split(attempt_id, prompt)
         if chain is not None:
             chains.append(chain)
             chained = 1
-        prompt_count = _taken(attributes, PROMPT_TOKEN_IDS, rest, numbers)
+        prompt_count = _take(attributes, PROMPT_TOKEN_IDS, rest, numbers)
     response = token_blocks.pack_ids(attributes.get(RESPONSE_TOKEN_IDS))
     logprobs = token_blocks.pack_logprobs(LOGPROBS, attributes.get(LOGPROBS))
     return (
         chained,
         prompt_count,
-        _taken(attributes, RESPONSE_TOKEN_IDS, response, numbers),
-        _taken(attributes, LOGPROBS, logprobs, numbers),
+        _take(attributes, RESPONSE_TOKEN_IDS, response, numbers),
+        _take(attributes, LOGPROBS, logprobs, numbers),
     )
 
 
-def _taken(attributes: dict[str, Any], name: str, data: bytes | None, numbers: list[bytes]) -> int:
+def _take(attributes: dict[str, Any], name: str, data: bytes | None, numbers: list[bytes]) -> int:
     if data is None:
         return ABSENT
     del attributes[name]
@@ -195,7 +196,7 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         json = orjson.dumps(rows)
     except TypeError as error:
         for span in spans:
-            refuse_unusual(span)
+            refuse_not_json(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
     if _has_null(json):
         for span in spans:
@@ -204,7 +205,7 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
 
 
 def select(whole: SpanPack, indexes: Iterable[int]) -> SpanPack:
-    """The spans at `indexes` alone: what is left where some are stored already."""
+    """The pack with only the spans at `indexes`, for when the others are stored already."""
     spans = unpack(
         whole.body,
         rollout_id="",
@@ -220,7 +221,7 @@ def select(whole: SpanPack, indexes: Iterable[int]) -> SpanPack:
 
 
 def heads_of(body: bytes) -> list[bytes]:
-    """The digests of the chains that a body needs, in the order of its spans, without reading the rest."""
+    """The digests of the chains that a body refers to, in the order of its spans, without decoding the rest."""
     if body.startswith(b"["):
         return []
     count, _ = _header.unpack_from(body)
@@ -238,8 +239,8 @@ def unpack(
     superseded: bool = False,
     chains: Mapping[bytes, bytes] | None = None,
 ) -> list[Span]:
-    """The spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `tokens.join_blocks` makes them;
-    StoreError where one is missing."""
+    """Decode the spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `token_blocks.join_blocks`
+    returns them; StoreError if one is missing."""
     json, numbers = _open(body, chains or {})
     rows = orjson.loads(json)
     ids = rollout_id, attempt_id
@@ -249,7 +250,7 @@ def unpack(
     resource: dict[str, Any] = {}
     for row, span_id, sequence_id in zip(rows, span_ids, sequence_ids, strict=True):
         name, start, end, trace_id, parent, code, message, attributes = row[:8]
-        end, parent, message = _read((end, parent, message))
+        end, parent, message = _with_none((end, parent, message))
         events: tuple[SpanEvent, ...] = ()
         resource_of: dict[str, Any] = {}
         if len(row) > 8:
@@ -268,7 +269,7 @@ def unpack(
 def _read_short(
     rows: list[Any], ids: tuple[str, str], span_ids: Sequence[str], sequence_ids: Sequence[int], superseded: bool
 ) -> list[Span]:
-    """Spans without events, resources and tokens: field by field, in half the time."""
+    """Decode spans without events, resources and tokens column by column, in half the time."""
     if not len(rows) == len(span_ids) == len(sequence_ids):
         raise ValueError(f"a pack of {len(rows)} spans has {len(span_ids)} ids and {len(sequence_ids)} numbers")
     names, starts, ends, traces, parents, codes, messages, attributes = zip(*rows, strict=True)
@@ -276,12 +277,14 @@ def _read_short(
         for each in attributes:
             each[SUPERSEDED] = True
     owner = map(repeat, ids)
-    told = codes, _read(messages), attributes
-    return list(map(Span, *owner, names, starts, _read(ends), sequence_ids, traces, span_ids, _read(parents), *told))
+    rest = codes, _with_none(messages), attributes
+    return list(
+        map(Span, *owner, names, starts, _with_none(ends), sequence_ids, traces, span_ids, _with_none(parents), *rest)
+    )
 
 
-def _read(values: Sequence[Any]) -> list[Any]:
-    """None was written `false`."""
+def _with_none(values: Sequence[Any]) -> list[Any]:
+    """Turn `false` back into None."""
     return [None if value is False else value for value in values]
 
 
@@ -295,7 +298,7 @@ def _open(body: bytes, chains: Mapping[bytes, bytes]) -> tuple[bytes, _Numbers]:
 
 
 class _Numbers:
-    """The binary part of a body, read span by span."""
+    """The binary part of a body, decoded span by span."""
 
     __slots__ = ("_chains", "_data", "_heads", "_start")
 
@@ -306,7 +309,7 @@ class _Numbers:
         self._start = 0
 
     def read(self, attributes: dict[str, Any], counts: Sequence[int], span_id: str) -> None:
-        """Put back the token attributes of the next span."""
+        """Add the token attributes of the next span."""
         chained, prompt, response, logprobs = counts
         if prompt != ABSENT:
             ids = self._next(prompt)
@@ -333,7 +336,7 @@ class _Numbers:
 
 
 def join_ids(span_ids: Sequence[str]) -> bytes:
-    """Ids in a compact form: 8 bytes for each that is 16 hexadecimal digits as OpenTelemetry has them, else JSON."""
+    """Encode ids: 8 bytes each if all of them are 16 hexadecimal digits, as those of OpenTelemetry, else JSON."""
     joined = "".join(span_ids)
     if set(map(len, span_ids)) == {16}:
         try:
@@ -346,7 +349,7 @@ def join_ids(span_ids: Sequence[str]) -> bytes:
 
 
 def split_ids(data: bytes) -> tuple[str, ...]:
-    """What `join_ids` was given."""
+    """Decode what `join_ids` encoded."""
     if data.startswith(b"["):
         return tuple(orjson.loads(data))
     digits = data[1:].hex()

@@ -14,7 +14,7 @@ from agentlightning.errors import NotFoundError
 from agentlightning.span import Span
 from agentlightning.store.sql.sort_order import NATURAL, Order
 from agentlightning.store.sql.spans import codec, token_blocks
-from agentlightning.store.sql.tables import mapping, statements
+from agentlightning.store.sql.tables import mapping, span_statements, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.mapping import Row
 
@@ -23,13 +23,13 @@ PACK_BATCH: Final = 16
 
 
 def sequence_ids_of(row: Row) -> Sequence[int]:
-    """From a row that begins with the columns of `statements.PACK`."""
+    """From a row that begins with the columns of `span_statements.PACK`."""
     first, count, sequences = row[2], row[3], row[5]
     return range(first, first + count) if sequences is None else orjson.loads(sequences)
 
 
 def unpack_rows(connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str) -> list[list[Span]]:
-    """The spans of each pack, from rows of `statements.PACK`."""
+    """The spans of each pack, from rows of `span_statements.PACK`."""
     bodies = [bytes(row[7]) for row in rows]
     ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
     try:
@@ -62,7 +62,8 @@ def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[by
     if not keys:
         return {}
     blocks = (
-        (bytes(digest), bytes(parent), bytes(ids)) for digest, parent, ids in connection.all(statements.BLOCKS_OF, keys)
+        (bytes(digest), bytes(parent), bytes(ids))
+        for digest, parent, ids in connection.all(span_statements.BLOCKS_OF, keys)
     )
     return token_blocks.join_blocks(heads, blocks)
 
@@ -73,10 +74,10 @@ def spans_by_id(
     """The spans of an attempt that have one of these ids."""
     keys = [
         row[0]
-        for row in connection.all(statements.HEADERS_OF, attempt_key)
+        for row in connection.all(span_statements.HEADERS_OF, attempt_key)
         if not span_ids.isdisjoint(codec.split_ids(bytes(row[6])))
     ]
-    rows = connection.all(statements.PACKS_BY_KEY, keys)
+    rows = connection.all(span_statements.PACKS_BY_KEY, keys)
     unpacked = unpack_rows(connection, rows, rollout_id, attempt_id)
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
 
@@ -173,7 +174,7 @@ Position = tuple[int, int, int]
 def _find(connection: Connection, attempts: Sequence[Row], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
     """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
     for index, attempt in enumerate(attempts):
-        headers = connection.all(statements.HEADERS_OF, attempt[0])
+        headers = connection.all(span_statements.HEADERS_OF, attempt[0])
         for row in headers:
             span_ids = codec.split_ids(bytes(row[6]))
             if query.after in span_ids:
@@ -204,7 +205,7 @@ def _stream(
 def _packs(connection: Connection, rollout_id: str, attempt: Row, start: int) -> Iterator[tuple[Row, list[Span]]]:
     skip = 0
     while True:
-        rows = connection.all(statements.PACKS_OF, attempt[0], start, PACK_BATCH, skip)
+        rows = connection.all(span_statements.PACKS_OF, attempt[0], start, PACK_BATCH, skip)
         yield from zip(rows, unpack_rows(connection, rows, rollout_id, attempt[3]), strict=True)
         if len(rows) < PACK_BATCH:
             return
@@ -218,10 +219,10 @@ def latest_spans(connection: Connection, rollout_ids: list[str]) -> dict[str, li
     spans: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
     owners = {
         key: (rollout_id, attempt_id)
-        for rollout_id, key, attempt_id in connection.all(statements.LATEST_AMONG, list(spans))
+        for rollout_id, key, attempt_id in connection.all(span_statements.LATEST_AMONG, list(spans))
     }
     by_attempt: dict[int, list[Row]] = {}
-    for row in connection.all(statements.PACKS_AMONG, list(owners)):
+    for row in connection.all(span_statements.PACKS_AMONG, list(owners)):
         by_attempt.setdefault(row[1], []).append(row)
     for key, rows in by_attempt.items():
         rollout_id, attempt_id = owners[key]

@@ -1,12 +1,12 @@
-"""Token lists in binary, and prompts in blocks that are stored once.
+"""Content-addressed blocks of prompt tokens, so that common prefixes are stored once; token lists in binary.
 
-A prompt is cut into blocks of BLOCK tokens. A block is named by a digest of its parent's digest and its own tokens, so
-a digest names everything up to the end of its block, and equal beginnings have equal blocks: the turns of a
-conversation, the rollouts of a group and the branches of an agent share them without knowing of one another. A span
-keeps the digest of its last full block, and the rest of its prompt (less than a block) inline.
+A prompt is split into blocks of BLOCK tokens. The digest of a block covers its parent's digest and its own tokens, so a
+digest identifies everything up to the end of its block, and equal prefixes have equal blocks: the turns of a
+conversation, the rollouts of a group and the branches of an agent share them without any coordination. A span stores
+the digest of its last full block, and the rest of its prompt (less than a block) inline.
 
-    BLOCK = 2       prompt [5, 6, 7, 8, 9]  ->  a = digest("" + 5 6), b = digest(a + 7 8);  the span keeps b, [9]
-                    prompt [5, 6, 7, 8, 4, 3, 2]  ->  a, b, c = digest(b + 4 3);  only c is new;  keeps c, [2]
+    BLOCK = 2       prompt [5, 6, 7, 8, 9]  ->  a = digest("" + 5 6), b = digest(a + 7 8);  the span stores b, [9]
+                    prompt [5, 6, 7, 8, 4, 3, 2]  ->  a, b, c = digest(b + 4 3);  only c is new;  stores c, [2]
 
 Numbers are int32 and float32, little endian. This module is pure: it neither reads nor writes a database.
 """
@@ -25,9 +25,9 @@ from typing import Any, Final, cast
 from agentlightning.errors import ConfigError, StoreError
 
 BLOCK: Final = 128
-"""Tokens in a block. A span stores half a block inline on average, a smaller block costs more rows; of 64 to 512, this
-one took the least space for conversations in a SQLite file, whose pages seven of its rows fill. Changing it is safe, as
-every block keeps its own length, but new prompts then share nothing with old ones."""
+"""Tokens in a block. A span stores half a block inline on average, and a smaller block costs more rows: of the sizes 64
+to 512, this one took the least space for conversations in a SQLite file (seven rows fill a page). It may be changed, as
+every block has a length of its own, but new prompts then share nothing with old ones."""
 DIGEST: Final = 16
 """Bytes of a digest."""
 CACHE_BYTES: Final = 4 << 20
@@ -38,7 +38,7 @@ _BLOCK_BYTES: Final = 4 * BLOCK
 
 
 def pack_ids(value: Any) -> bytes | None:
-    """A list of token ids in binary; None where it is no list of int32."""
+    """Token ids in binary; None for what is no list of int32."""
     if not isinstance(value, list | tuple):
         return None
     ids = cast("Sequence[Any]", value)
@@ -49,8 +49,8 @@ def pack_ids(value: Any) -> bytes | None:
 
 
 def pack_logprobs(name: str, value: Any) -> bytes | None:
-    """A list of log-probabilities in binary, rounded to float32; None where it is no list of numbers. ConfigError,
-    naming the place, where one is not finite."""
+    """Log-probabilities in binary, rounded to float32; None for what is no list of numbers. Raises ConfigError, which
+    names the index, if one is not finite."""
     if not isinstance(value, list | tuple):
         return None
     numbers = cast("Sequence[Any]", value)
@@ -63,7 +63,7 @@ def pack_logprobs(name: str, value: Any) -> bytes | None:
     except OverflowError:  # too large for float32, or for any float
         pass
     bad = next((index for index, number in enumerate(numbers) if not _fits(number)), None)
-    if bad is None:  # each is finite, their sum is not
+    if bad is None:  # only their sum is not finite
         return struct.pack(f"<{len(numbers)}f", *numbers)
     raise ConfigError(f"{name}[{bad}] is {numbers[bad]}; a log-probability is a finite number within float32")
 
@@ -88,12 +88,12 @@ def read_logprobs(data: bytes) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """BLOCK tokens of a prompt, as they are stored."""
+    """BLOCK tokens of a prompt: one row of the database."""
 
     digest: bytes
     """blake2b of `parent + ids`, DIGEST bytes."""
     parent: bytes
-    """The digest of the block before it; empty for the first."""
+    """The digest of the previous block; empty for the first one."""
     ids: bytes
 
 
@@ -102,19 +102,19 @@ class TokenChain:
     """The full blocks of one prompt."""
 
     digests: tuple[bytes, ...]
-    """Of each block, the first one first. Never empty."""
+    """Of the blocks, in order. Never empty."""
     ids: bytes
-    """The tokens of all of them."""
+    """The tokens of all blocks."""
 
     @property
     def head(self) -> bytes:
-        """The digest of the last block, which names the chain."""
+        """The digest of the last block, which identifies the chain."""
         return self.digests[-1]
 
 
 class ChainCache:
-    """The last chain of each attempt, so that the next turn of a conversation hashes only what is new. Bounded, and
-    safe to share between threads."""
+    """The last chain of each attempt, so that the next turn of a conversation hashes only what is new. Bounded and
+    thread-safe."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -122,8 +122,8 @@ class ChainCache:
         self._chains: OrderedDict[str, TokenChain] = OrderedDict()
         self._lock = threading.Lock()
 
-    def cut(self, attempt_id: str, prompt: bytes) -> tuple[TokenChain | None, bytes]:
-        """(the full blocks of a prompt given in binary, or None where it has none; the rest)."""
+    def split(self, attempt_id: str, prompt: bytes) -> tuple[TokenChain | None, bytes]:
+        """(the full blocks of a binary prompt, or None if it is shorter than a block; the rest)."""
         full = len(prompt) - len(prompt) % _BLOCK_BYTES
         if not full:
             return None, prompt
@@ -131,10 +131,10 @@ class ChainCache:
             known = self._chains.get(attempt_id)
         digests = _digests(prompt, full, known)
         chain = TokenChain(digests, prompt[:full])
-        self._keep(attempt_id, chain)
+        self._put(attempt_id, chain)
         return chain, prompt[full:]
 
-    def _keep(self, attempt_id: str, chain: TokenChain) -> None:
+    def _put(self, attempt_id: str, chain: TokenChain) -> None:
         with self._lock:
             old = self._chains.pop(attempt_id, None)
             self._bytes += len(chain.ids) - (0 if old is None else len(old.ids))
@@ -153,7 +153,7 @@ def _digests(prompt: bytes, full: int, known: TokenChain | None) -> tuple[bytes,
 
 
 def _shared(prompt: bytes, full: int, known: TokenChain) -> tuple[bytes, ...]:
-    """The digests of the blocks with which the prompt begins as the known one does."""
+    """The digests of the blocks that the prompt has in common with a known chain."""
     if prompt.startswith(known.ids):
         return known.digests
     low, high = 0, min(len(known.digests), full // _BLOCK_BYTES)
@@ -167,8 +167,8 @@ def _shared(prompt: bytes, full: int, known: TokenChain) -> tuple[bytes, ...]:
 
 
 def blocks_of(chains: Iterable[TokenChain], known: Container[bytes] = ()) -> list[TokenBlock]:
-    """The blocks of some chains, each once, parents first. Where `known` has the digest of a block, that block and all
-    before it are left out: who stored a block has stored its parents."""
+    """The blocks of some chains, each once, parents first. A block whose digest is in `known` is left out, with all
+    before it: whoever stored a block has stored its parents."""
     found: dict[bytes, TokenBlock] = {}
     for chain in chains:
         digests = chain.digests
@@ -183,8 +183,8 @@ def blocks_of(chains: Iterable[TokenChain], known: Container[bytes] = ()) -> lis
 
 
 def join_blocks(heads: Iterable[bytes], blocks: Iterable[tuple[bytes, bytes, bytes]]) -> dict[bytes, bytes]:
-    """The tokens that each head names, from rows of (digest, parent, ids) in any order. A head of which a block is
-    missing is left out."""
+    """The tokens of each chain, by the digest of its last block, from rows of (digest, parent, ids) in any order. A
+    chain of which a block is missing is left out."""
     rows = {digest: (parent, ids) for digest, parent, ids in blocks}
     joined: dict[bytes, bytes] = {}
     for head in heads:
@@ -200,5 +200,5 @@ def join_blocks(heads: Iterable[bytes], blocks: Iterable[tuple[bytes, bytes, byt
 
 
 def missing_tokens(span_id: str) -> StoreError:
-    """What to raise where the blocks of a stored span are not all there."""
+    """The error for a span some of whose blocks are missing."""
     return StoreError(f"tokens of span {span_id!r} are missing from the database: it was changed by another program")

@@ -1,4 +1,4 @@
-"""What a span must be to be stored: looked at closely only where a quick test says that something may be wrong."""
+"""Validation of spans. A quick test comes first; only a span that fails it is examined field by field."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from agentlightning.span import Span
 from agentlightning.store.validation import find_not_finite
 
 MAX_SEQUENCE_ID: Final = 2**53
-"""Beyond it, JSON readers in other languages round."""
+"""Larger integers are rounded by JSON parsers of other languages."""
 MAX_ID_CHARACTERS: Final = 512
 
-_USUAL: Final = frozenset(
+_EXPECTED: Final = frozenset(
     (str, start, end, str, parent, str, message, dict)
     for start in (float, int)
     for end in (float, int, bool)
     for parent in (str, bool)
     for message in (str, bool)
 )
-"""The types of a span's fields as a pack writes them, None being False."""
+"""The types of the fields in a row of a pack, where None is False."""
 
 
-def is_usual(row: tuple[Any, ...]) -> bool:
-    """Whether the fields of a span are of the usual types; else `check_fields` looks closer."""
-    return tuple(map(type, row)) in _USUAL
+def has_expected_types(row: tuple[Any, ...]) -> bool:
+    """Whether the fields of a span have exactly the expected types; if not, `check_fields` decides."""
+    return tuple(map(type, row)) in _EXPECTED
 
 
 def check_fields(span: Span) -> None:
-    """For a span whose fields are not of the usual types: subclasses will do."""
+    """Refuse fields of a wrong type; subclasses are accepted."""
     texts: dict[str, Any] = {"name": span.name, "trace_id": span.trace_id, "status_code": span.status_code}
     texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
     for field, value in texts.items():
@@ -45,8 +45,7 @@ def check_fields(span: Span) -> None:
 
 
 def check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[str]) -> None:
-    """Raise ConfigError for an id or a name that not every database can hold. others: every name and other id of the
-    spans."""
+    """Refuse an id or a name that not every database can store. others: every name and other id of the spans."""
     parts = [*span_ids, *others]
     try:
         text = "".join(parts)
@@ -88,7 +87,7 @@ def check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> No
 
 
 def _parts(span: Span) -> list[tuple[str, Any]]:
-    """Everything of a span that a user fills with what they like, and its name in an error."""
+    """(name in an error, value) of everything in a span that a user chooses."""
     fields: tuple[str, ...] = ("name", "start_time", "end_time", "status_code", "status_message")
     parts = [(field, getattr(span, field)) for field in fields]
     parts += [(f"attributes[{name!r}]", value) for name, value in span.attributes.items()]
@@ -99,8 +98,8 @@ def _parts(span: Span) -> list[tuple[str, Any]]:
     return parts
 
 
-def refuse_unusual(span: Span) -> None:
-    """Raise ConfigError for a value that orjson does not take."""
+def refuse_not_json(span: Span) -> None:
+    """Refuse a value that orjson does not encode."""
     containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
     for name in (name for container in containers for name in container):
         if not isinstance(name, str):
@@ -116,7 +115,7 @@ def refuse_unusual(span: Span) -> None:
 
 
 def refuse_not_finite(span: Span) -> None:
-    """Raise ConfigError for NaN or infinity, which orjson writes as null."""
+    """Refuse NaN and infinity, which orjson writes as null."""
     events = [(event.timestamp, event.attributes) for event in span.events]
     if find_not_finite((span.start_time, span.end_time, span.attributes, span.resource, events)) is None:
         return

@@ -1,7 +1,7 @@
-"""SQLite: how a file is found, opened, checked and spoken to.
+"""The SQLite backend: locates, opens and prepares a file, and runs statements.
 
 WAL with synchronous=FULL: a commit is on the disk when it returns, and readers never wait for the writer. There is one
-write lock for all processes, so what was read in one transaction still holds in the next, unless `changed`.
+write lock for all processes, so rows read in one transaction are valid in the next, unless `changed`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
 CHECKPOINT_PAGES: Final = 8000
-"""The WAL is moved into the database within a commit after so many pages of 4 KiB, if it was not before: see
-checkpoints.py."""
+"""SQLite checkpoints the WAL within a commit after this many pages of 4 KiB, unless checkpointer.py has done so."""
 CACHE_KIB: Final = 8 * 1024
-"""Of pages, for each connection."""
-STEPS: Final = (64, 32, 16, 8)
-"""Rows in one statement. What is left over goes in one more, so that few different ones have to be compiled."""
+"""Page cache of each connection."""
+CHUNK_SIZES: Final = (64, 32, 16, 8)
+"""Rows in one statement; the rest goes into one more. Few sizes, so that few statements are compiled."""
 
 _dialect = sqlite.dialect()
 _quote = _dialect.identifier_preparer.quote
 
 
 def locate(url: str | Path | None) -> Path | None:
-    """The file that `url` means; None for a store in memory."""
+    """The file that `url` names; None for a store in memory."""
     if url is None:
         return Path.cwd() / DEFAULT_PATH
     text = str(url)
@@ -67,7 +66,7 @@ def locate(url: str | Path | None) -> Path | None:
 
 
 class SqliteDatabase:
-    """A file, or a database in memory that is gone with its connection."""
+    """A file, or a database in memory that ends with its connection."""
 
     dialect: Dialect = _dialect
     shared = False
@@ -80,7 +79,7 @@ class SqliteDatabase:
 
     def prepare(self) -> None:
         if self.path is None:
-            return  # the one connection is prepared when it is made
+            return  # its one connection is prepared in `connect`
         _make_folder(self.path)
         connection: sqlite3.Connection | None = None
         try:
@@ -106,7 +105,7 @@ class SqliteDatabase:
         return SqliteConnection(connection, self.path)
 
     def listen(self, wake: Wake) -> None:
-        """Other processes are noticed by `SqliteConnection.changed`."""
+        """Other processes are detected by `SqliteConnection.changed`."""
 
     def explain(self, error: Exception) -> StoreError:
         if isinstance(error, sqlite3.Error):
@@ -129,18 +128,18 @@ class SqliteConnection:
         self.raw = connection
         self._path = path
         self._cursor = connection.cursor()
-        self._watched = path is not None
+        self._shared_file = path is not None
         self._mark = random.SystemRandom().randrange(1, 2**31)
-        """What the database's user_version is while this connection was the last to write."""
-        self._marked = False
-        self._glance: sqlite3.Cursor | None = None
-        self._glance_lock = threading.Lock()
-        self._large = 0
+        """The user_version that this connection sets when it becomes the last to write."""
+        self._mark_set = False
+        self._freshness: sqlite3.Cursor | None = None
+        self._freshness_lock = threading.Lock()
+        self._blob_bytes = 0
         self._files = None if path is None else OpenFiles(path)
-        self._checkpoints = None if path is None else Checkpointer(lambda: _connect(path))
-        self._version = -1
+        self._checkpointer = None if path is None else Checkpointer(lambda: _connect(path))
+        self._data_version = -1
         self._writing = False
-        self._before = 0
+        self._changes_before = 0
         self._keys: dict[str, int] = {}
         self._inserts: dict[tuple[Insert, int], str] = {}
         self._updates: dict[tuple[Update, int], str] = {}
@@ -148,50 +147,50 @@ class SqliteConnection:
     def begin(self, write: bool) -> None:
         self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         self._writing = write
-        self._before = self.raw.total_changes
+        self._changes_before = self.raw.total_changes
 
     def check_files(self) -> None:
         if self._files is not None:
             self._files.check()
 
     def commit(self) -> None:
-        wrote = self.raw.total_changes > self._before
+        wrote = self.raw.total_changes > self._changes_before
         if wrote:
             self.check_files()
-        if self._watched and not self._marked and wrote:
+        if self._shared_file and not self._mark_set and wrote:
             self._cursor.execute(f"PRAGMA user_version = {self._mark}")
             self._cursor.execute("COMMIT")
-            self._marked = True
+            self._mark_set = True
         else:
             self._cursor.execute("COMMIT")
-        if self._checkpoints is not None:
-            self._checkpoints.committed(self._cursor, self._large)
-            self._large = 0
+        if self._checkpointer is not None:
+            self._checkpointer.committed(self._cursor, self._blob_bytes)
+            self._blob_bytes = 0
 
     def rollback(self) -> None:
-        if self._writing:  # the rows with the last keys are gone
+        if self._writing:  # the keys reserved last are free again
             self._keys.clear()
         if self.raw.in_transaction:
             self._cursor.execute("ROLLBACK")
 
     def close(self) -> None:
-        with self._glance_lock:
-            if self._glance is not None:
-                self._glance.connection.close()
-            self._glance = None
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        with self._freshness_lock:
+            if self._freshness is not None:
+                self._freshness.connection.close()
+            self._freshness = None
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         self.raw.close()
 
     def fresh(self) -> bool:
-        """From any thread: whether this connection was the last to write."""
+        """Whether this connection was the last to write. Thread-safe."""
         if self._path is None:
             return True
-        with self._glance_lock:
+        with self._freshness_lock:
             try:
-                if self._glance is None:
-                    self._glance = _connect(self._path).cursor()
-                return self._glance.execute("PRAGMA user_version").fetchone()[0] == self._mark
+                if self._freshness is None:
+                    self._freshness = _connect(self._path).cursor()
+                return self._freshness.execute("PRAGMA user_version").fetchone()[0] == self._mark
             except sqlite3.Error:
                 return False
 
@@ -206,7 +205,7 @@ class SqliteConnection:
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
         count = 0
         if rows and type(rows[0][-1]) is bytes:
-            self._large += sum([len(row[-1]) for row in rows])
+            self._blob_bytes += sum([len(row[-1]) for row in rows])
         for chunk in _chunks(rows):
             key = (insert, len(chunk))
             sql = self._inserts.get(key)
@@ -232,14 +231,14 @@ class SqliteConnection:
         return range(last + 1, last + count + 1)
 
     def commit_in_order(self, table: Table) -> None:
-        """Transactions that write follow one another."""
+        """Nothing to do: write transactions are serialised."""
 
     def stable_key(self, table: Table) -> int:
-        """Transactions that write follow one another."""
+        """Nothing to do: write transactions are serialised."""
         return 2**63 - 1
 
     def lock(self, table: Table) -> None:
-        """A transaction that writes has every table to itself."""
+        """Nothing to do: a write transaction has the whole database to itself."""
 
     def sync_clock(self, clock: Clock) -> None:
         now = clock.reading()
@@ -251,24 +250,24 @@ class SqliteConnection:
                 return
             steady = clock.advance(reading, steady, now)
         else:
-            ((seen,),) = self.all(statements.LAST_SIGN_OF_LIFE)
-            steady = clock.wall() if seen is None else seen
+            ((last_event,),) = self.all(statements.LAST_SIGN_OF_LIFE)
+            steady = clock.wall() if last_event is None else last_event
         self.insert(statements.WRITE_CLOCK, [("", now, steady)])
         clock.sync(now, steady)
 
     def changed(self) -> bool:
-        if not self._watched:
+        if not self._shared_file:
             return False
         version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
-        changed = self._version not in (-1, version)
-        self._version = version
+        changed = self._data_version not in (-1, version)
+        self._data_version = version
         if changed:
             self._keys.clear()
-            self._marked = False
+            self._mark_set = False
         return changed
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
-        """Other processes look for themselves."""
+        """Nothing to do: other processes poll."""
 
     def size(self) -> int:
         (pages,), (size,) = (self._cursor.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
@@ -283,14 +282,14 @@ class SqliteConnection:
 
 
 def _chunks(rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-    """Rows in lots of the sizes in STEPS, and one smaller than the last of them."""
-    if len(rows) < STEPS[-1]:
+    """The rows in chunks of CHUNK_SIZES, and one smaller chunk."""
+    if len(rows) < CHUNK_SIZES[-1]:
         return [rows] if rows else []
     chunks: list[Sequence[Row]] = []
     start = 0
     while start < len(rows):
         left = len(rows) - start
-        size = next((step for step in STEPS if step <= left), left)
+        size = next((step for step in CHUNK_SIZES if step <= left), left)
         chunks.append(rows[start : start + size])
         start += size
     return chunks
@@ -322,7 +321,7 @@ def _update_sql(update: Update, rows: int) -> str:
 
 
 def _adapt(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Lists become JSON, which `schema.is_one_of` reads."""
+    """Encode lists as JSON, which `schema.in_list` reads."""
     for value in values:
         if isinstance(value, list):
             return tuple([orjson.dumps(each).decode() if isinstance(each, list) else each for each in values])
@@ -339,12 +338,12 @@ def _make_folder(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"the directory of the store cannot be made: {error}; give another path") from error
-    with suppress(OSError):  # it is there already, or SQLite says what is wrong
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # for the owner alone, as its WAL then is
+    with suppress(OSError):  # it exists already, or SQLite reports the error
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # for the owner only, and so is its WAL
 
 
 def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
-    """create: make the file where there is none. Later connections of a store must find the one it has open."""
+    """create: create a missing file. Later connections must find the file that the store has open."""
     connection = sqlite3.connect(
         ":memory:" if path is None else f"{path.as_uri()}?mode={'rwc' if create else 'rw'}",
         uri=path is not None,
@@ -358,31 +357,31 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-    except sqlite3.Error:  # What is there is no database, say.
+    except sqlite3.Error:  # the file is no database, say
         connection.close()
         raise
     return connection
 
 
 def _allow_shrinking(connection: sqlite3.Connection) -> None:
-    """Has an effect on a file without anything in it only."""
+    """Has an effect on an empty file only."""
     if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
 def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
-    """SQLite does not wait while another process makes the same change, so this does."""
-    mode = _patiently(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+    """SQLite does not wait while another process makes the same change, so this retries."""
+    mode = _retry_busy(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
     if mode != "wal":
         raise StoreError(f"{path} is on a file system without shared memory for SQLite's WAL; use a local disk")
 
 
-def _patiently(run: Callable[[], Any]) -> Any:
-    cancel_waiter = time.monotonic() + BUSY_SECONDS
+def _retry_busy(run: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             return run()
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > cancel_waiter:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

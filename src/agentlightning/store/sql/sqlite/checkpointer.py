@@ -1,8 +1,8 @@
-"""Moving SQLite's write-ahead log into the database in a thread beside the writer's.
+"""Checkpoints SQLite's write-ahead log in a thread beside the writer's.
 
-A checkpoint writes everything a second time. SQLite would do it within a commit, holding up every caller; here a thread
-does most of it while commits go on, and the writer then moves the few pages that came meanwhile, so that the log starts
-again from its beginning: one that is written over costs far less to sync than one that grows.
+A checkpoint writes every page a second time. SQLite would do so within a commit, which delays every caller. Here a
+thread does most of it while commits go on, and the writer then checkpoints the few pages added meanwhile, so that the
+log restarts from its beginning: overwriting a log costs far less to sync than growing it.
 """
 
 from __future__ import annotations
@@ -16,58 +16,58 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 LOG_BYTES: Final = 4 << 20
-"""What the log may hold before it is moved, about."""
+"""Estimated size of the log at which it is checkpointed."""
 COMMIT_BYTES: Final = 12 * 4096
-"""What a commit writes besides the bodies of packs, about."""
+"""Estimated bytes that a commit writes besides large values."""
 
 
 class Checkpointer:
-    """`connect` opens a connection of the thread's own. Used by the writer, but for `_work`."""
+    """`connect` opens the connection of the thread. Used by the writer, except for `_work`."""
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._connect = connect
         self._bytes = 0
-        self._wanted = threading.Event()
+        self._requested = threading.Event()
         self._done = False
         self._ended = False
         self._thread: threading.Thread | None = None
 
-    def committed(self, cursor: sqlite3.Cursor, written: int) -> None:
-        """After each commit; `written` are the bytes of large values in it."""
-        self._bytes += COMMIT_BYTES + written
+    def committed(self, cursor: sqlite3.Cursor, large_values: int) -> None:
+        """To be called after each commit; large_values: their bytes in it."""
+        self._bytes += COMMIT_BYTES + large_values
         if self._done:
             self._done = False
             self._bytes = 0
-            self._move(cursor)
-        elif self._bytes > LOG_BYTES and not self._wanted.is_set():
-            self._ask()
+            self._checkpoint(cursor)
+        elif self._bytes > LOG_BYTES and not self._requested.is_set():
+            self._request()
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="agl-store-checkpoints", daemon=True)
             self._thread.start()
-        self._wanted.set()
+        self._requested.set()
 
     def _work(self) -> None:
         connection = self._connect()
         cursor = connection.cursor()
         while not self._ended:
-            self._wanted.wait()
+            self._requested.wait()
             if not self._ended:
-                self._move(cursor)
+                self._checkpoint(cursor)
                 self._done = True
-            self._wanted.clear()  # what comes after this sets it again, what came before is seen by the loop
+            self._requested.clear()  # a request after this sets it again; one before it was served
         connection.close()
 
-    def _move(self, cursor: sqlite3.Cursor) -> None:
+    def _checkpoint(self, cursor: sqlite3.Cursor) -> None:
         try:
             cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-        except sqlite3.Error as error:  # the log stays as it is: nothing is lost, and the next one moves it
+        except sqlite3.Error as error:  # nothing is lost: the next checkpoint writes these pages
             logger.warning("the write-ahead log could not be moved into the database: %s", error)
 
     def close(self) -> None:
         """End the thread."""
         self._ended = True
-        self._wanted.set()
+        self._requested.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What a database driver complains about, as errors of our own that name the file and the way out."""
+"""Translates errors of the SQLite driver into StoreErrors that name the file and the way out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentlightning.errors import StoreError, StoreFullError
 from agentlightning.store.sql.sqlite.version_guard import refused_version
 
 SCARCE_BYTES = 1 << 20
-"""With less free space than this, a failed write is put down to the full disk."""
+"""With less free space than this, a failed write is attributed to a full disk."""
 
 _FATAL = frozenset(
     {
@@ -28,7 +28,7 @@ _FATAL = frozenset(
 
 
 def is_fatal(error: BaseException) -> bool:
-    """The database may have rolled back the whole transaction, not only the statement."""
+    """Whether the database may have rolled back the whole transaction, not only the statement."""
     return isinstance(error, sqlite3.Error) and (_code(error) in _FATAL or refused_version(error) is not None)
 
 

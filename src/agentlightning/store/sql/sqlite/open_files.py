@@ -1,7 +1,6 @@
-"""Whether the files of a database are still those that were opened.
+"""Detects that the files of a database were deleted or replaced while it was open.
 
-A file that is deleted or replaced lives on for those who have it open: SQLite goes on writing to it, and nobody will
-ever find what it wrote.
+Such a file lives on for the processes that have it open: SQLite goes on writing to it, and what it writes is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _SUFFIXES: Final = ("", "-wal", "-shm")
 
 
 class OpenFiles:
-    """Of a database that was just opened. Used within its transactions, while all of its files are there."""
+    """The files of a database that was just opened. Used within its transactions, while all of them exist."""
 
     def __init__(self, path: Path) -> None:
         self._name = str(path)
@@ -39,7 +38,7 @@ class OpenFiles:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """None where there is no file."""
+    """(device, inode); None if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The tables of a SQLite database, as migrations see them."""
+"""The schema of a SQLite database, for migrations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentlightning.store.sql.tables.schema import ddl
 
 
 class SqliteSchema:
-    """Over a connection that is in no transaction."""
+    """`connection` is in no transaction."""
 
     kind: Kind = "sqlite"
     elsewhere = "path"

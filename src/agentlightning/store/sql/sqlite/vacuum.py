@@ -1,9 +1,8 @@
-"""Giving the free pages of a database file back to the system while others write to it.
+"""Returns the free pages of a database file to the file system while others write to it.
 
-A database that was made with `auto_vacuum = INCREMENTAL` is cut at its end, some pages at a time: what is there moves
-into free pages further up. Each step holds the write lock for milliseconds, and between steps it is free for at least
-as long. A database of before schema version 4 was made without; it is rewritten whole, once, during which nobody can
-write.
+A database created with `auto_vacuum = INCREMENTAL` is truncated some pages at a time: pages at its end move into free
+pages further up. Each step holds the write lock for milliseconds, and between steps the lock is free for at least as
+long. A database older than schema version 4 was created without; it is rewritten once, during which nobody can write.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 
-PAGES_AT_ONCE: Final = 256
+STEP_PAGES: Final = 256
 """1 MiB."""
-STEPS_IN_LOG: Final = 32
-"""The write-ahead log is moved into the database after so many steps, so that it stays small."""
-SHORTEST_PAUSE_SECONDS: Final = 0.002
+CHECKPOINT_STEPS: Final = 32
+"""The write-ahead log is checkpointed after this many steps, so that it stays small."""
+MIN_PAUSE_SECONDS: Final = 0.002
 _INCREMENTAL: Final = 2
 
 
 def shrink(cursor: sqlite3.Cursor) -> None:
-    """Over a connection of its own that is in no transaction."""
+    """`cursor` is of a connection that nobody else uses, in no transaction."""
     if _number(cursor, "auto_vacuum") != _INCREMENTAL:
         _rewrite(cursor)
         return
@@ -32,16 +31,16 @@ def shrink(cursor: sqlite3.Cursor) -> None:
     left = _number(cursor, "freelist_count")
     while left > 0:
         started = time.perf_counter()
-        # Not `execute`: it takes one step of a statement without columns, and each step of this one frees a page.
-        cursor.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")
+        # Not `execute`, which takes a single step of a statement without columns: each step frees one page.
+        cursor.executescript(f"PRAGMA incremental_vacuum({STEP_PAGES})")
         steps += 1
-        if steps % STEPS_IN_LOG == 0:
-            _move_log(cursor)
-        time.sleep(max(SHORTEST_PAUSE_SECONDS, time.perf_counter() - started))
+        if steps % CHECKPOINT_STEPS == 0:
+            _checkpoint(cursor)
+        time.sleep(max(MIN_PAUSE_SECONDS, time.perf_counter() - started))
         before, left = left, _number(cursor, "freelist_count")
-        if left >= before:  # others free pages as fast as they are given back
+        if left >= before:  # others free pages as fast as these are returned
             break
-    _move_log(cursor)
+    _checkpoint(cursor)
 
 
 def _rewrite(cursor: sqlite3.Cursor) -> None:
@@ -54,8 +53,8 @@ def _rewrite(cursor: sqlite3.Cursor) -> None:
     cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
-def _move_log(cursor: sqlite3.Cursor) -> None:
-    """Waits for nobody."""
+def _checkpoint(cursor: sqlite3.Cursor) -> None:
+    """Without waiting for others."""
     cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 

@@ -1,8 +1,8 @@
-"""Keeping processes of an older version from writing to a database that was migrated while they had it open.
+"""Triggers that keep processes of an older version from writing to a database that was migrated under them.
 
-Triggers name an SQL function that only processes of this version define. SQLite looks for the functions of a table's
-triggers when it prepares a statement that writes to it, so that a process without the function can prepare none; the
-function is never called, and a row costs a third of a microsecond.
+The triggers name an SQL function that only processes of this version define. SQLite resolves the functions of a table's
+triggers when it prepares a statement that writes to the table, so a process without the function cannot prepare any.
+The function is never called, and a trigger costs a third of a microsecond per row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 
 _FUNCTION: Final = "upgrade_agentlightning_for_schema_"
-"""An older process shows this name to its user."""
+"""The error of an older process shows this name to its user."""
 _REFUSED: Final = re.compile(f"no such function: {_FUNCTION}(\\d+)")
 _PREFIX: Final = "guard_"
 TABLES: Final = ("attempts", "queues", "resources", "rollouts", "workers")
@@ -22,7 +22,7 @@ TABLES: Final = ("attempts", "queues", "resources", "rollouts", "workers")
 
 
 def allow(connection: sqlite3.Connection, version: int = SCHEMA_VERSION) -> None:
-    """Let this connection write to a store of a version."""
+    """Let a connection write to a store of this version."""
     connection.create_function(f"{_FUNCTION}{version}", 0, lambda: None)
 
 
@@ -43,6 +43,6 @@ def remove(connection: sqlite3.Connection) -> None:
 
 
 def refused_version(error: BaseException) -> int | None:
-    """The version of the schema that a connection was refused for."""
+    """The schema version for which a connection was refused; None for any other error."""
     found = _REFUSED.search(str(error)) if isinstance(error, sqlite3.OperationalError) else None
     return int(found[1]) if found else None

@@ -1,0 +1,1 @@
+"""Tables, statements, and the interface that a database backend implements."""

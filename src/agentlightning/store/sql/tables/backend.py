@@ -1,8 +1,8 @@
-"""What the store asks of a database: the interface that sqlite.py and postgres.py implement.
+"""The interface of a database backend, which sqlite/ and postgres/ implement.
 
-A `Database` knows how to find, check, open and explain one; a `Connection` is used by one thread at a time. Statements
-are written once in SQLAlchemy Core (statements.py) and compiled for each dialect when first used: running compiled SQL
-on the driver's own cursor costs a fraction of going through SQLAlchemy's connection, and a store does little else.
+A `Database` locates, prepares and opens a database, and explains its errors; a `Connection` is used by one thread at a
+time. Statements are written once in SQLAlchemy Core (statements.py) and compiled for each dialect on first use. They
+run on the driver's own cursor, which costs a fraction of SQLAlchemy's connection, and a store does little else.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Row = Sequence[Any]
 
 @dataclass(slots=True, eq=False)
 class Compiled:
-    """SQL for one dialect, and where each of its parameters comes from."""
+    """The SQL for one dialect, and the order of its parameters."""
 
     sql: str
     order: tuple[int, ...] | None
-    """For each parameter of the SQL, its index among the values given; None where that is the order given."""
+    """For each parameter of the SQL, the index of its value; None if the values are in order."""
 
     def arrange(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return values if self.order is None else tuple([values[index] for index in self.order])
@@ -34,17 +34,15 @@ class Compiled:
 
 @dataclass(slots=True, eq=False)
 class Statement:
-    """A statement of SQLAlchemy Core whose parameters are given in the order of `names`.
-
-    A list given for a parameter (of `schema.is_one_of`) goes to the driver in the way of its dialect.
-    """
+    """A statement of SQLAlchemy Core that takes its parameters in the order of `names`. A list is passed to the driver
+    in the form that `schema.in_list` expects in its dialect."""
 
     clause: ClauseElement
     names: tuple[str, ...] = ()
     _compiled: dict[str, Compiled] = field(default_factory=dict[str, Compiled])
 
     def compiled(self, dialect: Dialect) -> Compiled:
-        """Of a dialect whose parameters have positions (`?` or `%s`)."""
+        """For a dialect with positional parameters."""
         found = self._compiled.get(dialect.name)
         if found is None:
             found = self._compiled[dialect.name] = self._compile(dialect)
@@ -61,21 +59,21 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Insert:
-    """Many new rows of one table: each row holds the values of `columns`."""
+    """An INSERT of many rows, each with the values of `columns`."""
 
     table: Table
     columns: tuple[str, ...]
     unique: tuple[str, ...] = ()
-    """Where a row with the same values in these columns exists, it is left alone, except for `replace`."""
+    """If a row with the same values in these columns exists, only its columns in `replace` and `add` change."""
     replace: tuple[str, ...] = ()
-    """The columns that such a row takes over from the new one."""
+    """Columns that are set to the new value."""
     add: tuple[str, ...] = ()
-    """The columns in which such a row grows by the new one."""
+    """Columns to which the new value is added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """Many changed rows of one table: each row holds the values of `columns`, the first of which is `key`."""
+    """An UPDATE of many rows, each with the values of `columns`, the first of which is `key`."""
 
     table: Table
     columns: tuple[str, ...]
@@ -85,24 +83,24 @@ class Connection(Protocol):
     """One connection, used by one thread at a time. It raises the driver's own errors."""
 
     writer_id: str
-    """Where it counts (counts.py): "", or a name that no other connection which writes at the same time has."""
+    """Whose counters it adds to (session/counters.py): "" on a database with one writer, else a name of its own."""
 
     def begin(self, write: bool) -> None:
-        """Start a transaction. On SQLite, one that writes holds the only write lock from here on."""
+        """Begin a transaction. On SQLite, one that writes takes the only write lock."""
         ...
 
     def commit(self) -> None:
-        """What was written is durable when this returns."""
+        """The transaction is durable when this returns."""
         ...
 
     def rollback(self) -> None:
-        """Undo the transaction, if there is one."""
+        """Roll back the transaction, if there is one."""
         ...
 
     def close(self) -> None: ...
 
     def all(self, statement: Statement, *values: Any) -> list[Any]:
-        """Every row, as a tuple."""
+        """All rows, as tuples."""
         ...
 
     def run(self, statement: Statement, *values: Any) -> int:
@@ -110,111 +108,106 @@ class Connection(Protocol):
         ...
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
-        """The number of rows that are new or replaced. As few statements as the driver allows."""
+        """Insert in as few statements as the driver allows; returns the number of rows inserted or changed."""
         ...
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
-        """As few statements as the driver allows."""
+        """Update in as few statements as the driver allows."""
         ...
 
     def keys(self, table: Table, count: int) -> Sequence[int]:
-        """`count` fresh values for the column `key` of a table, ascending, above those given before. Within a
+        """Reserve `count` values for the column `key` of a table, ascending, above those reserved before. Within a
         transaction that writes."""
         ...
 
     def commit_in_order(self, table: Table) -> None:
-        """Before rows of `table` that the database gives their keys: other transactions that do so wait until this one
-        has ended, so that a row is never seen before one with a lower key."""
+        """To be called before an insert for which the database assigns the keys: other transactions that insert into
+        `table` wait until this one has ended, so that no row is visible before one with a lower key."""
         ...
 
     def check_files(self) -> None:
-        """Raises StoreLostError where the files of the database are no longer those that were opened."""
+        """Raises StoreLostError if the files of the database are no longer those that were opened."""
         ...
 
     def stable_key(self, table: Table) -> int:
-        """The highest key of `table` below which no row can appear any more that is not there now, for tables whose
-        rows have their keys from `keys`: what is read page by page in the order of keys must not go beyond. On a shared
-        database this waits for transactions under way, and begins the transaction, which must be one that only reads,
-        anew."""
+        """The highest key of `table` below which no further row can appear, for tables whose keys come from `keys`: a
+        page in order of keys must not go beyond it. On a shared database, this waits for running transactions, and
+        restarts the current one, which must be read-only."""
         ...
 
     def lock(self, table: Table) -> None:
-        """Nobody else writes to the table until the transaction ends."""
+        """Lock a table against writes by others until the transaction ends."""
         ...
 
     def sync_clock(self, clock: Clock) -> None:
-        """Say that a server is alive, and have `clock` show the steady time that all processes of the database agree
-        on. Within a transaction that writes; outside of any on databases that are `shared`, since the row it writes is
-        that of all servers."""
+        """Record that a server is alive, and set `clock` to the steady time that all processes of the database share.
+        Within a transaction that writes; on `shared` databases outside of any, as all servers write the same row."""
         ...
 
     def changed(self) -> bool:
-        """Whether another connection than this has written since the last call. Always True where that cannot be
-        known at less than the cost of reading again. Within a transaction, the answer holds until its end on
-        databases that are not `shared`."""
+        """Whether another connection has written since the last call. Always True where finding out would cost as much
+        as reading again. On databases that are not `shared`, the answer is valid until the end of the transaction."""
         ...
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
-        """Tell the listeners of other processes, once the transaction is committed: a rollout may be waiting to be
-        claimed; these rollouts have finished. Before `commit`. Nothing where they find out by themselves."""
+        """Notify the listeners of other processes with the commit: a rollout may be claimable, these rollouts have
+        finished. To be called before `commit`. Does nothing where other processes poll."""
         ...
 
     def size(self) -> int:
-        """Bytes the database takes."""
+        """The size of the database in bytes."""
         ...
 
     def vacuum(self) -> None:
-        """Give free space back to the system. Outside of a transaction."""
+        """Return free space to the file system. Outside of a transaction."""
         ...
 
 
 Wake = Callable[[bool, Sequence[str] | None], None]
-"""(a rollout may be waiting to be claimed, ids of rollouts that have finished; None: any may have)."""
+"""(a rollout may be claimable, ids of rollouts that have finished; None: any may have)."""
 
 
 class Listener(Protocol):
-    """Hears what other processes committed, in a thread of its own."""
+    """Receives notifications of other processes in a thread of its own."""
 
     def close(self) -> None: ...
 
 
 class Database(Protocol):
-    """One database, found by its URL. Making one opens nothing."""
+    """One database. Creating the object opens nothing."""
 
     name: str
-    """How errors call it, without any password."""
+    """Its name in errors, without any password."""
     dialect: Dialect
     shared: bool
-    """Several processes write at once, each locking the rows it works with: nothing read in one transaction holds in
-    the next. Otherwise there is one write lock, and `Connection.changed` tells whether what was read still holds."""
+    """Several processes write at once, each locking the rows it works with, so rows read in one transaction may be
+    outdated in the next. Otherwise there is one write lock, and `Connection.changed` tells whether they are."""
     single: bool
-    """There is one connection for everything (a database in memory)."""
+    """One connection serves everything (a database in memory)."""
     errors: ClassVar[tuple[type[Exception], ...]]
-    """What the driver raises."""
+    """The exceptions of the driver."""
 
     def prepare(self) -> None:
-        """Check that it is one of ours, make the tables where there are none, take an older one through the
-        migrations. Raises StoreError with the way out."""
+        """Check that it is a store, create the tables of a new one, migrate an older one. Raises StoreError."""
         ...
 
     def connect(self, read_only: bool) -> Connection:
-        """Raises StoreError with the way out."""
+        """Raises StoreError."""
         ...
 
     def listen(self, wake: Wake) -> Listener | None:
-        """Call `wake` from another thread after others committed. None: look at `Connection.changed` from time to
-        time instead."""
+        """Call `wake` from another thread when other processes commit. None: poll `Connection.changed` instead."""
         ...
 
     def explain(self, error: Exception) -> StoreError:
-        """The error to raise instead of one of the driver's."""
+        """The StoreError to raise instead of an error of the driver."""
         ...
 
     def is_fatal(self, error: BaseException) -> bool:
-        """The whole transaction failed, and trying its calls one by one would not help (disk full, connection lost);
-        otherwise one value of one call may be to blame."""
+        """Whether the whole transaction failed for a reason that no single command causes (disk full, connection
+        lost), so that running its commands one by one would not help."""
         ...
 
     def may_retry(self, error: BaseException) -> bool:
-        """The same transaction may succeed when tried again at once (a deadlock, a serialization failure)."""
+        """Whether the same transaction may succeed when retried at once (a deadlock, a serialization failure)."""
         ...

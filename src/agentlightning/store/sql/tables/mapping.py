@@ -38,7 +38,7 @@ def load_dict(text: str) -> dict[str, Any]:
 
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, struct.error)
-"""What reading a damaged row raises."""
+"""What decoding a damaged row raises."""
 
 
 def damaged(what: str, rollout_id: str, error: Exception) -> StoreError:
@@ -59,7 +59,7 @@ DEFAULT_CONFIG = RolloutConfig()
 
 
 def config_text(config: RolloutConfig) -> str | None:
-    """The configuration as JSON; None for the default one."""
+    """The configuration as JSON; None for the default."""
     return None if config is DEFAULT_CONFIG else _config_text(cast("Hashable", config))
 
 
@@ -75,7 +75,7 @@ def load_config(text: str | None) -> RolloutConfig:
 
 
 def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, Row]:
-    """A rollout that waits, and its columns after `key`. Raises ConfigError for what cannot be kept."""
+    """A queued rollout, and its columns after `key`. Raises ConfigError for what cannot be stored."""
     if request.rollout_id is not None:
         validation.check_new_id(request.rollout_id, "rollout_id")
     if request.resources_id is not None:
@@ -172,7 +172,7 @@ def make_attempt(
 ) -> Attempt:
     """`metadata` is JSON."""
     try:
-        notes = load_dict(metadata)
+        values = load_dict(metadata)
     except UNREADABLE as error:
         raise damaged(f"attempt {attempt_id!r} of rollout {rollout_id!r}", rollout_id, error) from error
     return Attempt(
@@ -184,7 +184,7 @@ def make_attempt(
         end_time,
         worker_id,
         heartbeat,
-        notes,
+        values,
     )
 
 
@@ -200,7 +200,7 @@ def to_attempt(rollout_id: str, row: Row) -> Attempt:
 
 
 def dump_resources(resources: NamedResources) -> str:
-    """The resources as JSON, checked against what a store can read back."""
+    """The resources as JSON, validated, and decoded once to be sure that a store can read them back."""
     try:
         checked = named_resources.validate_python(resources)
     except ValidationError as error:

@@ -1,8 +1,7 @@
-"""The tables of a store, and the SQL that makes them.
+"""The tables of a store and their DDL, with the SQL functions that differ between dialects.
 
 Rows refer to one another by an integer `key`, which is also the order of creation; callers see only text ids. JSON is
-text. Spans are rows of `span_packs` (packs.py says what is in one), long prompts are rows of `token_blocks`. Anything
-that differs between database dialects is said in this file and nowhere else.
+stored as text. Spans are rows of `span_packs` (see spans/codec.py), long prompts are rows of `token_blocks`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 SCHEMA_VERSION = 4
-"""Raised by one with each migration; see migrations/."""
+"""Incremented by each migration; see migrations/."""
 
 WAITING = text("status IN ('queuing', 'requeuing')")
 OPEN = text("status IN ('preparing', 'running')")
@@ -111,9 +110,9 @@ attempts = Table(
     ),
     Index("attempts_of_worker", "worker_id", sqlite_where=OPEN, postgresql_where=OPEN),
 )
-"""`last_span` is the highest sequence number given, `spans` and `bytes` are what its packs hold. `silence` is the time
-it may be silent, `silent_at` when that is over, `timeout_at` when its time is up; both on the steady clock. `claims` is
-how often its claim was answered: more than once where a caller repeated it."""
+"""`last_span` is the highest sequence number assigned, `spans` and `bytes` are the totals of its packs. `silence` is
+how long it may send no heartbeat, `silent_at` the deadline that follows from it, `timeout_at` the deadline of the
+attempt; both on the steady clock. `claims` is how often its claim was answered: more than once if it was repeated."""
 
 span_packs = Table(
     "span_packs",
@@ -128,8 +127,8 @@ span_packs = Table(
     Column("body", LargeBinary, nullable=False),
     Index("span_packs_of_attempt", "attempt_key", "first_sequence"),
 )
-"""`sequences` is a JSON list of sequence numbers where they do not simply count up from `first_sequence`, which is the
-lowest."""
+"""`first_sequence` is the lowest sequence number. `sequences` is a JSON list of all of them, unless they are
+consecutive."""
 
 token_blocks = Table(
     "token_blocks",
@@ -147,7 +146,7 @@ pack_blocks = Table(
     Column("digest", LargeBinary, primary_key=True),
     Index("pack_blocks_of_digest", "digest"),
 )
-"""Which chains of blocks a pack needs, by the digest of their last block."""
+"""The chains of blocks that a pack refers to, by the digest of their last block."""
 
 resources = Table(
     "resources",
@@ -159,7 +158,7 @@ resources = Table(
     Column("body", Text, nullable=False),
     Column("update_time", _Number),
 )
-"""`update_time` is when the body was last replaced; NULL: never."""
+"""`update_time` is when the body was last replaced, NULL if never."""
 
 workers = Table(
     "workers",
@@ -179,7 +178,7 @@ workers = Table(
         postgresql_where=text("lost_at IS NOT NULL"),
     ),
 )
-"""`lost_at` is when its lease runs out, on the steady clock."""
+"""`lost_at` is when its lease expires, on the steady clock."""
 
 queues = Table(
     "queues",
@@ -199,7 +198,8 @@ counts = Table(
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
-"""How many there are: `name` is a status, of the rollouts of `queue`, or what is counted whole. See counts.py."""
+"""`name` is a status of the rollouts of `queue`, or something counted in total. `shard` is the server that counts. See
+session/counters.py."""
 
 answered_calls = Table(
     "answered_calls",
@@ -210,8 +210,7 @@ answered_calls = Table(
     Column("answer", LargeBinary),
     Index("answered_calls_in_order", "answered_at"),
 )
-"""Calls that must not be done twice, by the idempotency key of their caller: a digest of the method and its arguments,
-and what was answered (null where that was too large to be kept)."""
+"""Calls with an idempotency key: a digest of their arguments, and their result (NULL if it was too large to store)."""
 
 clocks = Table(
     "clocks",
@@ -220,12 +219,17 @@ clocks = Table(
     Column("reading", _Number, nullable=False),
     Column("steady", _Number, nullable=False),
 )
-"""When a server was last alive: `steady` is the time of deadlines at that moment (clock.py), `reading` that of the
-machine's clock which nobody sets (SQLite) or of the database's own (PostgreSQL). One row, whose name is empty."""
+"""When a server was last alive: `steady` is the steady time at that moment (see clock.py), `reading` that of the
+machine's monotonic clock (SQLite) or of the database's own clock (PostgreSQL). One row, whose name is empty."""
+
+
+def columns(table: Table, *without: str) -> tuple[str, ...]:
+    """The names of the columns of a table."""
+    return tuple(name for name in table.columns.keys() if name not in without)  # noqa: SIM118
 
 
 def ddl(dialect: Dialect) -> list[str]:
-    """The statements that make an empty database into a store of SCHEMA_VERSION."""
+    """The statements that create a store of SCHEMA_VERSION in an empty database."""
     statements: list[str] = []
     for table in metadata.sorted_tables:
         statements.append(str(CreateTable(table).compile(dialect=dialect)))
@@ -234,11 +238,11 @@ def ddl(dialect: Dialect) -> list[str]:
     return statements
 
 
-# -- what the dialects say differently -------------------------------------------------------------------------------
+# -- functions that differ between dialects --------------------------------------------------------------------------
 
 
 class in_list(ColumnElement[bool]):  # noqa: N801  reads like a function in a query
-    """`column` is in a list given as parameter `name`: one statement for lists of every length."""
+    """`column` is in the list that is parameter `name`: one statement for lists of every length."""
 
     inherit_cache = False
 
@@ -260,7 +264,7 @@ def _one_of_array(element: in_list, compiler: Any, **options: Any) -> str:
 
 
 class contains_text(ColumnElement[bool]):  # noqa: N801
-    """The text in parameter `name` is part of `column`, letter for letter."""
+    """The text that is parameter `name` is a substring of `column`, case-sensitively."""
 
     inherit_cache = False
 
@@ -282,5 +286,5 @@ def _position(element: contains_text, compiler: Any, **options: Any) -> str:
 
 
 def param(name: str) -> BindParameter[Any]:
-    """A parameter whose name may be that of a column."""
+    """A parameter that may have the name of a column."""
     return bindparam(f"the_{name}")

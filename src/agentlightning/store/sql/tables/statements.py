@@ -1,4 +1,7 @@
-"""Every statement of the store, written once in SQLAlchemy Core for every dialect. See database.py for how they run."""
+"""Every statement about rollouts, attempts, resources, workers, queues, totals, idempotency keys, clocks and retention.
+
+Written once in SQLAlchemy Core for all dialects; see backend.py for how they are executed.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +31,16 @@ from agentlightning.store.sql.tables.schema import (
     answered_calls,
     attempts,
     clocks,
+    columns,
     contains_text,
     counts,
     in_list,
-    pack_blocks,
     param,
     queues,
     resources,
     rollouts,
-    span_packs,
-    token_blocks,
     workers,
 )
-
-
-def _columns(table: Table, *without: str) -> tuple[str, ...]:
-    return tuple(name for name in table.columns.keys() if name not in without)  # noqa: SIM118
-
 
 _zero = literal_column("0")
 
@@ -52,7 +48,7 @@ _zero = literal_column("0")
 
 ROLLOUT = tuple(rollouts.columns)
 
-INSERT_ROLLOUTS = Insert(rollouts, _columns(rollouts))
+INSERT_ROLLOUTS = Insert(rollouts, columns(rollouts))
 UPDATE_ROLLOUT_STATUS = Update(rollouts, ("key", "status", "end_time", "attempts"))
 UPDATE_ROLLOUTS = Update(
     rollouts,
@@ -84,13 +80,13 @@ _next = (
     .offset(_zero)
 )
 NEXT_WAITING = Statement(_next.with_for_update(skip_locked=True), ("the_queue", "the_priority", "the_key", "many"))
-"""(priority, key, rollout_id), from a place on, in the order of claiming; what others are claiming is passed over."""
+"""(priority, key, rollout_id) in claiming order from a position on, without the rows that another server has locked."""
 COUNT_OPEN = Statement(select(func.count()).where(OPEN, rollouts.c.queue == param("queue")), ("the_queue",))
 
 DELETE_ROLLOUTS = Statement(delete(rollouts).where(in_list(rollouts.c.key, "keys")), ("keys",))
 
 Filters = tuple[bool, bool, bool, bool, bool]
-"""Whether there is a filter by status, id, part of the id, queue, mode."""
+"""Which filters are used: status, id, part of the id, queue, mode."""
 
 
 def _filtered(query: Select[Any], filters: Filters, any_of: bool) -> tuple[Select[Any], list[str]]:
@@ -108,8 +104,7 @@ def _filtered(query: Select[Any], filters: Filters, any_of: bool) -> tuple[Selec
 
 
 def _ordered(query: Select[Any], table: Table, column: ColumnElement[Any] | None, descending: bool) -> Select[Any]:
-    """By a column, a missing value first; rows of the same value in order of creation. Descending, all of it turned
-    round."""
+    """Order by a column, NULL first, then by creation; descending reverses all of it."""
     last = table.c.key.desc() if descending else table.c.key
     if column is None:
         return query.order_by(last)
@@ -120,7 +115,7 @@ def _ordered(query: Select[Any], table: Table, column: ColumnElement[Any] | None
 def query_rollouts(
     filters: Filters, after: bool, field: str | None = None, descending: bool = False, any_of: bool = False
 ) -> Statement:
-    """The filters that are given, each a parameter; then the key of the last one seen, limit and offset."""
+    """Its parameters: one for each filter used, the key to continue after, limit and offset."""
     query, names = _filtered(select(*ROLLOUT), filters, any_of)
     if after:
         query = query.where(rollouts.c.key < param("key") if descending else rollouts.c.key > param("key"))
@@ -139,15 +134,15 @@ def count_rollouts(filters: Filters, any_of: bool = False) -> Statement:
 
 ATTEMPT = tuple(attempts.columns)
 
-INSERT_ATTEMPTS = Insert(attempts, _columns(attempts))
+INSERT_ATTEMPTS = Insert(attempts, columns(attempts))
 UPDATE_ATTEMPTS = Update(
-    attempts, _columns(attempts, "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
+    attempts, columns(attempts, "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
 )
 
 ATTEMPTS_AMONG = Statement(
     select(*ATTEMPT).where(in_list(attempts.c.rollout_key, "keys")).order_by(attempts.c.sequence_id), ("keys",)
 )
-"""Every attempt of some rollouts, by `sequence_id`."""
+"""The attempts of some rollouts, by `sequence_id`."""
 _owners = select(attempts.c.attempt_id, rollouts.c.rollout_id).join_from(
     attempts, rollouts, attempts.c.rollout_key == rollouts.c.key
 )
@@ -192,163 +187,11 @@ NEXT_SILENCE = Statement(select(func.min(attempts.c.silent_at)).where(text("sile
 
 DELETE_ATTEMPTS = Statement(delete(attempts).where(in_list(attempts.c.key, "keys")), ("keys",))
 
-# -- spans -----------------------------------------------------------------------------------------------------------
-
-INSERT_PACKS = Insert(span_packs, _columns(span_packs))
-INSERT_BLOCKS = Insert(token_blocks, _columns(token_blocks), unique=("digest",))
-INSERT_PACK_BLOCKS = Insert(pack_blocks, _columns(pack_blocks), unique=("pack_key", "digest"))
-
-IDS_OF = Statement(
-    select(span_packs.c.ids).where(span_packs.c.attempt_key == param("attempt")).order_by(span_packs.c.key),
-    ("the_attempt",),
-)
-
-_HEADER = (
-    span_packs.c.key,
-    span_packs.c.attempt_key,
-    span_packs.c.first_sequence,
-    span_packs.c.count,
-    span_packs.c.superseded,
-    span_packs.c.sequences,
-    span_packs.c.ids,
-)
-PACK = (*_HEADER, span_packs.c.body)
-
-PACKS_OF = Statement(
-    select(*PACK)
-    .where(span_packs.c.attempt_key == param("attempt"), span_packs.c.first_sequence >= param("from"))
-    .order_by(span_packs.c.first_sequence, span_packs.c.key)
-    .limit(bindparam("many"))
-    .offset(bindparam("skip")),
-    ("the_attempt", "the_from", "many", "skip"),
-)
-PACKS_AMONG = Statement(
-    select(*PACK)
-    .where(in_list(span_packs.c.attempt_key, "attempts"))
-    .order_by(span_packs.c.attempt_key, span_packs.c.first_sequence, span_packs.c.key),
-    ("attempts",),
-)
-HEADERS_OF = Statement(
-    select(*_HEADER)
-    .where(span_packs.c.attempt_key == param("attempt"))
-    .order_by(span_packs.c.first_sequence, span_packs.c.key),
-    ("the_attempt",),
-)
-"""Packs of an attempt without their bodies."""
-PACKS_BY_KEY = Statement(select(*PACK).where(in_list(span_packs.c.key, "keys")), ("keys",))
-
-LATEST_AMONG = Statement(
-    select(rollouts.c.rollout_id, attempts.c.key, attempts.c.attempt_id)
-    .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
-    .where(in_list(rollouts.c.rollout_id, "ids"), attempts.c.sequence_id == rollouts.c.attempts),
-    ("ids",),
-)
-
-_first = (
-    select(token_blocks.c.digest, token_blocks.c.parent)
-    .join_from(pack_blocks, token_blocks, token_blocks.c.digest == pack_blocks.c.digest)
-    .where(in_list(pack_blocks.c.pack_key, "packs"))
-    .cte("chain", recursive=True)
-)
-_parents = select(token_blocks.c.digest, token_blocks.c.parent).join_from(
-    _first, token_blocks, token_blocks.c.digest == _first.c.parent
-)
-_chain = _first.union(_parents)
-BLOCKS_OF = Statement(
-    select(token_blocks.c.digest, token_blocks.c.parent, token_blocks.c.ids).join_from(
-        _chain, token_blocks, token_blocks.c.digest == _chain.c.digest
-    ),
-    ("packs",),
-)
-"""(digest, parent, ids) of every block that some packs need."""
-
-
-def _not_named(digest: ColumnElement[Any]) -> ColumnElement[bool]:
-    """No pack that is there needs the chain that ends with a block. A scalar query, so that PostgreSQL looks each
-    digest up instead of joining the whole tables."""
-    one = literal_column("1")
-    naming = (
-        select(one)
-        .join_from(pack_blocks, span_packs, span_packs.c.key == pack_blocks.c.pack_key)
-        .where(pack_blocks.c.digest == digest)
-        .limit(one)
-        .offset(_zero)
-    )
-    return naming.correlate(token_blocks).scalar_subquery().is_(null())
-
-
-def _has_no_child(blocks: Table) -> ColumnElement[bool]:
-    child = token_blocks.alias("child")
-    one = literal_column("1")
-    found = select(one).where(child.c.parent == blocks.c.digest).limit(one).offset(_zero)
-    return found.correlate(blocks).scalar_subquery().is_(null())
-
-
-_is_unused = and_(_not_named(token_blocks.c.digest), _has_no_child(token_blocks))
-FIND_UNUSED_BLOCKS = Statement(
-    select(token_blocks.c.digest, _is_unused)
-    .where(token_blocks.c.digest > param("digest"))
-    .order_by(token_blocks.c.digest)
-    .limit(bindparam("many"))
-    .offset(_zero),
-    ("the_digest", "many"),
-)
-"""(digest, whether no pack and no other block needs it), from a digest on."""
-PARENT_OF_UNUSED = Statement(
-    select(token_blocks.c.parent).where(token_blocks.c.digest == param("digest"), _is_unused), ("the_digest",)
-)
-DELETE_BLOCK = Statement(delete(token_blocks).where(token_blocks.c.digest == param("digest")), ("the_digest",))
-
-_heads = select(pack_blocks.c.digest).where(in_list(pack_blocks.c.pack_key, "packs")).distinct().cte("heads")
-_idle_heads = (
-    select(token_blocks.c.digest, token_blocks.c.parent)
-    .join_from(_heads, token_blocks, token_blocks.c.digest == _heads.c.digest)
-    .where(_not_named(token_blocks.c.digest))
-    .cte("idle", recursive=True)
-)
-_idle = _idle_heads.union(
-    select(token_blocks.c.digest, token_blocks.c.parent)
-    .join_from(_idle_heads, token_blocks, token_blocks.c.digest == _idle_heads.c.parent)
-    .where(_not_named(token_blocks.c.digest))
-)
-_used_child = (
-    select(literal_column("1"))
-    .where(token_blocks.c.parent == _idle.c.digest, token_blocks.c.digest.not_in(select(_idle.c.digest)))
-    .limit(literal_column("1"))
-    .offset(_zero)
-    .correlate(_idle)
-    .scalar_subquery()
-)
-_parents_of_used = select(_idle.c.digest).where(_used_child.is_not(null())).cte("kept", recursive=True)
-_kept = _parents_of_used.union(
-    select(token_blocks.c.parent).join_from(
-        _parents_of_used, token_blocks, token_blocks.c.digest == _parents_of_used.c.digest
-    )
-)
-DELETE_BLOCKS_OF = Statement(
-    delete(token_blocks).where(
-        token_blocks.c.digest.in_(select(_idle.c.digest)), token_blocks.c.digest.not_in(select(_kept.c.digest))
-    ),
-    ("packs",),
-)
-"""The blocks that only some packs needed, which were deleted; their rows of `pack_blocks` are still there. Of the
-blocks that no pack names (`idle`), those with a descendant that is named are `kept`."""
-HAVE_BLOCKS = Statement(
-    select(pack_blocks.c.pack_key)
-    .where(in_list(pack_blocks.c.pack_key, "packs"))
-    .limit(literal_column("1"))
-    .offset(_zero),
-    ("packs",),
-)
-PACK_KEYS = Statement(select(span_packs.c.key).where(in_list(span_packs.c.attempt_key, "attempts")), ("attempts",))
-DELETE_PACKS = Statement(delete(span_packs).where(in_list(span_packs.c.key, "keys")), ("keys",))
-DELETE_PACK_BLOCKS = Statement(delete(pack_blocks).where(in_list(pack_blocks.c.pack_key, "keys")), ("keys",))
-
 # -- resources -------------------------------------------------------------------------------------------------------
 
 RESOURCES = tuple(column for column in resources.columns if column.name != "key")
 
-INSERT_RESOURCES = Insert(resources, _columns(resources, "key"))
+INSERT_RESOURCES = Insert(resources, columns(resources, "key"))
 FIND_RESOURCES = Statement(select(*RESOURCES).where(resources.c.resources_id == param("id")), ("the_id",))
 DELETE_RESOURCES = Statement(delete(resources).where(resources.c.resources_id == param("id")), ("the_id",))
 RESOURCES_KEY = Statement(select(resources.c.key).where(resources.c.resources_id == param("id")), ("the_id",))
@@ -360,7 +203,7 @@ LAST_VERSION = Statement(select(func.coalesce(func.max(resources.c.version), _ze
 
 @cache
 def query_resources(exact: bool, part: bool, field: str | None = None, descending: bool = False) -> Statement:
-    """The key to go on after, the filters by id that are given, limit and offset."""
+    """Its parameters: the key to continue after, one for each filter by id, limit and offset."""
     query, names = select(*RESOURCES).where(resources.c.key > param("key")), ["the_key"]
     if exact:
         query = query.where(resources.c.resources_id == param("id"))
@@ -386,7 +229,7 @@ CHANGE_RESOURCES = Statement(
 
 WORKER = tuple(column for column in workers.columns if column.name != "key")
 WRITE_WORKERS = Insert(
-    workers, _columns(workers, "key"), unique=("worker_id",), replace=_columns(workers, "key", "worker_id")
+    workers, columns(workers, "key"), unique=("worker_id",), replace=columns(workers, "key", "worker_id")
 )
 LOCK_WORKERS = Statement(
     select(*WORKER).where(in_list(workers.c.worker_id, "ids")).order_by(workers.c.worker_id).with_for_update(),
@@ -434,7 +277,7 @@ LIMITED_QUEUES = Statement(
 )
 # -- counts ----------------------------------------------------------------------------------------------------------
 
-ADD_COUNTS = Insert(counts, _columns(counts), unique=("shard", "name", "queue"), add=("number",))
+ADD_COUNTS = Insert(counts, columns(counts), unique=("shard", "name", "queue"), add=("number",))
 COUNTS_BY_NAME = Statement(select(counts.c.name, func.sum(counts.c.number)).group_by(counts.c.name))
 COUNTS_BY_QUEUE = Statement(
     select(counts.c.queue, func.sum(counts.c.number)).where(in_list(counts.c.name, "names")).group_by(counts.c.queue),
@@ -460,7 +303,7 @@ OLDEST_ANSWERED = Statement(
     .with_for_update(skip_locked=True),
     ("many",),
 )
-"""The oldest ones, but for those that another server is removing."""
+"""The oldest ones, without those that another server is removing."""
 DELETE_ANSWERED = Statement(delete(answered_calls).where(in_list(answered_calls.c.key, "keys")), ("keys",))
 
 # -- the clock -------------------------------------------------------------------------------------------------------
@@ -475,7 +318,7 @@ LAST_SIGN_OF_LIFE = Statement(
         "SELECT max(end_time) FROM attempts UNION ALL SELECT max(last_heartbeat_time) FROM workers) AS signs"
     )
 )
-"""When anything last happened in a database whose clock was not started yet."""
+"""When anything last happened in a database without a clock."""
 
 # -- retention -------------------------------------------------------------------------------------------------------
 
@@ -501,5 +344,5 @@ ROLLOUT_SIZES = Statement(
     .offset(_zero),
     ("the_time", "the_key", "many"),
 )
-"""(key, rollout_id, end_time, spans, bytes) of finished rollouts after a place, the one that ended first coming first.
-400 stands for the columns of fixed size."""
+"""(key, rollout_id, end_time, spans, bytes) of finished rollouts after a position, by end time. 400 is the size of the
+other columns."""
