@@ -219,7 +219,7 @@ async def test_an_attempts_key_names_it_and_no_other(guarded: Site) -> None:
     sent = request({}, {"attributes": ids}).SerializeToString()
     rejected, why = partial(await guarded.post(sent, authorization=f"Bearer {key}"))
     assert rejected == 1
-    assert "speaks for no other" in why
+    assert "may not send spans of another" in why
     assert len(await guarded.spans()) == 1
     assert await guarded.store.query_spans(other.rollout_id) == []
 

@@ -12,7 +12,7 @@ import pytest
 from agentlightning import span as names
 from agentlightning.ingest import unknown_traces
 from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.unknown_traces import QUEUE, Adopter, ids_of_trace
+from agentlightning.ingest.unknown_traces import QUEUE, UnknownTraces, ids_of_trace
 from agentlightning.rollouts import Rollout
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 from agentlightning.tracing.otlp.decode import Decoded, Request
@@ -46,7 +46,7 @@ async def adopted(store: LightningStoreBase, trace_id: str = TRACE) -> Rollout:
 
 async def test_each_unknown_trace_becomes_a_rollout(store: LightningStoreBase) -> None:
     async with receiver(store) as otlp:
-        refused = await otlp.take(Request([span("a", "b"), span("c", "d", OTHER), span("e", "b")]))
+        refused = await otlp.store_spans(Request([span("a", "b"), span("c", "d", OTHER), span("e", "b")]))
     assert not refused
     first, second = await store.query_rollouts()
     assert {first.queue, second.queue} == {QUEUE}
@@ -64,11 +64,11 @@ async def test_it_ends_as_its_root_does_and_keeps_what_it_was_asked(
     store: LightningStoreBase, status: str, ends: str
 ) -> None:
     async with receiver(store) as otlp:
-        await otlp.take(Request([span("child", "root")]))
-        await otlp.take(Request([span("root", status=status, attributes={names.OPERATION_INPUT: "6 x 7?"})]))
+        await otlp.store_spans(Request([span("child", "root")]))
+        await otlp.store_spans(Request([span("root", status=status, attributes={names.OPERATION_INPUT: "6 x 7?"})]))
         rollout = await adopted(store)
         assert (rollout.status, rollout.input) == (ends, "6 x 7?")
-        await otlp.take(Request([span("late", "root"), span("root", status=status)]))
+        await otlp.store_spans(Request([span("late", "root"), span("root", status=status)]))
     assert (await adopted(store)).status == ends
     kept = await store.query_spans(rollout.rollout_id)
     assert [one.span_id for one in kept] == ["child", "root", "late"]
@@ -78,13 +78,13 @@ async def test_it_ends_as_its_root_does_and_keeps_what_it_was_asked(
 async def test_rewards_in_a_trace_are_rewards_of_the_rollout(store: LightningStoreBase) -> None:
     reward = span("reward", "root", attributes={names.SCORE_VALUE: 0.5})._replace(name=names.REWARD)
     async with receiver(store) as otlp:
-        await otlp.take(Request([reward, span("root")]))
+        await otlp.store_spans(Request([reward, span("root")]))
     kept = await store.query_spans((await adopted(store)).rollout_id, name=names.REWARD)
     assert [one.attributes[names.SCORE_VALUE] for one in kept] == [0.5]
 
 
 async def test_a_trace_without_a_root_ends_when_it_is_silent(store: LightningStoreBase) -> None:
-    adopter = Adopter(store, idle_seconds=0.05)
+    adopter = UnknownTraces(store, idle_seconds=0.05)
     await adopter.start()
     try:
         ((rollout_id, attempt_id), _) = (await adopter.adopt([span("a", "b")]))[0]
@@ -99,11 +99,11 @@ async def test_a_trace_without_a_root_ends_when_it_is_silent(store: LightningSto
 
 async def test_open_traces_are_bounded(store: LightningStoreBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unknown_traces, "MAX_OPEN", 2)
-    monkeypatch.setattr(unknown_traces, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(unknown_traces, "CHECK_SECONDS", 0.01)
     async with receiver(store) as otlp:
         traces = [f"{number + 1:032x}" for number in range(5)]
         for trace_id in traces:
-            await otlp.take(Request([span("a", "b", trace_id)]))
+            await otlp.store_spans(Request([span("a", "b", trace_id)]))
         oldest = [ids_of_trace(trace_id)[0] for trace_id in traces[:3]]
         assert len(await store.wait_for_rollouts(rollout_ids=oldest, timeout=10)) == 3
     assert [(await adopted(store, trace_id)).status for trace_id in traces[3:]] == ["running"] * 2
@@ -112,18 +112,18 @@ async def test_open_traces_are_bounded(store: LightningStoreBase, monkeypatch: p
 async def test_another_server_takes_up_what_is_open(tmp_path: Path) -> None:
     store = LightningStore(tmp_path / "store.db")
     async with receiver(store) as otlp:
-        await otlp.take(Request([span("a", "root")]))
+        await otlp.store_spans(Request([span("a", "root")]))
     await store.close()
     store = LightningStore(tmp_path / "store.db")
     async with receiver(store) as otlp:
-        await otlp.take(Request([span("root")]))
+        await otlp.store_spans(Request([span("root")]))
     assert (await adopted(store)).status == "succeeded"
     await store.close()
 
 
 async def test_two_requests_of_one_trace_at_once_are_one_rollout(store: LightningStoreBase) -> None:
     async with receiver(store) as otlp:
-        await asyncio.gather(*(otlp.take(Request([span(str(number), "root")])) for number in range(8)))
+        await asyncio.gather(*(otlp.store_spans(Request([span(str(number), "root")])) for number in range(8)))
     assert len(await store.query_rollouts()) == 1
     assert len(await store.query_attempts((await adopted(store)).rollout_id)) == 1
     assert len(await store.query_spans((await adopted(store)).rollout_id)) == 8
@@ -133,6 +133,6 @@ async def test_spans_of_known_rollouts_stay_with_them(store: LightningStoreBase)
     started = await store.start_rollout({})
     ids = {"agentlightning.rollout_id": started.rollout_id, "agentlightning.attempt_id": started.attempt.attempt_id}
     async with receiver(store) as otlp:
-        await otlp.take(Request([span("root", attributes=ids)]))
+        await otlp.store_spans(Request([span("root", attributes=ids)]))
     (rollout,) = await store.query_rollouts()
     assert (rollout.rollout_id, rollout.status) == (started.rollout_id, "running")

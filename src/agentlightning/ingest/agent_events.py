@@ -1,8 +1,8 @@
-"""Events: what agents in any language post to their own attempt.
+"""Receives events that agents in any language post to their own attempt.
 
 An event is `{"event_type": "reward", "data": {"value": 1.0}}`. A reward becomes a reward span; any other type becomes
-a span of that name with its data as attributes, but for what only the gateway records. The caller proves with its key
-that the attempt is its own; what comes after the attempt has ended is kept, marked, and counts for nothing.
+a span of that name with its data as attributes, except those that only the gateway may set. The key in the request must
+be that of the attempt. Events after the end of the attempt are stored with a mark, and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _EVENT_PATHS: Final = (
 
 
 class EventError(RequestError):
-    """An event that cannot be understood."""
+    """An invalid event."""
 
 
 class KeyRefusedError(RequestError):
-    """A key that is missing or not this attempt's."""
+    """A key that is missing, or not that of the attempt."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 401)
 
 
 def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
-    """Routes for a Starlette application; `secret` is the one the attempts' keys are made with."""
+    """Routes for a Starlette application; `secret` signs the keys of attempts."""
 
     async def post_event(request: Request) -> Response:
         rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
@@ -53,34 +53,34 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
             _check_key(request, secret, rollout_id, attempt_id)
             span = read_event(await _body(request), rollout_id, attempt_id)
             span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
-            kept = await store.add_span(span)
+            stored = await store.add_span(span)
         except AgentLightningError as error:
-            return _refusal(error)
-        marks = {name: bool(kept.attributes.get(mark)) for name, mark in _MARKS.items()}
-        return _json({"span_id": kept.span_id, "sequence_id": kept.sequence_id, **marks})
+            return _error_response(error)
+        marks = {name: bool(stored.attributes.get(mark)) for name, mark in _MARKS.items()}
+        return _json_response({"span_id": stored.span_id, "sequence_id": stored.sequence_id, **marks})
 
     return [Route(path, post_event, methods=["POST"]) for path in _EVENT_PATHS]
 
 
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
-    """The span of a posted event. Raises EventError, or RewardError on a reward that cannot be used."""
+    """The span for a posted event. Raises EventError, or RewardError if the reward is invalid."""
     try:
         event = orjson.loads(body)
-        orjson.dumps(event)  # what is nested too deeply can be read, and not be kept
+        orjson.dumps(event)  # deeply nested JSON can be parsed, but not written
     except orjson.JSONDecodeError as error:
         raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
     except orjson.JSONEncodeError as error:
-        raise EventError(f"the event cannot be kept: {error}; send flatter values") from None
+        raise EventError(f"the event cannot be stored: {error}; send flatter values") from None
     kind = event.get("event_type") if isinstance(event, dict) else None
     if not isinstance(kind, str) or not kind:
         raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
-    name, attributes = _meaning(kind, event.get("data"))
+    name, attributes = _name_and_attributes(kind, event.get("data"))
     now, trace_id = time.time(), trace_id_of(attempt_id) or new_trace_id()
     return Span(rollout_id, attempt_id, name, now, now, trace_id=trace_id, span_id=new_span_id(), attributes=attributes)
 
 
-def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
-    """(name of the span, its attributes)."""
+def _name_and_attributes(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
+    """The (name, attributes) of the span."""
     if kind == "reward":
         return names.REWARD, _reward(data.get("value") if isinstance(data, dict) else data)
     attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
@@ -93,16 +93,16 @@ def _meaning(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
 
 def _reward(value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _usable(key, value[key]) for key in value}}
-    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _usable("value", value)}
+        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _checked(key, value[key]) for key in value}}
+    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _checked("value", value)}
 
 
-def _usable(name: str, value: Any) -> float:
+def _checked(name: str, value: Any) -> float:
     reward = None if isinstance(value, bool) else usable_reward(value)
     if reward is None:
         shown = orjson.dumps(value).decode()[:80]
         raise RewardError(
-            f"the reward {name}={shown} is no number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
+            f"the reward {name}={shown} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
         )
     return reward
 
@@ -124,9 +124,9 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(error: AgentLightningError) -> Response:
+def _error_response(error: AgentLightningError) -> Response:
     return Response(encode(error_response(error)), status_of(error), media_type="application/json")
 
 
-def _json(content: dict[str, Any]) -> Response:
+def _json_response(content: dict[str, Any]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
