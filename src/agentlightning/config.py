@@ -26,13 +26,13 @@ class DataConfig(Section):
     train: str | None = None
     """Tasks to learn from: a JSONL, JSON or Parquet file, or a saved `datasets` directory."""
     validation: str | None = None
-    """Tasks to choose the best checkpoint by; without a file, a share of the training tasks."""
+    """Tasks that choose the best checkpoint; without a file, a share of the training tasks."""
     held_out: str | None = None
     """Tasks to measure the gain on; without a file, a share of the training tasks."""
     validation_share: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the training tasks set aside for validation where there is no file."""
+    """Share of the training tasks that is split off for validation if there is no file."""
     held_out_share: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the training tasks set aside for the final measurement where there is no file."""
+    """Share of the training tasks that is split off for the final measurement if there is no file."""
 
 
 class WarmStartConfig(Section):
@@ -45,7 +45,7 @@ class WarmStartConfig(Section):
     dataset: str | None = None
     """Conversations: a JSONL file with `messages` and, where tools are used, `tools`. None: no warm start."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates; None: once through the data."""
+    """Updates. None: one pass through the data."""
     batch_size: int = Field(default=16, ge=1)
     """Conversations in each update."""
     shuffle: bool = True
@@ -54,7 +54,7 @@ class WarmStartConfig(Section):
     """How weights are updated."""
 
     @model_validator(mode="after")
-    def _the_warmup_ends(self) -> Self:
+    def _check_warmup(self) -> Self:
         if self.steps is not None:
             self.optimizer.check_warmup(self.steps)
         return self
@@ -68,26 +68,26 @@ class RunnerConfig(Section):
     """
 
     concurrency: int = Field(default=64, ge=1)
-    """Rollouts under way at once in each host."""
+    """Rollouts that each host runs at the same time."""
     hosts: int = Field(default=1, ge=0)
-    """Processes that run Python agents; 0: none here, the agent is run by `agl runner` on the store's server."""
+    """Processes that run Python agents. 0: none here; `agl runner` runs the agent on the store's server."""
     queue: str | None = None
-    """The queue that rollouts wait in. None: with runners elsewhere that of their mode, train or val; with a runner
-    here, in a store that others use too, a private one of the run."""
+    """The queue of the rollouts. None: with runners elsewhere that of their mode, train or val; with a runner here and
+    a store that others use too, a private queue of the run."""
     fresh_process: bool = False
-    """A process of its own for each attempt, forked from one that has imported the agent; `hosts` is ignored then."""
+    """Run each attempt in its own process, forked from one that has imported the agent; `hosts` is then ignored."""
     timeout_seconds: float = Field(default=120.0, gt=0)
-    """An attempt that takes longer is ended."""
+    """An attempt that takes longer is stopped."""
     max_attempts: int = Field(default=2, ge=1)
-    """How often a rollout is tried in all."""
+    """The number of attempts that a rollout may have."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """Training stops when a larger share of a step's rollouts has failed for good."""
+    """Training stops if a larger share of a step's rollouts has failed in all attempts."""
     cwd: str | None = None
-    """Where agents run; None: where training was started."""
+    """The working directory of agents. None: the one that training was started in."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Environment variable -> key of the task, for agents that read their task from the environment."""
     hide: tuple[str, ...] = ()
-    """Keys of the task that only the reward function is given, such as the right answer."""
+    """Keys of the task that only the reward function sees, such as the correct answer."""
 
 
 class EvaluationConfig(Section):
@@ -98,7 +98,7 @@ class EvaluationConfig(Section):
     """
 
     every: int = Field(default=10, ge=0)
-    """Validate after this many steps; 0: never."""
+    """Steps between validations. 0: none."""
     tasks: int | None = Field(default=64, ge=1)
     """Validation tasks used each time; None: all."""
     held_out_tasks: int | None = Field(default=None, ge=1)
@@ -117,9 +117,9 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of the data order, the splits and the sampling."""
     checkpoint_every: int = Field(default=1, ge=1)
-    """Steps between checkpoints: what a crash can cost."""
+    """Steps between checkpoints: the work that a crash can cost."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep beside the best one."""
+    """The number of newest checkpoints to keep, beside the best one."""
     max_staleness: int = Field(default=0, ge=0)
     """Steps by which rollouts may be older than the weights that learn from them: the rollouts of so many further steps
     run while a step trains. 0: each step runs its own."""
@@ -128,7 +128,8 @@ class RunConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port the gateway listens on; 0: any free one."""
     public_url: str | None = None
-    """Where runners on other machines reach the gateway, like http://trainer.example:8000; None: at host and port."""
+    """The URL at which runners on other machines reach the gateway, like http://trainer.example:8000. None: host and
+    port."""
 
 
 class TrainConfig(Section):
@@ -152,10 +153,10 @@ class TrainConfig(Section):
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised learning first."""
     algorithm: LightningRLConfig = Field(default_factory=LightningRLConfig)
-    """How it learns."""
+    """The algorithm."""
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
     """How agents are run."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """How the result is measured."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
-    """Where model calls go that are not the policy's, and what they may cost."""
+    """Routes of model calls to other models than the policy, and their budgets."""

@@ -19,7 +19,7 @@ from agentlightning.resources import LLM, NamedResources
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.task import load_dataset
-from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, unless_it_ends
+from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
 from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
@@ -113,7 +113,7 @@ async def _evaluate(
             on_progress=progress.update,
             on_collected=lambda collected: _name_first(collector, collected, progress),
         )
-        return await unless_it_ends(runner, work)
+        return await run_beside(runner, work)
 
 
 async def _name_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:

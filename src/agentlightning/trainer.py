@@ -32,8 +32,8 @@ from agentlightning.training.agent_runner import (
     load_agent,
     make_runner,
     queue_of,
-    say_where_no_runner_is,
-    unless_it_ends,
+    report_missing_runners,
+    run_beside,
 )
 from agentlightning.training.build import (
     make_collector,
@@ -169,7 +169,7 @@ class Trainer:
                         runner, run = await stack.enter_async_context(wired)
                         if changed_rewards:
                             await self._begin_revision(run.account)
-                    return await unless_it_ends(runner, self._fit(algorithm, run))
+                    return await run_beside(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
 
@@ -320,7 +320,7 @@ class Trainer:
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
             if runner is None:
-                waiting = say_where_no_runner_is(self.store or store, state.run_id, self.progress.note)
+                waiting = report_missing_runners(self.store or store, state.run_id, self.progress.note)
                 stack.enter_context(in_background(waiting))
             else:
                 await account.collector.recover(state.run_id, "the process that ran it ended")

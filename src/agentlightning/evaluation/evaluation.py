@@ -1,8 +1,8 @@
-"""Evaluation: how good an agent is on tasks, as a number that knows its uncertainty.
+"""Evaluation: the rewards of an agent on tasks, their mean and its confidence interval.
 
-A task whose rollout failed or gave no reward is part of the result: it is counted by its reason, never read as 0.0,
-and the interval holds whatever reward it would have had. Where one number must decide (a comparison, the choice of a
-checkpoint), such a task counts as the lowest reward, so that an agent that crashes never beats one that answers.
+A task whose rollout failed or gave no reward is part of the result: it is counted by its reason, never as 0.0, and the
+interval covers any reward it could have had. Where one number must decide (a comparison, the choice of a checkpoint),
+such a task counts as the lowest reward, so that an agent that crashes never beats one that answers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Evaluation:
     """
 
     rewards: tuple[float | None, ...]
-    """One for each task, in the order of the tasks; None: the rollout failed, or gave no reward that can be used."""
+    """One for each task, in the order of the tasks. None: the rollout failed, or gave no usable reward."""
     seconds: float = 0.0
     reasons: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many tasks have no reward, for each reason: `failed`, `missing_reward`, `bad_reward` ..."""
+    """The number of tasks without a reward by reason: `failed`, `missing_reward`, `bad_reward` ..."""
 
     @property
     def known(self) -> list[float]:
@@ -53,7 +53,7 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
-        """The mean reward over the tasks that have one. Raises RewardError when none has."""
+        """The mean reward over the tasks that have one. Raises RewardError if none has."""
         if not self.known:
             counted = f" ({describe_reasons(self.reasons)})" if self.reasons else ""
             raise RewardError(f"none of {len(self.rewards)} tasks has a reward{counted}; {WITHOUT_REWARD}")
@@ -61,13 +61,13 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """The mean with every task that has no reward at the lowest one possible: 0 where rewards lie between 0 and 1,
-        else the lowest one seen. Equals `mean` where every task has a reward. Raises RewardError when none has."""
+        """The mean with the lowest possible reward for tasks without one: 0 if rewards lie between 0 and 1, else the
+        lowest one seen. Equals `mean` if every task has a reward. Raises RewardError if none has."""
         return lowest_means(self.rewards)[0] if self.missing and self.known else self.mean
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% confidence interval of the mean over all tasks, whatever reward those without one would have had."""
+        """95% confidence interval of the mean over all tasks, for any rewards that those without one could have had."""
         return mean_interval(self.rewards)
 
     def __float__(self) -> float:
@@ -105,7 +105,7 @@ def compare(before: Evaluation, after: Evaluation) -> Gain:
 
 
 def gain_of(before: Evaluation, after: Evaluation) -> Gain:
-    """The same, where nothing may be comparable: its numbers are then NaN."""
+    """Like `compare`, but with NaN instead of an error if no task can be compared."""
     if any(b is not None and a is not None for b, a in zip(before.rewards, after.rewards, strict=True)):
         return compare(before, after)
     return Gain(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, before.missing, after.missing)

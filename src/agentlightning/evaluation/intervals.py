@@ -1,4 +1,4 @@
-"""How sure we are of a mean: confidence intervals that stay honest when every value seen is the same. Pure.
+"""Confidence intervals of means, which keep some width when all values are equal. Pure.
 
 The interval is Student's, after adding two imaginary tasks to those measured: one with the worst value possible and
 one with the best. With n values x in [low, high], and N = n + 2:
@@ -8,8 +8,8 @@ one with the best. With n values x in [low, high], and N = n + 2:
 
 Pseudo-observations are the correction of Agresti and Coull (The American Statistician 52, 1998) for a proportion, and
 of Agresti and Caffo (54, 2000) and Agresti and Min (Statistics in Medicine 24, 2005) for differences, applied to any
-bounded value. 128 tasks of equal gain then have an interval of some width, as they should: a task in a hundred that
-behaves otherwise is easily missed. A bootstrap of those 128 would claim certainty.
+bounded value. The interval of 128 equal gains then has some width, as it should: a task in a hundred that behaves
+differently is easily missed. A bootstrap of those 128 would claim certainty.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Gain:
     gain: float
     """Mean of the paired differences."""
     interval: Interval
-    """Confidence interval of the mean paired difference, whatever reward the tasks without one would have had."""
+    """Confidence interval of the mean paired difference, for any rewards that tasks without one could have had."""
     tasks: int
-    """With a reward before and after: those of the means."""
+    """The number of tasks with a reward both before and after, which the means are of."""
     missing_before: int = 0
-    """Tasks without a reward before: their rollouts failed, or gave none."""
+    """The number of tasks without a reward before: their rollouts failed, or gave none."""
     missing_after: int = 0
 
 
@@ -50,10 +50,10 @@ def paired_gain(
 ) -> Gain:
     """The mean of after - before, task by task, with its confidence interval.
 
-    None is a task without a reward. The means are those of the tasks with both; the interval holds whatever reward
-    within the bounds the others would have had. `bounds`: the lowest and highest reward possible; None as in
-    `mean_interval`. Raises RewardError when there is no pair, when the numbers of tasks differ, or for a reward that is
-    not finite or out of bounds.
+    None is a task without a reward. The means are those of the tasks with both rewards; the interval covers any rewards
+    within the bounds that the others could have had. `bounds`: the lowest and highest possible reward; None as in
+    `mean_interval`. Raises RewardError if there is no pair, if the numbers of tasks differ, or for a reward that is not
+    finite or out of bounds.
     """
     if len(before) != len(after):
         raise RewardError(f"{len(before)} rewards before and {len(after)} after make no pairs; measure the same tasks")
@@ -76,10 +76,10 @@ def paired_gain(
 
 
 def mean_interval(values: Sequence[float | None], confidence: float = 0.95, bounds: Interval | None = None) -> Interval:
-    """Confidence interval of the mean; whatever value within the bounds stands for None.
+    """Confidence interval of the mean, where None may be any value within the bounds.
 
-    `bounds`: the lowest and highest value possible. None: 0 and 1 where all values lie in between, else the lowest and
-    highest value seen. Raises RewardError when there is no value, or for one that is not finite or out of bounds.
+    `bounds`: the lowest and highest possible value. None: 0 and 1 if all values lie in between, else the lowest and
+    highest value seen. Raises RewardError if there is no value, or for one that is not finite or out of bounds.
     """
     low, high = _bounds([value for value in values if value is not None], bounds)
     least, most = [_or(value, low) for value in values], [_or(value, high) for value in values]
@@ -87,8 +87,8 @@ def mean_interval(values: Sequence[float | None], confidence: float = 0.95, boun
 
 
 def lowest_means(*groups: Sequence[float | None]) -> list[float]:
-    """The mean of each group with the lowest reward possible for None: 0 where all values of all groups lie between 0
-    and 1, else the lowest one seen. -inf for all where there is no value."""
+    """The mean of each group with the lowest possible reward for None: 0 if the values of all groups lie between 0 and
+    1, else the lowest one seen. -inf for all groups if there is no value."""
     known = [value for group in groups for value in group if value is not None]
     if not known:
         return [-math.inf] * len(groups)

@@ -18,9 +18,9 @@ class PolicyConfig(Section):
     """
 
     model: str = "tiny"
-    """A directory (or hub name) that transformers loads; `tiny` makes a small one from the run's texts."""
+    """A directory (or hub name) that transformers loads. `tiny`: a small new model with random weights."""
     name: str = "policy"
-    """The model name agents may ask for; any other name is served by it too."""
+    """The model name that agents may use; the policy also answers calls for any other name."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -29,7 +29,7 @@ class PolicyConfig(Section):
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch. More than one is slower whenever the machine is busy with anything else."""
     max_batch_size: int = Field(default=128, ge=1)
-    """Answers sampled at once; further calls wait."""
+    """Answers sampled at the same time; further calls wait."""
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
     tool_calls: str | None = None
@@ -38,10 +38,12 @@ class PolicyConfig(Section):
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     in_flight: bool = False
-    """Answers under way go on across an update, each token with the version that drew it; false: they finish first."""
+    """Answers in progress continue across an update, each token with the version that sampled it. false: they finish
+    first."""
     drain_seconds: float | None = Field(default=None, ge=0)
-    """Seconds an update waits for answers under way, before those left go on across it; None: until they finish."""
+    """Seconds that an update waits for answers in progress before the rest continue across it. None: until they
+    finish."""
     engine: Literal["local", "vllm", "sglang"] = "local"
-    """What samples: local, the process that trains; vllm or sglang, servers that get its weights after each update."""
+    """What samples: local, the training process; vllm or sglang, servers that get the weights after each update."""
     servers: ServersConfig = Field(default_factory=ServersConfig)
-    """These servers: joined, or started here."""
+    """Model servers: their addresses, or how to start them."""

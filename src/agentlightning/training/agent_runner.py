@@ -1,4 +1,4 @@
-"""The runner of a training run or an evaluation: made from its settings, with the agent loaded."""
+"""The runner of a training run or an evaluation: made from its settings, with its agent loaded."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 NO_AGENT = "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
 IDLE_SECONDS = 10.0
-"""How long rollouts wait for a runner elsewhere before the run says that there is none."""
+"""The time that rollouts wait for a runner elsewhere before the run reports that there is none."""
 
 
 def credentials(shared: LightningStoreBase | None = None) -> tuple[str, str]:
-    """The access token of a run's own server and the secret of its attempts' keys: agents have neither, so that none
-    can read or change what is not its own.
+    """The access token of a run's own server, and the secret that signs its attempts' keys. Agents have neither, so
+    that none can read or change the data of another.
 
-    With a `shared` store, attempts are run by runners of its server, too: their keys are signed with its token.
+    With a `shared` store, runners of its server run attempts, too: keys are signed with that server's token.
     """
     token = secrets.token_urlsafe(24)
     if shared is None:
         return token, attempt_secret(token)
-    known = shared.token if isinstance(shared, LightningStoreClient) else os.environ.get("AGL_TOKEN")
-    return token, attempt_secret(known or None)
+    shared_token = shared.token if isinstance(shared, LightningStoreClient) else os.environ.get("AGL_TOKEN")
+    return token, attempt_secret(shared_token or None)
 
 
 def make_runner(
@@ -73,8 +73,8 @@ def make_runner(
 async def load_agent(
     runner: Runner | None, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0, *, policy: bool
 ) -> socket.socket:
-    """Import the agent in its own process, and meanwhile, where there will be a `policy`, what is heavy in this one. It
-    may make a client of its model already: the address that this leads to is taken, and returned."""
+    """Import the agent in its own process and, if there will be a `policy`, torch in this one at the same time. Returns
+    the bound socket of the server, because an agent may make a client with its address when it is imported."""
     listener = listen(host, port)
     stack.callback(listener.close)
     if runner is None:
@@ -96,7 +96,7 @@ def rollout_config(config: RunnerConfig) -> RolloutConfig:
 
 
 def check_runners(config: TrainConfig, store: LightningStoreBase | None, agent: Any, reward: Any) -> None:
-    """Raises ConfigError where rollouts would be run by nobody, or by those who cannot."""
+    """Raises ConfigError if no runner would run the rollouts, or none that can."""
     if config.runner.hosts:
         if agent is None:
             raise ConfigError(NO_AGENT)
@@ -120,7 +120,7 @@ def check_runners(config: TrainConfig, store: LightningStoreBase | None, agent: 
 
 
 def queue_of(config: RunnerConfig, store: LightningStoreBase | None, run_id: str) -> str | None:
-    """Where a run's rollouts wait: apart from those of others, where others claim from the same store."""
+    """The queue of a run's rollouts: a private one, if others claim from the same store."""
     if config.queue is not None or store is None or config.hosts == 0:
         return config.queue
     return f"{PRIVATE_QUEUE}run-{run_id}"
@@ -128,7 +128,7 @@ def queue_of(config: RunnerConfig, store: LightningStoreBase | None, run_id: str
 
 @contextmanager
 def in_background(work: Coroutine[Any, Any, None]) -> Generator[None]:
-    """`work` goes on while the body runs."""
+    """Run `work` while the body runs."""
     task = asyncio.ensure_future(work)
     try:
         yield
@@ -136,25 +136,25 @@ def in_background(work: Coroutine[Any, Any, None]) -> Generator[None]:
         task.cancel()
 
 
-async def say_where_no_runner_is(store: LightningStoreBase, run_id: str, say: Callable[[str], None]) -> None:
-    """Look now and then whether a run's rollouts wait while nobody works on them, and say so once each time."""
-    said = False
+async def report_missing_runners(store: LightningStoreBase, run_id: str, report: Callable[[str], None]) -> None:
+    """Report, once each time, that rollouts of a run wait while no runner works on them."""
+    reported = False
     while True:
         await asyncio.sleep(IDLE_SECONDS)
         own: dict[str, Any] = {"rollout_id_contains": run_id, "limit": 1}
         waiting = await store.query_rollouts(status_in=["queuing", "requeuing"], **own)
         idle = bool(waiting) and not await store.query_rollouts(status_in=["preparing", "running"], **own)
-        if idle and not said:
+        if idle and not reported:
             server = store.url if isinstance(store, LightningStoreClient) else "URL"
-            say(
+            report(
                 f"rollouts of this run wait in the queue {waiting[0].queue!r} and no runner works on them; start one:"
                 f" agl runner --server {server} --queue {waiting[0].queue} --agent ..."
             )
-        said = idle
+        reported = idle
 
 
-async def unless_it_ends(runner: Runner | None, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; raises the runner's error if that ends first."""
+async def run_beside(runner: Runner | None, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises the runner's error if the runner ends first."""
     if runner is None:
         return await work
     working, ended = asyncio.ensure_future(work), asyncio.ensure_future(runner.wait())

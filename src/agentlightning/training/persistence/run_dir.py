@@ -1,16 +1,16 @@
-"""The run directory: everything a run knows, in one place, so that it continues from any crash.
+"""The run directory: all that a run needs to continue after any crash.
 
     config.toml        the resolved configuration
     data/              the tasks: train.jsonl, validation.jsonl, held_out.jsonl
     store.db           rollouts, attempts, spans, resources
     start/             the starting policy (after the warm start)
-    checkpoints/       step-000012/ ...: weights and training state; the last ones and the best are kept
-    state.json         where the run is; written last, atomically: a crash leaves the old one
+    checkpoints/       step-000012/ ...: weights, training state, published resources; the last ones and the best
+    state.json         the run's position; written last and atomically, so a crash leaves the old one
     metrics.jsonl      one line for each step
     changes.jsonl      one line for each resume that changed settings
-    curve.png, report.json, checkpoint/    what comes out at the end
+    curve.png, report.json, checkpoint/    the results
 
-A checkpoint exists for the run only once `state.json` names it.
+A checkpoint counts only once `state.json` names it.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ STATE_VERSION = 1
 
 @dataclass(slots=True)
 class RunState:
-    """Where a run is."""
+    """The position of a run, as `state.json` holds it."""
 
     run_id: str
     algorithm: str | None = None
-    """`module:Class` of the algorithm object the run was given; None: made from its settings."""
+    """`module:Class` of the algorithm object that the run was given. None: it is made from the settings."""
     objects: list[str] = field(default_factory=list[str])
-    """Of agent, reward and store, those that were live objects: no setting names them."""
+    """Which of agent, reward and store were live objects, which no setting names."""
     step: int = 0
-    """Optimiser steps of the algorithm done."""
+    """Finished steps of the algorithm."""
     rollouts: int = 0
-    """Rollouts accounted for in training, the failed ones included."""
+    """Training rollouts, the failed ones included."""
     failed_rollouts: int = 0
     rejected: dict[str, int] = field(default_factory=dict[str, int])
-    """Rollouts that succeeded and could not be used, by reason."""
+    """Training rollouts that succeeded and could not be used, by reason."""
     skipped_groups: int = 0
     warnings: dict[str, str] = field(default_factory=dict[str, str])
-    """What was warned of, by kind."""
+    """Warnings by kind."""
     checkpoint: str | None = None
-    """Directory, relative to the run's, of the weights and training state after `step`."""
+    """The directory, relative to the run's, of the checkpoint after `step`."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
     evaluations: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """Rewards of each evaluation that is finished, by name."""
+    """The rewards of each finished evaluation, by name."""
     reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    """Why tasks of these evaluations have no reward, with how many each."""
+    """The number of tasks without a reward in these evaluations, by reason."""
     measured_step: int | None = None
-    """The step whose weights the evaluations `after-<mode>` measured."""
+    """The step whose weights the evaluations `after-<mode>` have measured."""
     revision: int = 0
-    """How often the run was resumed with another agent, reward or weights of rewards."""
+    """The number of resumes with another agent, reward or reward weights."""
     seconds: float = 0.0
-    """Time spent in this run so far, interruptions not counted."""
+    """Time spent on the run so far, without interruptions."""
     version: int = STATE_VERSION
 
     @property
     def suffix(self) -> str:
-        """What the names of rollouts end with, so that those of an earlier revision are not taken for them."""
+        """The end of rollout ids, which tells the revisions of a run apart."""
         return f"-changed{self.revision}" if self.revision else ""
 
     def measures_start(self, modes: Iterable[str]) -> bool:
@@ -79,7 +79,7 @@ class RunState:
         return any(f"before-{mode}" not in self.evaluations for mode in modes)
 
     def forget_measurements(self) -> None:
-        """After a change of what rewards mean: everything is measured again, and the best checkpoint chosen anew."""
+        """After a change of what rewards mean: measure everything and choose the best checkpoint again."""
         self.revision += 1
         self.evaluations.clear()
         self.reasons.clear()
@@ -87,8 +87,8 @@ class RunState:
 
 
 def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
-    """What the ids of the rollouts begin with that the run in a directory may still ask for: those of the step under
-    way, and of its evaluations. Empty where there is no run, or it is finished."""
+    """Prefixes of the ids of rollouts that the run in a directory may still need: those of the current step and of its
+    evaluations. Empty if there is no run or it is finished."""
     try:
         state = RunState(**orjson.loads((run_dir / "state.json").read_bytes()))
     except (OSError, TypeError, ValueError):
@@ -117,13 +117,13 @@ def is_locked(run_dir: Path) -> bool:
 class RunDir:
     """One run's directory; locked against a second process while open."""
 
-    def __init__(self, path: Path, lock: IO[str], others: Collection[Path] = (), made: Sequence[Path] = ()) -> None:
+    def __init__(self, path: Path, lock: IO[str], earlier: Collection[Path] = (), made: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock = lock
-        self._others = others
-        """What was in the directory before there was a run."""
+        self._earlier = earlier
+        """The contents of the directory before the run."""
         self._made = made
-        """Directories that were made for it, the deepest first."""
+        """Directories that were made for the run, the deepest first."""
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
@@ -133,8 +133,8 @@ class RunDir:
         made = [each for each in (path, *path.parents) if not each.exists()]
         with _writable(path):
             path.mkdir(parents=True, exist_ok=True)
-            others = frozenset(path.iterdir())
-            return cls(path, _lock(path), others, made)
+            earlier = frozenset(path.iterdir())
+            return cls(path, _lock(path), earlier, made)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -151,8 +151,8 @@ class RunDir:
         self._lock.close()
 
     def discard(self) -> None:
-        """Remove a run that was just created and did not begin; what was there before stays."""
-        for entry in set(self.path.iterdir()) - set(self._others):
+        """Remove a run that was just created and has not begun. Earlier contents of the directory stay."""
+        for entry in set(self.path.iterdir()) - set(self._earlier):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -213,19 +213,19 @@ class RunDir:
             file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
     def append_changes(self, line: bytes) -> None:
-        """Keep what a resume changed."""
+        """Record what a resume changed."""
         with (self.path / "changes.jsonl").open("ab") as file:
             file.write(line)
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that will be done again."""
-        kept = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(record) + b"\n" for record in kept))
+        """Drop the lines of steps that will be repeated."""
+        records = [record for record in self.read_metrics() if record["step"] <= step]
+        write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(record) + b"\n" for record in records))
 
 
 @contextmanager
 def _writable(path: Path) -> Generator[None]:
-    """A refusal of the file system to write to a run directory, as an error that names it; a full disk stays one."""
+    """Turn errors of the file system into a ConfigError that names the run directory, except for a full disk."""
     try:
         yield
     except OSError as error:
@@ -249,8 +249,8 @@ _UNFINISHED_FILE: Final = re.compile(r"\..+\.\d+")
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """What a process that was killed had not finished writing: files of `write_atomically`, and checkpoints, of which
-    the one that was about to be replaced is put back where it was moved aside already."""
+    """Remove what a killed process had not finished writing: files of `write_atomically`, and checkpoints. A checkpoint
+    that was about to be replaced is put back."""
     for entry in folder.glob(".*"):
         unfinished = _UNFINISHED_FOLDER.fullmatch(entry.name)
         if unfinished and entry.is_dir() and {part.name for part in entry.iterdir()} <= {"new", "old"}:
@@ -263,7 +263,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Either the old content or the new is there, whatever happens. `private`: nobody else may read it."""
+    """Replace a file, so that a crash leaves the old content or the new. `private`: only the owner may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
         if private and hasattr(os, "fchmod"):

@@ -1,4 +1,4 @@
-"""What a training run found out."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agentlightning.evaluation.intervals import Gain
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What improved, by how much, at what cost, and where the artefact is."""
+    """What improved, by how much, at what cost, and where the trained model is."""
 
     held_out: Mapping[str, Gain]
-    """Held-out reward before and after by sampling mode (greedy, sampled), with the paired gain's 95% interval. NaN
-    where no task has a reward both before and after."""
+    """Held-out reward before and after by sampling mode (greedy, sampled), with the 95% interval of the paired gain.
+    NaN if no task has a reward both before and after."""
     missing: Mapping[str, Mapping[str, int]]
-    """Why held-out tasks have no reward, with how many each, by measurement (`before-greedy`, `after-greedy` ...)."""
+    """Held-out tasks without a reward: their number by reason, by measurement (`before-greedy`, `after-greedy` ...)."""
     rollouts: int
     """Training rollouts, the failed ones included."""
     failed_rollouts: int
@@ -26,13 +26,13 @@ class TrainingResult:
     """Training rollouts that succeeded and could not be learned from, by reason."""
     skipped_groups: int
     warnings: tuple[str, ...]
-    """What the run learned too little from, with the way out; what was shown while it ran, and what its end shows."""
+    """Signs that the run learned too little, with the way out: those shown while it ran, and those of its end."""
     steps: int
     best_step: int | None
-    """The step whose weights are in `checkpoint`; None: the last one."""
+    """The step whose weights are in `checkpoint`. None: the last one."""
     seconds: float
     checkpoint: Path
-    """A directory that transformers loads."""
+    """A directory that transformers loads. Resources that the algorithm published are in its `resources.json`."""
     curve: Path
     run_dir: Path
 

@@ -1,4 +1,4 @@
-"""The reward curve of a run as a picture. Needs matplotlib (the extra `train`); no display."""
+"""The reward curve of a run as a PNG. Needs matplotlib (the extra `train`) and no display."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OTHER_COLORS = ("#7c3aed", "#b45309", "#475569")
 TRAINING = "#2563eb"
 INK = "#334155"
 VALIDATION = "validation_"
-"""Before the mode, in a record of metrics."""
+"""The prefix of a mode in a record of metrics."""
 
 
 def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], path: Path) -> None:
     """Write a PNG: training reward of each step with its running mean, validation, held-out reward before and after.
 
-    `metrics`: a record for each step with `step`, `reward`, and `validation_<mode>` where it was measured; a reward
-    that is absent, None or NaN leaves a gap. `gains`: by mode. Raises MissingExtraError without matplotlib.
+    `metrics`: a record for each step with `step`, `reward`, and `validation_<mode>` if it was measured; a reward that
+    is absent, None or NaN leaves a gap. `gains`: by mode. Raises MissingExtraError without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,13 +38,13 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], 
         _draw_validation(axes, metrics, mode, color)
         if mode in gains:
             _draw_held_out(axes, mode, gains[mode], color)
-    _dress(axes, metrics, gains)
+    _style(axes, metrics, gains)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` values up to each, gaps (NaN) left out."""
+    """The mean of the last `window` values up to each value, without gaps (NaN)."""
     means: list[float] = []
     for end in range(1, len(values) + 1):
         known = [value for value in values[max(0, end - window) : end] if not math.isnan(value)]
@@ -98,7 +98,7 @@ def _draw_held_out(axes: Any, mode: str, gain: Gain, color: str) -> None:
         )
 
 
-def _dress(axes: Any, metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain]) -> None:
+def _style(axes: Any, metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("training step", color=INK)
