@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from agentlightning.algorithms.training import Collected
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.settings import dump_toml, load_settings
 
 
 def rollout(name, group, reward, calls=1):
@@ -45,6 +47,20 @@ class FakeTraining:
 
 
 GOOD_AND_BAD = (rollout("r1", "g", 1.0), rollout("r2", "g", 0.0))
+
+
+@pytest.mark.parametrize("alias", ["uniform", "grpo", {"type": "uniform"}, {"type": "grpo"}])
+def test_a_credit_rule_has_one_name_in_the_settings_of_a_run(alias: str | dict[str, str]) -> None:
+    expected = "group_relative" if isinstance(alias, str) else {"type": "group_relative"}
+    assert LightningRLConfig(credit=alias).credit == expected
+
+
+def test_several_losses_and_a_constant_length_survive_a_settings_file(tmp_path: Path) -> None:
+    config = LightningRLConfig(
+        loss=["gspo", {"type": "nll", "coefficient": 0.1}], aggregate={"type": "constant", "length": 64}
+    )
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert load_settings(LightningRLConfig, toml=tmp_path / "config.toml") == config
 
 
 async def test_every_step_asks_updates_and_finishes():
