@@ -36,9 +36,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils import logging
 
 from agentlightning.credit import training_samples
-from agentlightning.policy.micro_batch import MicroBatch
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.updater import Updater
+from agentlightning.policy.update.micro_batch import MicroBatch
+from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 SIZES = {"0.4M": (128, 2), "3.4M": (256, 4)}

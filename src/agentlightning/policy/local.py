@@ -25,10 +25,10 @@ from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.policy.base import Columns, ScoreColumn
-from agentlightning.policy.forward import Forward
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
-from agentlightning.policy.updater import Updater
+from agentlightning.policy.update.forward import Forward
+from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 

@@ -8,19 +8,19 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGE_MODEL = 1.5e9
-"""From this number of weights on the default learning rate no longer falls."""
+"""The number of weights beyond which the default learning rate no longer falls."""
 LARGE_MODEL_LR = 1e-6
 """The default learning rate of reinforcement learning for such models."""
 LR_EXPONENT = 0.7
 """How the default grows for smaller models: 1e-6 at 1.5e9 weights, 2.2e-6 at 0.5e9, 3e-4 at the demo's 0.4e6."""
 SUPERVISED_FACTOR = 10.0
-"""Supervised learning takes steps that many times as large."""
+"""The default of supervised learning, as a multiple of that of reinforcement learning."""
 
 Objective = Literal["reinforcement", "supervised"]
 
 
 class OptimizerConfig(BaseModel):
-    """How weights follow gradients.
+    """How gradients update weights.
 
     >>> agl.OptimizerConfig(lr=1e-5, schedule="cosine", total_steps=100).clip_norm
     1.0
@@ -55,12 +55,12 @@ class OptimizerConfig(BaseModel):
         return self
 
     def check_warmup(self, total_steps: int) -> None:
-        """Raises ValueError where the warmup would last as long as a run of so many steps."""
+        """Raises ValueError if the warmup is as long as a run of `total_steps`."""
         if self.warmup_steps >= total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={total_steps}")
 
     def factor(self, step: int) -> float:
-        """What the learning rates are multiplied by at optimiser step `step`, counted from 0."""
+        """The factor of the learning rates at optimiser step `step`, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.schedule == "constant" or self.total_steps is None:
@@ -69,8 +69,8 @@ class OptimizerConfig(BaseModel):
         return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
     def completed(self, *, weights: int, objective: Objective, total_steps: int | None = None) -> OptimizerConfig:
-        """These settings with what was left open filled in for a model of so many weights. Raises ValidationError
-        where they contradict one another, such as a warmup as long as the run."""
+        """These settings with defaults filled in for a model of that many weights. Raises ValidationError for settings
+        that contradict one another, such as a warmup as long as the run."""
         filled = {
             "lr": self.lr if self.lr is not None else default_lr(weights, objective),
             "total_steps": self.total_steps if self.total_steps is not None else total_steps,
@@ -79,7 +79,7 @@ class OptimizerConfig(BaseModel):
 
 
 def default_lr(weights: int, objective: Objective = "reinforcement") -> float:
-    """The learning rate where none is set: small models need, and bear, far larger steps than large ones.
+    """The learning rate if none is set: small models need, and tolerate, far larger steps than large ones.
 
     1e-6 * (1.5e9 / weights) ** 0.7 for reinforcement learning, no less than 1e-6; ten times that for supervised
     learning; rounded to two digits.

@@ -21,7 +21,7 @@ from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.updater import Updater
+from agentlightning.policy.update.updater import Updater
 from agentlightning.testing.models import Architecture, model_tokenizer, tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 

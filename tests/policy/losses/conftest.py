@@ -10,7 +10,7 @@ import torch
 from agentlightning.credit import training_samples
 from agentlightning.policy.losses import TokenBatch
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.updater import Updater
+from agentlightning.policy.update.updater import Updater
 from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import Trajectory, Transition
 

@@ -27,10 +27,10 @@ from transformers import (
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
-from agentlightning.policy.head_positions import tokenwise_last_mlp
 from agentlightning.policy.losses import GSPOLoss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.updater import Updater
+from agentlightning.policy.update.head_positions import tokenwise_last_mlp
+from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

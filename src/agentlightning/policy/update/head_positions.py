@@ -1,8 +1,7 @@
-"""A forward pass that computes its last steps only where somebody asks for them.
+"""A forward pass that computes what follows the last attention only at the positions whose logits are needed.
 
-Behind the last attention every token is on its own: the last layer's feed-forward block and the output head see only
-the positions whose logits are wanted. Nothing of a model is rewritten: its own modules get hooks for the time of a
-pass.
+After the last attention, tokens no longer depend on one another, so the last layer's feed-forward block and the output
+head can leave out the other positions. The model is not rewritten: its modules have hooks during a pass.
 
 Shapes: B rows, T tokens of a row, N wanted positions, H hidden.
 """
@@ -26,8 +25,8 @@ def head_at_positions(
 ) -> Generator[None]:
     """Compute the output head, and `block` (`tokenwise_last_mlp`), at `positions_N` of the flattened [B, T] input only.
 
-    The model's logits are then [1, N, V]; what it does to them after the head stays its own. With `hidden`, that list
-    gets the head's input hidden_NH, and the head itself computes none.
+    The model's logits are then [1, N, V], and go through whatever follows the head. With `hidden`, the head's input
+    hidden_NH is appended to that list instead, and the head computes no logits.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -62,24 +61,24 @@ def head_at_positions(
 
 
 def tokenwise_last_mlp(model: PreTrainedModel) -> nn.Module | None:
-    """The feed-forward block of the last layer, where it treats every token on its own; else None.
+    """The feed-forward block of the last layer, if it treats every token independently; else None.
 
-    It is found by the name transformers gives it in most models, and tried out.
+    It is found by the name that transformers gives it in most models, and probed.
     """
     layers: Sequence[Any] = list(getattr(model.get_decoder(), "layers", []))
     block = getattr(layers[-1], "mlp", None) if layers else None
-    return block if isinstance(block, nn.Module) and _treats_tokens_alone(block, model) else None
+    return block if isinstance(block, nn.Module) and _is_tokenwise(block, model) else None
 
 
 @torch.no_grad()
-def _treats_tokens_alone(block: nn.Module, model: PreTrainedModel) -> bool:
+def _is_tokenwise(block: nn.Module, model: PreTrainedModel) -> bool:
     hidden = model.config.get_text_config(decoder=True).hidden_size
     probe = torch.linspace(-1, 1, 6 * hidden, device=model.device, dtype=model.dtype).sin().view(2, 3, hidden)
     training = block.training
     block.eval()
     try:
         whole, part = block(probe), block(probe[1:, 1:2])
-    except (TypeError, RuntimeError):  # It wants more than hidden states: no block of the plain kind.
+    except (TypeError, RuntimeError):  # It needs more than hidden states.
         return False
     finally:
         block.train(training)

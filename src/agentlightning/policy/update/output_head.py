@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens from hidden states, in chunks: [N, V] logits of all positions never exist at once.
 
-A chunk's logits are computed again in the backward pass, where there is more than one: the output head is run twice,
-and memory holds one chunk instead of several tensors of all positions.
+If there is more than one chunk, its logits are computed again in the backward pass: the output head runs twice, and
+memory holds one chunk instead of several tensors of all positions.
 
 Shapes: N trained positions, C positions of a chunk, V vocabulary, H hidden.
 """
@@ -28,33 +28,34 @@ CHUNK_LOGITS = 1 << 24
 
 
 class OutputHead:
-    """What a causal language model does after its decoder: the output head, and whatever follows it (a soft cap, a
-    scale). Found by running the model with its decoder replaced by given hidden states, and tried out once."""
+    """What a causal language model does after its decoder: the output layer, and whatever follows it (a soft cap, a
+    scale). It runs the model with the decoder replaced by given hidden states; the first use is compared with a plain
+    forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = _causal_model(model)
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self._decoder = getattr(self._model, self._model.base_model_prefix, None)
         self._output: Callable[..., Any] = BaseModelOutputWithPast
-        """What the decoder returns."""
-        self.separable = isinstance(self._decoder, nn.Module) and self._agrees()
-        """Whether logits can be had from hidden states alone."""
+        """The type that the decoder returns."""
+        self.separable = isinstance(self._decoder, nn.Module) and self._matches_model()
+        """Whether logits can be computed from hidden states alone."""
         if not self.separable:
             logger.warning(
-                "%s computes its logits in a way of its own: those of all trained positions are held at once",
+                "the output head of %s cannot be run alone: the logits of all trained positions are in memory at once",
                 type(self._model).__name__,
             )
 
     def __call__(self, hidden_CH: Tensor) -> Tensor:
         """logits_CV."""
         ids_1C = torch.zeros(1, len(hidden_CH), dtype=torch.long, device=hidden_CH.device)
-        with _decoded_to(self._decoder, self._output(last_hidden_state=hidden_CH.unsqueeze(0))):
+        with _with_decoder_output(self._decoder, self._output(last_hidden_state=hidden_CH.unsqueeze(0))):
             return self._model(input_ids=ids_1C, use_cache=False).logits[0]
 
     @torch.no_grad()
-    def _agrees(self) -> bool:
+    def _matches_model(self) -> bool:
         decoder: Any = self._decoder
-        padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it where no mask is given.
+        padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it without a mask.
         ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
         try:
             expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
@@ -66,20 +67,20 @@ class OutputHead:
         return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def score(
+def token_logprobs(
     head: OutputHead, hidden_NH: Tensor, chosen_N: Tensor, temperatures_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """log p of the chosen tokens at their temperatures, and the entropies there (no gradient): float32 [N]."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
     if len(hidden_NH) <= size:
-        return _score_chunk(head, hidden_NH, chosen_N, temperatures_N)
+        return _chunk_logprobs(head, hidden_NH, chosen_N, temperatures_N)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for start in range(0, len(hidden_NH), size):
         part = slice(start, start + size)
         temperatures = None if temperatures_N is None else temperatures_N[part]
         found: Any = checkpoint(
-            _score_chunk, head, hidden_NH[part], chosen_N[part], temperatures,
+            _chunk_logprobs, head, hidden_NH[part], chosen_N[part], temperatures,
             use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         logprobs.append(found[0])
@@ -87,8 +88,10 @@ def score(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def score_logits(logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`score` of logits that are there already."""
+def token_logprobs_from_logits(
+    logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of given logits."""
     logits_CV = logits_CV.float()
     if temperatures_C is not None:
         logits_CV = logits_CV / temperatures_C[:, None].clamp(min=MIN_TEMPERATURE)
@@ -98,23 +101,23 @@ def score_logits(logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | N
     return logprobs_CV.gather(1, chosen_C[:, None])[:, 0], entropy_C
 
 
-def _score_chunk(
+def _chunk_logprobs(
     head: OutputHead, hidden_CH: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return score_logits(head(hidden_CH), chosen_C, temperatures_C)
+    return token_logprobs_from_logits(head(hidden_CH), chosen_C, temperatures_C)
 
 
 def _causal_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, below the wrapper that adapters put around it."""
+    """The model itself, inside the wrapper that adapters put around it."""
     head = model.get_output_embeddings()
     found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is head]
     return found[-1] if found else model
 
 
 @contextmanager
-def _decoded_to(decoder: Any, output: Any) -> Generator[None]:
-    """The decoder returns `output`, whatever it is given."""
-    own = decoder.__dict__.get("forward")  # Libraries that move weights about put one there.
+def _with_decoder_output(decoder: Any, output: Any) -> Generator[None]:
+    """Let the decoder return `output`, whatever its input."""
+    own = decoder.__dict__.get("forward")  # Libraries that offload weights put one there.
 
     def forward(*_args: Any, **_options: Any) -> Any:
         return output

@@ -1,8 +1,8 @@
 """The forward pass of training: log-probabilities of chosen tokens, for an update or to score them.
 
 Works with any `transformers` causal language model through its own forward and `DynamicCache`, on any device. Only
-the hidden states at trained positions reach the output head (`policy.head_positions`), a chunk at a time
-(`policy.scoring`), so that no [B, T, V] logits exist and no [N, V] ones of a large vocabulary.
+the hidden states at trained positions reach the output head (`head_positions`), a chunk at a time
+(`output_head`), so that no [B, T, V] logits exist and no [N, V] ones of a large vocabulary.
 The model is in evaluation mode: the probabilities that are trained are those that were sampled from.
 
 Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabulary, H hidden, G prefix families.
@@ -20,10 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.head_positions import head_at_positions, tokenwise_last_mlp
-from agentlightning.policy.micro_batch import FloatArray, MicroBatch, token_table
-from agentlightning.policy.packing import CostModel, Sharing, plan
-from agentlightning.policy.scoring import OutputHead, score, score_logits
+from agentlightning.policy.update.head_positions import head_at_positions, tokenwise_last_mlp
+from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
+from agentlightning.policy.update.packing import CostModel, Sharing, plan
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 LAUNCH_CPU = 1.5e7
@@ -80,8 +80,8 @@ class Forward:
         chosen_N = self.tensor(np.array([row.token_ids[t] for row in rows for t in row.targets.tolist()], np.int64))
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
         if not self.head.separable:
-            return score_logits(states_N, chosen_N, temperatures_N)
-        return score(self.head, states_N, chosen_N, temperatures_N)
+            return token_logprobs_from_logits(states_N, chosen_N, temperatures_N)
+        return token_logprobs(self.head, states_N, chosen_N, temperatures_N)
 
     @torch.no_grad()
     def score(self, trees: Sequence[TokenTree], *, token_budget: int = 8192) -> dict[str, list[tuple[FloatArray, ...]]]:

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from agentlightning.errors import PolicyError
-from agentlightning.policy.micro_batch import NOT_SAMPLED, IntArray, MicroBatch, Row, TokenTable, token_table
+from agentlightning.policy.update.micro_batch import NOT_SAMPLED, IntArray, MicroBatch, Row, TokenTable, token_table
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 Sharing = Literal["auto", "rows", "merged", "shared"]

@@ -1,9 +1,8 @@
 """The optimiser of a policy: AdamW, or Muon on hidden matrices with AdamW on the rest, and a learning-rate schedule.
 
-`OptimizerConfig` is what users write; `Optimizer` is what `policy.update` steps. Its state dict restores it exactly.
-Weights of less precision than float32 have float32 master copies: gradients add up there, the optimiser steps there,
-and the model gets the rounded result. Without them a step smaller than half a unit in the last place of a bfloat16
-weight (0.4% of it) is lost.
+`OptimizerConfig` has its settings. A state dict restores an `Optimizer` exactly. Weights of less precision than float32
+have float32 master copies: gradients accumulate there, the optimiser updates them, and the model gets the rounded
+result. Without them, a step smaller than half a unit in the last place of a bfloat16 weight (0.4% of it) is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Optimizer:
     """The optimiser of one model's trainable weights."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        """Raises ConfigError where nothing can be trained, or a schedule has no end."""
+        """Raises ConfigError if no weight can be trained, or a schedule has no end."""
         if config.schedule != "constant" and config.total_steps is None:
             raise ConfigError(f'schedule="{config.schedule}" needs total_steps; set it or use schedule="constant"')
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -33,7 +32,7 @@ class Optimizer:
         weights = sum(p.numel() for p in model.parameters())
         self.config = config.completed(weights=weights, objective="reinforcement")
         self.masters = [_master(p) for p in self.parameters]
-        """What the optimiser changes: float32 copies of weights of less precision, others themselves."""
+        """What the optimiser updates: float32 copies of weights of less precision, and the other weights themselves."""
         self.steps = 0
         """Optimiser steps taken or skipped so far: the position in the schedule."""
         self._copied = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
@@ -45,8 +44,8 @@ class Optimizer:
     def step(self, loss: float = 0.0) -> dict[str, float]:
         """Clip the gradients, update the weights, clear the gradients.
 
-        A gradient or a `loss` that is not finite changes no weight and no moment; it counts as a skipped step. Returns
-        lr, grad_norm (before clipping), optimizer_steps (1 or 0) and skipped_steps.
+        If a gradient or the `loss` is not finite, no weight and no moment changes and the step counts as skipped.
+        Returns lr, grad_norm (before clipping), optimizer_steps (1 or 0) and skipped_steps.
         """
         norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
         finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
@@ -64,7 +63,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """The learning rate of AdamW at this point of the schedule."""
-        assert self.config.lr is not None  # `completed` has filled it in.
+        assert self.config.lr is not None  # Set by `completed`.
         return self.config.lr * self.config.factor(self.steps)
 
     def zero_grad(self) -> None:
@@ -97,8 +96,8 @@ class Optimizer:
             raise ConfigError("saved state holds the master weights of another model or dtype; continue with its own")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another optimiser of the same configuration and model stood; the model has its weights
-        already. Raises as `check_state_dict` does, and has then changed nothing."""
+        """Continue from the state of an optimiser of the same configuration and model, whose weights the model has
+        already. Raises as `check_state_dict` does, before anything changes."""
         self.check_state_dict(state)
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -130,7 +129,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
-    """Add the gradient that a backward pass has just given `parameter` to that of its master copy."""
+    """Move the gradient of `parameter` to that of its master copy, after each backward pass."""
     assert parameter.grad is not None
     gradient = parameter.grad.to(master.dtype)
     parameter.grad = None
@@ -140,7 +139,7 @@ def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
 def _build(
     model: nn.Module, config: OptimizerConfig, masters: Mapping[int, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    """`masters`: by the identity of the model's trainable weights, what is to be optimised in their place."""
+    """`masters`: by id of the model's trainable weights, the parameters to optimise in their place."""
     hidden = {id(p) for p in _hidden_matrices(model)} if config.type == "muon" else set[int]()
     rest = [master for each, master in masters.items() if each not in hidden]
     optimizers: list[torch.optim.Optimizer] = []
@@ -154,7 +153,7 @@ def _build(
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    assert config.lr is not None  # `completed` has filled it in.
+    assert config.lr is not None  # Set by `completed`.
     decayed = [p for p in parameters if p.ndim >= 2]
     others = [p for p in parameters if p.ndim < 2]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -168,7 +167,7 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable 2-D weights that are neither an embedding nor the output head."""
+    """Trainable matrices other than embeddings and the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if isinstance(head, nn.Module):

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
-from agentlightning.policy.forward import Forward, checkpoints_activations
 from agentlightning.policy.losses import LossSetting, LossValue, TokenBatch, TokenLoss, token_losses
 from agentlightning.policy.losses.base import SAMPLED_LOGPROBS
-from agentlightning.policy.micro_batch import IntArray, MicroBatch
-from agentlightning.policy.optimizer import Optimizer
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.packing import Sharing
+from agentlightning.policy.update.forward import Forward, checkpoints_activations
+from agentlightning.policy.update.micro_batch import IntArray, MicroBatch
+from agentlightning.policy.update.optimizer import Optimizer
+from agentlightning.policy.update.packing import Sharing
 from agentlightning.trajectory import TrainingSample
 
 

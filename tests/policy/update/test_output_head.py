@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from agentlightning.policy import scoring
-from agentlightning.policy.scoring import OutputHead, score, score_logits
+from agentlightning.policy.update import output_head
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
 from agentlightning.testing.models import tiny_model
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
@@ -59,16 +59,16 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     ids = torch.randint(0, 30, (2, 7))
     chosen, temperatures = ids[:, 1:].flatten(), torch.rand(12) + 0.5
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    expected, entropy = score_logits(logits, chosen, temperatures)
+    expected, entropy = token_logprobs_from_logits(logits, chosen, temperatures)
     expected.sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     model.zero_grad()
-    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 5 * head.vocabulary)
+    monkeypatch.setattr(output_head, "CHUNK_LOGITS", 5 * head.vocabulary)
     widths: list[int] = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, out: widths.append(out.shape[1]))
     hidden = head._decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
-    found, found_entropy = score(head, hidden, chosen, temperatures)
+    found, found_entropy = token_logprobs(head, hidden, chosen, temperatures)
     found.sum().backward()
     hook.remove()
     assert widths == [5, 5, 2, 2, 5, 5], "forward, and again in the backward pass"
@@ -81,7 +81,7 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
 PROGRAM = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from agentlightning.policy.scoring import OutputHead, score, score_logits
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs, score_logits
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                      num_attention_heads=2, num_key_value_heads=2)
@@ -110,4 +110,4 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_positions() -> None:
 
     all_logits = 4096 * 32768 * 4
     assert peak("score_logits(head(hidden), chosen, temperatures)") > 2 * all_logits
-    assert peak("score(head, hidden, chosen, temperatures)") < 1.2 * all_logits
+    assert peak("token_logprobs(head, hidden, chosen, temperatures)") < 1.2 * all_logits
