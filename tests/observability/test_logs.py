@@ -104,9 +104,9 @@ async def test_failures_cancellations_and_limits_are_logged_with_their_ids(caplo
     await bare.close()
     texts = [record.getMessage() for record in caplog.records]
     assert texts[0].startswith("an attempt ended as failed: ValueError: no idea!")
-    assert len(texts[0]) <= logs.LONGEST_LINE
+    assert len(texts[0]) <= logs.MAX_MESSAGE
     assert texts[1:] == [
-        "a rollout was queued again",
+        "a rollout was requeued",
         "a rollout was cancelled",
         "the queue 'train' is limited to 3 open rollouts",
         "the queue 'train' is unlimited",

@@ -1,7 +1,7 @@
-"""What a server or a runner writes to its log: for people or, as JSON lines, for machines; and what was slow.
+"""The log of a server or a runner, as text or JSON lines, with logs of state changes and slow operations.
 
-Every line can say which rollout, attempt and worker it is about: `about(rollout_id=...)` says it of everything logged
-inside, `extra={"rollout_id": ...}` of one line. No key and no token ever reaches a log.
+Records can have the ids of the rollout, attempt and worker: `about(rollout_id=...)` adds them to every record in its
+context, `extra={"rollout_id": ...}` to one record. Keys and tokens are removed from all records.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ FIELDS: Final = (
     "together",
     "unreported",
 )
-"""What a line may carry beside its message."""
-LONGEST_LINE: Final = 500
-"""Characters of a message that quotes somebody."""
+"""Additional fields of records."""
+MAX_MESSAGE: Final = 500
+"""Maximum length of a message with text of an agent."""
 SLOW_SECONDS: Final = 0.25
 SLOW_LINES: Final = 10
-"""Slow operations mentioned in one minute; the rest is counted."""
+"""Slow operations logged per minute; further ones are counted."""
 
 _fields: ContextVar[Mapping[str, str]] = ContextVar("agentlightning_log_fields", default=MappingProxyType({}))
 _secrets = re.compile(r"agl-[\w:-]+\.[\w:-]+\.[0-9a-f]{8,}|(?<=[Bb]earer )[^\s'\"]+|(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
@@ -55,7 +55,7 @@ _secrets = re.compile(r"agl-[\w:-]+\.[\w:-]+\.[0-9a-f]{8,}|(?<=[Bb]earer )[^\s'\
 
 @contextmanager
 def about(**fields: str | None) -> Generator[None]:
-    """Everything logged inside is about these ids."""
+    """Add these fields to all records in the context."""
     token = _fields.set({**_fields.get(), **{name: value for name, value in fields.items() if value is not None}})
     try:
         yield
@@ -64,7 +64,7 @@ def about(**fields: str | None) -> Generator[None]:
 
 
 def configure(kind: LogFormat = "text", level: int = logging.INFO, *, secret: str | None = None) -> logging.Handler:
-    """Send this process' log to stderr. `secret` is blotted out wherever it would appear. Returns the handler."""
+    """Log to stderr. `secret` is removed from all records. Returns the handler."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(secret) if kind == "json" else TextFormatter(secret))
     root = logging.getLogger()
@@ -83,8 +83,8 @@ class _Formatter(logging.Formatter):
         own = {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
         return {**_fields.get(), **own}
 
-    def clean(self, text: str) -> str:
-        """Without keys, tokens and the passwords of URLs."""
+    def redact(self, text: str) -> str:
+        """Replace keys, tokens and passwords in URLs."""
         if self._secret:
             text = text.replace(self._secret, "[token]")
         return _secrets.sub("[key]", text)
@@ -94,7 +94,7 @@ class _Formatter(logging.Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, the ids it is about, exception."""
+    """One JSON object per line: time (UTC, ISO 8601), level, logger, message, additional fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -106,19 +106,19 @@ class JsonFormatter(_Formatter):
         }
         if trace := self.trace(record):
             line["exception"] = trace
-        return self.clean(orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode())
+        return self.redact(orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode())
 
 
 class TextFormatter(_Formatter):
-    """`18:05:07 WARNING message (rollout_id=...)`, on one line whatever the message quotes. The lines of a traceback
-    follow, indented, so that none of them looks like another message."""
+    """`18:05:07 WARNING message (rollout_id=...)`, always on one line. A traceback follows, indented, so that
+    no text of an agent can imitate a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = ", ".join(f"{name}={_short(value)}" for name, value in self.fields(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         suffix = f" ({fields})" if fields else ""
         line = f"{clock} {record.levelname:<7} {printable(record.getMessage() + suffix)}"
-        return self.clean("\n    ".join([line, *map(printable, self.trace(record).split("\n"))]).rstrip())
+        return self.redact("\n    ".join([line, *map(printable, self.trace(record).split("\n"))]).rstrip())
 
 
 def _short(value: Any) -> str:
@@ -129,11 +129,10 @@ CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout
 
 
 class ChangeLog:
-    """Mentions what somebody may ask about later: attempts that failed, rollouts that were cancelled or queued again,
-    what was removed, and the limits of queues. An observer of stores."""
+    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues. An observer of stores."""
 
     def on_start(self, method: str) -> None:
-        """Nothing has changed yet."""
+        """Nothing to log."""
 
     def on_end(self, call: CallRecord) -> None:
         if call.method in CHANGES and call.error is None and (text := _change(call)):
@@ -145,11 +144,11 @@ def _change(call: CallRecord) -> str | None:
         case "update_attempt", Attempt(status="failed" | "timeout" as status, metadata=metadata):
             error = metadata.get("error")
             what = f": {error.get('type')}: {error.get('message')}" if isinstance(error, dict) else ""
-            return f"an attempt ended as {status}{what}"[:LONGEST_LINE]
+            return f"an attempt ended as {status}{what}"[:MAX_MESSAGE]
         case "cancel_rollout", Rollout(status="cancelled"):
             return "a rollout was cancelled"
         case "requeue_rollout", Rollout(status="requeuing"):
-            return "a rollout was queued again"
+            return "a rollout was requeued"
         case "delete_rollouts", int(number) if number:
             return f"{number} rollouts were deleted"
         case "update_queue", Queue(name=name, limit=limit):
@@ -159,7 +158,7 @@ def _change(call: CallRecord) -> str | None:
 
 
 class SlowLog:
-    """Mentions what took longer than `seconds`, at most `SLOW_LINES` times a minute. An observer of stores."""
+    """Logs operations that take longer than `seconds`, at most `SLOW_LINES` per minute. An observer of stores."""
 
     def __init__(self, seconds: float = SLOW_SECONDS) -> None:
         self._limit = seconds
@@ -169,39 +168,39 @@ class SlowLog:
         self._parts: deque[tuple[str, float, float, int]] = deque(maxlen=SLOW_LINES)
 
     def took(self, method: str, waited: float, decided: float, together: int) -> None:
-        """As `SqlStore.observe`, from the threads of the store: why a call will turn out to be slow."""
+        """`SqlStore.observe`: called from the threads of the store with the parts of a call's time."""
         if waited + decided >= self._limit / 2:
             self._parts.append((method, waited, decided, together))
 
     def on_start(self, method: str) -> None:
-        """Nothing is slow yet."""
+        """Nothing to log."""
 
     def on_end(self, call: CallRecord) -> None:
         if call.seconds >= self._limit and not call.waits:
             how = "" if call.error is None else f" and failed with {type(call.error).__name__}"
-            self._mention(
+            self._log(
                 f"slow: the store took {1000 * call.seconds:.0f} ms for {call.method}{how}",
                 {"method": call.method, "seconds": round(call.seconds, 4), **self._split(call), **ids_of(call)},
             )
 
     def _split(self, call: CallRecord) -> dict[str, Any]:
-        """How the time of a call was spent, if the store said so of one of this method that took about as long."""
-        said = [part for part in list(self._parts) if part[0] == call.method]
-        nearest = min(said, key=lambda part: abs(call.seconds - part[1] - part[2]), default=None)
+        """The parts of a call's time, from the recorded call of the same method with the most similar duration."""
+        candidates = [part for part in list(self._parts) if part[0] == call.method]
+        nearest = min(candidates, key=lambda part: abs(call.seconds - part[1] - part[2]), default=None)
         if nearest is None or abs(call.seconds - nearest[1] - nearest[2]) > call.seconds / 2:
             return {}
         self._parts.remove(nearest)
         return {"waited": round(nearest[1], 4), "decided": round(nearest[2], 4), "together": nearest[3]}
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Told of each HTTP request; its time is without waiting for rollouts."""
+        """Called for each HTTP request; `seconds` excludes the time of waiting for rollouts."""
         if seconds >= self._limit:
-            self._mention(
-                f"slow: {method} {route} took {1000 * seconds:.0f} ms and was answered with {status}",
+            self._log(
+                f"slow: {method} {route} took {1000 * seconds:.0f} ms, with status {status}",
                 {"route": route, "method": method, "status": status, "seconds": round(seconds, 4)},
             )
 
-    def _mention(self, message: str, fields: dict[str, Any]) -> None:
+    def _log(self, message: str, fields: dict[str, Any]) -> None:
         minute = int(time.monotonic() // 60)
         if minute != self._minute:
             self._minute, self._lines = minute, 0
