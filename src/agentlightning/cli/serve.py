@@ -180,7 +180,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """Open the store, the models and the server; the stack closes them."""
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.gateway.recording import raw_exchange
-    from agentlightning.gateway.recording.packer_process import Scribe
+    from agentlightning.gateway.recording.packer_process import PackerProcess
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.serve import serve
@@ -201,7 +201,9 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         observers.append(exporter)
     store = instrument(database, observers)
     if database.path is not None:
-        packer = Scribe() if options.otlp_export is None else None  # the exporter needs the spans in this process
+        packer = (
+            PackerProcess() if options.otlp_export is None else None
+        )  # the exporter needs the spans in this process
         store = await stack.enter_async_context(with_journal(store, database.path, raw_exchange.read, packer))
     serving = serve(
         store,

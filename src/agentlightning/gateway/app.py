@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
-from agentlightning.gateway.callers.agents import AgentRule, Agents
+from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, AttemptIds, Attribution, Caller
@@ -38,7 +38,7 @@ from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
 from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
-from agentlightning.gateway.dialects.response_store import Kept
+from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
 from agentlightning.gateway.forwarding.fast_path import Direct, Line
 from agentlightning.gateway.forwarding.service import Forwarder
@@ -49,9 +49,9 @@ from agentlightning.gateway.local.on_policy import OnPolicy
 from agentlightning.gateway.local.service import LocalCalls
 from agentlightning.gateway.local.update_gate import Gates
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.models_api import Models, json_reply, refusal
+from agentlightning.gateway.models_api import Models, error_body, json_reply
 from agentlightning.gateway.offload import offload
-from agentlightning.gateway.recording.rejected_span import keep_refusal
+from agentlightning.gateway.recording.rejected_span import record_rejection
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.budget import Budgets
@@ -115,7 +115,7 @@ class Gateway:
         self.counters = Counters()
         self._transports: dict[ConnectOptions, Transport] = {}
         self.conversations = Conversations()
-        self.kept = Kept()
+        self.kept = ResponseStore()
         self.gates = Gates()
         """One for each engine: what an update of one policy closes."""
         self._store = store
@@ -143,7 +143,7 @@ class Gateway:
             mode_temperatures=mode_temperatures,
         )
         self._models = Models(self.table, self.attribution.check_key)
-        self._agents = Agents((*config.agents, *agents))
+        self._agents = AgentMatcher((*config.agents, *agents))
         self._forwarder, self._local = self._callees(config)
         self._max_body_bytes = max_body_bytes
         self._slots = Slots(max_concurrency)
@@ -270,7 +270,7 @@ class Gateway:
                 return Response(self.kept.body(attempt, name), media_type="application/json")
             self.kept.delete(attempt, name)
         except ApiError as api_error:
-            return refusal(request, api_error)
+            return error_body(request, api_error)
         return json_reply({"id": name, "object": "response", "deleted": True})
 
     # -- one call ------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Gateway:
         except ApiError as api_error:
             self.counters.requests += 1
             self.counters.errors += 1
-            return api_error.status, dialect.refusal(api_error)
+            return api_error.status, dialect.error_body(api_error)
         return None
 
     async def serve_count(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -336,7 +336,7 @@ class Gateway:
             except ClientDisconnected:
                 raise
             except Exception as error:
-                await keep_refusal(self._store, _PATHS[dialect], caller, body, error, started)
+                await record_rejection(self._store, _PATHS[dialect], caller, body, error, started)
                 raise
             with self._watch.track(caller.attempt):
                 await run(scope, receive, writer)
@@ -388,10 +388,10 @@ class Gateway:
         body: bytes,
         asked: dict[str, Any] | None,
     ) -> tuple[Caller, Request]:
-        recall = self.kept.recall(_attempt(caller))
+        recall = self.kept.lookup(_attempt(caller))
         request = await offload(len(body), partial(dialect.read, body if asked is None else asked, recall))
-        self.counters.count_unknown(request.unknown)
-        agent = self._agents.identify(headers, request.asked, self.table)
+        self.counters.count_unknown(request.ignored_fields)
+        agent = self._agents.identify(headers, request.raw, self.table)
         return caller.with_agent(agent, self.table), request
 
     async def _context(self, caller: Caller) -> AttemptContext:
@@ -432,7 +432,7 @@ def _attempt(caller: Caller) -> tuple[str, str] | None:
 async def _fail(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -> None:
     if not writer.started:
         return await writer.send_json(
-            api_error.status, dialect.refusal(api_error), api_error.retry, api_error.retry_after
+            api_error.status, dialect.error_body(api_error), api_error.retry, api_error.retry_after
         )
     await writer.send_events(dialect.error_event(api_error))
     await writer.close()
@@ -445,9 +445,9 @@ async def _alive(request: HttpRequest) -> Response:
 async def _no_such_path(request: HttpRequest) -> Response:
     if request.headers.get("upgrade", "").lower() == "websocket":
         # Codex, told this, asks by HTTP at once; told anything else, it tries again for seconds.
-        return refusal(request, ApiError(426, f"{request.url.path} is no websocket; send POST requests"))
+        return error_body(request, ApiError(426, f"{request.url.path} is no websocket; send POST requests"))
     served = ", ".join(f"POST {path}" for path in DIALECTS)
     api_error = ApiError(
         404, f"{request.method} {request.url.path} is not served here; served: {served}, GET /v1/models"
     )
-    return refusal(request, api_error)
+    return error_body(request, api_error)

@@ -42,7 +42,7 @@ class Models:
         try:
             self._check(request.headers, request.path_params)
         except ApiError as api_error:
-            return refusal(request, api_error)
+            return error_body(request, api_error)
         models = await self._models(dialect)
         if dialect == "openai":
             patterns = self._table.patterns(dialect)
@@ -51,7 +51,7 @@ class Models:
         try:
             return json_reply(_page(list(models.values()), request.query_params))
         except ApiError as api_error:
-            return refusal(request, api_error)
+            return error_body(request, api_error)
 
     async def show(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that a pattern fits is served though its provider may not list it: aliases are
@@ -61,7 +61,7 @@ class Models:
             self._check(request.headers, request.path_params)
             route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
         except ApiError as api_error:
-            return refusal(request, api_error)
+            return error_body(request, api_error)
         listed = await self._models(dialect) if route.name == name else {}
         return json_reply(listed.get(name) or self._own(dialect, route.name))
 
@@ -111,10 +111,10 @@ def _page(models: list[Json], query: Mapping[str, str]) -> Json:
     return {"data": shown, "has_more": more, "first_id": edges[0], "last_id": edges[1]}
 
 
-def refusal(request: Request, api_error: ApiError) -> Response:
+def error_body(request: Request, api_error: ApiError) -> Response:
     """An error as the caller's client knows it, where the path does not say whose client it is."""
     dialect = MESSAGES if dialect_of(request) == "anthropic" else CHAT
-    return Response(dialect.refusal(api_error), api_error.status, media_type="application/json")
+    return Response(dialect.error_body(api_error), api_error.status, media_type="application/json")
 
 
 def json_reply(content: Mapping[str, object]) -> Response:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.callers.agents import AgentRule, Agents, read_baggage
+from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule, read_baggage
 
 SYSTEM = "You are a writer of short poems. Today is Monday."
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -34,12 +34,14 @@ IN_EVERY_DIALECT = {
 
 @pytest.mark.parametrize("dialect", IN_EVERY_DIALECT)
 def test_an_agent_is_known_by_its_system_prompt_in_every_dialect(dialect):
-    agents = Agents([AgentRule(name="critic", contains="a critic"), AgentRule(name="writer", contains="a writer")])
+    agents = AgentMatcher(
+        [AgentRule(name="critic", contains="a critic"), AgentRule(name="writer", contains="a writer")]
+    )
     assert agents.identify({}, IN_EVERY_DIALECT[dialect]).name == "writer"
 
 
 def test_an_agent_nobody_named_has_the_same_key_in_every_dialect():
-    keys = {Agents().identify({}, asked).key for asked in IN_EVERY_DIALECT.values()}
+    keys = {AgentMatcher().identify({}, asked).key for asked in IN_EVERY_DIALECT.values()}
     assert len(keys) == 1
     assert keys != {None}
 
@@ -48,19 +50,19 @@ def test_agents_nobody_named_are_told_apart_by_their_prompts_and_by_their_tools(
     first = {"messages": [{"role": "system", "content": "You plan."}, {"role": "user", "content": "a"}]}
     later = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}
     other = {"messages": [{"role": "system", "content": "You write."}]}
-    keys = [Agents().identify({}, asked).key for asked in (first, later, other, first | {"tools": [TOOL]})]
+    keys = [AgentMatcher().identify({}, asked).key for asked in (first, later, other, first | {"tools": [TOOL]})]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
-    assert Agents().identify({}, {"messages": [{"role": "user", "content": "a"}]}).key is None
+    assert AgentMatcher().identify({}, {"messages": [{"role": "user", "content": "a"}]}).key is None
 
 
 def test_the_order_in_which_a_client_lists_its_tools_means_nothing():
     tools = [{"name": "b"}, {"name": "a"}, {"type": "web_search"}]
-    assert len({Agents().identify({}, {"tools": given}).key for given in (tools, tools[::-1])}) == 1
+    assert len({AgentMatcher().identify({}, {"tools": given}).key for given in (tools, tools[::-1])}) == 1
 
 
 def test_the_header_is_believed_first_then_baggage_then_the_model_name_then_the_prompt():
-    agents = Agents([AgentRule(name="by-prompt", contains="writer"), AgentRule(name="by-model", models=("w",))])
+    agents = AgentMatcher([AgentRule(name="by-prompt", contains="writer"), AgentRule(name="by-model", models=("w",))])
     header, baggage = {"x-agentlightning-agent": "by-header"}, {"baggage": "x=1, agentlightning.agent=by%20baggage;p"}
     asked = {"system": SYSTEM, "model": "w"}
     known = agents.identify(header | baggage, asked)
@@ -73,7 +75,7 @@ def test_the_header_is_believed_first_then_baggage_then_the_model_name_then_the_
 
 
 def test_an_agent_may_be_asked_for_in_front_of_the_model():
-    served, agents = {"policy", "gemini@002"}, Agents()
+    served, agents = {"policy", "gemini@002"}, AgentMatcher()
     assert agents.alias("writer@policy", served) == ("writer", "policy")
     assert agents.alias("writer@", served) == ("writer", None)
     assert agents.alias("a@b@policy", served) == ("a@b", "policy")
@@ -84,7 +86,7 @@ def test_an_agent_may_be_asked_for_in_front_of_the_model():
 
 
 def test_a_configured_model_name_means_an_agent_and_the_model_that_serves_it():
-    agents = Agents(
+    agents = AgentMatcher(
         [AgentRule(name="writer", models=("gpt-w",), serve="policy"), AgentRule(name="judge", models=("j",))]
     )
     assert agents.alias("gpt-w") == ("writer", "policy")
@@ -94,7 +96,7 @@ def test_a_configured_model_name_means_an_agent_and_the_model_that_serves_it():
 
 
 def test_a_pattern_can_take_the_name_from_the_prompt():
-    agents = Agents([AgentRule(matches=r'Your internal name is "(?P<agent>[^"]+)"')])
+    agents = AgentMatcher([AgentRule(matches=r'Your internal name is "(?P<agent>[^"]+)"')])
     assert agents.identify({}, {"system": 'Help.\nYour internal name is "root".'}).name == "root"
     assert agents.identify({}, {"system": "Help."}).name is None
 
@@ -117,7 +119,7 @@ def test_a_rule_that_cannot_work_says_why(rule, message):
 
 def test_a_model_name_cannot_mean_two_agents():
     with pytest.raises(ConfigError, match="'m' means two agents"):
-        Agents([AgentRule(name="a", models=("m",)), AgentRule(name="b", models=("m",))])
+        AgentMatcher([AgentRule(name="a", models=("m",)), AgentRule(name="b", models=("m",))])
 
 
 ANYTHING = st.recursive(
@@ -136,7 +138,7 @@ ANYTHING = st.recursive(
 )
 @example({"messages": [{"role": []}]}, "")
 def test_no_request_is_too_odd_to_be_looked_at(asked, header):
-    agents = Agents([AgentRule(name="a", contains="b", matches="c")])
+    agents = AgentMatcher([AgentRule(name="a", contains="b", matches="c")])
     agents.identify({"baggage": header, "x-agentlightning-agent": header}, asked)
 
 
@@ -145,7 +147,7 @@ def test_baggage_is_read_as_it_is_specified():
 
 
 def test_who_speaks_is_found_out_anew_where_anything_that_says_so_differs():
-    agents = Agents([AgentRule(name="poet", contains="verse")])
+    agents = AgentMatcher([AgentRule(name="poet", contains="verse")])
     system = {"role": "system", "content": "Write verse."}
     asked = {"model": "m", "messages": [system]}
     seen = [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.app import DIALECTS
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}, "strict": True}
@@ -107,7 +107,7 @@ def test_a_body_with_anything_anywhere_is_read_or_refused(path, data):
     where = data.draw(st.sampled_from([place for place in places(body) if place]))
     body = replaced(body, where, data.draw(ODD))
     try:
-        request = DIALECTS[path].read(json.dumps(body).encode(), Recall())
+        request = DIALECTS[path].read(json.dumps(body).encode(), ResponseLookup())
     except ApiError as api_error:
         refused = api_error
     else:

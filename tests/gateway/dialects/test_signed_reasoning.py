@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.dialects.signed_reasoning import seal, turn_key, unseal
+from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.signed_reasoning import decode_signed_reasoning, encode_signed_reasoning, turn_key
 from agentlightning.testing.provider import Reply, messages_answer, messages_events
 
 THOUGHT = {"type": "thinking", "thinking": "Add them.", "signature": "c2lnbmVk"}
@@ -103,11 +103,14 @@ async def test_a_response_that_is_continued_by_its_id_keeps_its_thoughts(ask):
 @settings(max_examples=25)
 @given(st.text() | st.binary().map(lambda data: "agl1." + base64.b64encode(data).decode()) | st.none() | st.integers())
 def test_what_is_no_thought_of_ours_is_nothing(content):
-    assert unseal(content) == []
+    assert decode_signed_reasoning(content) == []
 
 
 def test_a_thought_is_the_same_after_it_travelled():
-    assert [unseal(seal(block)) for block in (THOUGHT, HIDDEN)] == [[THOUGHT], [HIDDEN]]
+    assert [decode_signed_reasoning(encode_signed_reasoning(block)) for block in (THOUGHT, HIDDEN)] == [
+        [THOUGHT],
+        [HIDDEN],
+    ]
 
 
 def test_a_turn_is_found_by_its_calls_or_by_its_words_and_what_they_answer():
@@ -120,16 +123,16 @@ def test_a_turn_is_found_by_its_calls_or_by_its_words_and_what_they_answer():
 
 
 def test_blocks_are_kept_for_their_attempt_and_forgotten_with_it_or_for_want_of_room():
-    kept = Kept(max_bytes=2000)
+    kept = ResponseStore(max_bytes=2000)
     one, two = ("r", "a1"), ("r", "a2")
-    kept.keep_blocks(one, b"k", [THOUGHT])
-    assert kept.recall(one).blocks(b"k") == [THOUGHT]
-    assert (kept.recall(two).blocks(b"k"), kept.recall(None).blocks(b"k")) == ([], [])
+    kept.add_turn(one, b"k", [THOUGHT])
+    assert kept.lookup(one).blocks(b"k") == [THOUGHT]
+    assert (kept.lookup(two).blocks(b"k"), kept.lookup(None).blocks(b"k")) == ([], [])
     size = kept.size
-    kept.keep_blocks(one, b"k", [THOUGHT])
+    kept.add_turn(one, b"k", [THOUGHT])
     assert kept.size == size > 0
     kept.forget(one)
-    assert (kept.size, kept.recall(one).blocks(b"k")) == (0, [])
-    kept.keep_blocks(one, b"k", [THOUGHT])
-    kept.keep_blocks(two, b"k", [THOUGHT | {"thinking": "x" * 1950}])
-    assert kept.recall(one).blocks(b"k") == []
+    assert (kept.size, kept.lookup(one).blocks(b"k")) == (0, [])
+    kept.add_turn(one, b"k", [THOUGHT])
+    kept.add_turn(two, b"k", [THOUGHT | {"thinking": "x" * 1950}])
+    assert kept.lookup(one).blocks(b"k") == []

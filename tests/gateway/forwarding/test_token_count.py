@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.upstream.token_bound import _lengths, likely_tokens
+from agentlightning.gateway.upstream.token_bound import _lengths, estimate_prompt_tokens
 from agentlightning.testing.provider import Reply, ScriptedProvider
 
 HI = [{"role": "user", "content": "How many files are there?"}]
@@ -87,7 +87,7 @@ async def test_a_server_of_anthropics_dialect_that_does_not_count_is_no_reason_t
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_an_estimate_grows_with_the_text_and_never_loses_any(one, other):
     def said(text):
-        return likely_tokens({"messages": [{"role": "user", "content": text}]})
+        return estimate_prompt_tokens({"messages": [{"role": "user", "content": text}]})
 
     assert said(one) <= said(one + other) <= said(one) + said(other)
     assert said(one) >= len(one.encode()) / 4
@@ -110,4 +110,4 @@ def test_both_dialects_and_all_kinds_of_content_are_estimated():
         ({"messages": [{"role": "user", "content": "漢字" * 500}]}, 1150),
     ]
     for asked, expected in cases:
-        assert expected <= likely_tokens(asked) < expected + 60, asked.keys()
+        assert expected <= estimate_prompt_tokens(asked) < expected + 60, asked.keys()

@@ -8,7 +8,7 @@ import pytest
 
 from agentlightning.gateway.recording import packer_process as scribe_module
 from agentlightning.gateway.recording import raw_exchange
-from agentlightning.gateway.recording.packer_process import Scribe
+from agentlightning.gateway.recording.packer_process import PackerProcess
 from agentlightning.span import Span, new_span_id
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
@@ -57,7 +57,7 @@ def span_of(attempted, number):
 
 
 async def test_it_packs_when_many_come_and_what_it_packs_is_what_was_kept(bare, tmp_path, busy):
-    scribe, attempted = Scribe(), await bare.start_rollout({})
+    scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         store.append([span_of(attempted, 0)])
         await store.flush()
@@ -73,7 +73,7 @@ async def test_it_packs_when_many_come_and_what_it_packs_is_what_was_kept(bare, 
 
 
 async def test_its_death_costs_nothing(bare, tmp_path, busy, caplog):
-    scribe, attempted = Scribe(), await bare.start_rollout({})
+    scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         store.append([span_of(attempted, 0)])
         await store.flush()
@@ -88,7 +88,7 @@ async def test_its_death_costs_nothing(bare, tmp_path, busy, caplog):
 
 
 async def test_few_records_start_nothing(bare, tmp_path):
-    scribe, attempted = Scribe(), await bare.start_rollout({})
+    scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         for number in range(5):
             store.append([span_of(attempted, number)])
@@ -97,7 +97,7 @@ async def test_few_records_start_nothing(bare, tmp_path):
 
 
 async def test_it_ends_when_few_come(bare, tmp_path, busy, monkeypatch):
-    scribe, attempted = Scribe(), await bare.start_rollout({})
+    scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         store.append([span_of(attempted, 0)])
         await store.flush()
@@ -113,7 +113,7 @@ async def test_it_ends_when_few_come(bare, tmp_path, busy, monkeypatch):
 
 async def test_a_machine_on_which_nothing_can_be_started_packs_for_itself(bare, tmp_path, busy, monkeypatch, caplog):
     monkeypatch.setattr(scribe_module.sys, "executable", str(tmp_path / "nothing"))
-    scribe, attempted = Scribe(), await bare.start_rollout({})
+    scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         for number in range(3):
             store.append([span_of(attempted, number)])

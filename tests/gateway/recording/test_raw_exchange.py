@@ -133,8 +133,8 @@ def test_words_that_cannot_be_read_are_kept_as_they_are(monkeypatch, caplog):
 
 
 def test_what_may_hold_a_secret_does_not_wait():
-    assert raw_exchange.can_wait(b'{"choices": []}')
-    assert not raw_exchange.can_wait(b'{"error": {"message": "the key sk-1 is wrong"}}')
+    assert raw_exchange.may_defer(b'{"choices": []}')
+    assert not raw_exchange.may_defer(b'{"error": {"message": "the key sk-1 is wrong"}}')
 
 
 def test_half_a_surrogate_pair_costs_one_character():

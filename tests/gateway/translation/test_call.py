@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.assemble import transitions
 from agentlightning.gateway.dialects.openai.chat import CHAT
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.translation.attachments import as_chat
 from agentlightning.testing.provider import (
     Reply,
@@ -405,7 +405,7 @@ def _texts(value):
 def test_an_image_and_the_text_beside_it_are_read_and_written_as_they_were(url, text):
     part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     said = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
-    (message,) = CHAT.read(orjson.dumps({"messages": said}), Recall(), attachments=True).messages
+    (message,) = CHAT.read(orjson.dumps({"messages": said}), ResponseLookup(), attachments=True).messages
     assert as_chat(message["content"]) == [part] + ([{"type": "text", "text": text}] if text else [])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.dialects.anthropic.messages import MESSAGES as ANTHROPIC
-from agentlightning.gateway.dialects.base import Head
+from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.content import (
     ReasoningDelta,
     RefusalDelta,
@@ -21,7 +21,7 @@ from agentlightning.gateway.dialects.content import (
 from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.provider_events import UsageReport
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data
 from agentlightning.gateway.recording.provider_response import ProviderResponse
 from agentlightning.gateway.translation.provider_answer import ProviderAnswer
@@ -44,7 +44,7 @@ class Translated:
 
     def __init__(self, path):
         self.response = ProviderResponse(path, with_blocks=True)
-        self.answer, self.head = ProviderAnswer(), Head("x", "theirs", 0, 0)
+        self.answer, self.head = ProviderAnswer(), ReplyMetadata("x", "theirs", 0, 0)
 
     def read(self, data):
         for event in self.response.read(data):
@@ -230,12 +230,12 @@ def test_what_is_not_as_expected_is_passed_over(path, place, odd):
 def assert_written(pieces, answer):
     """Every dialect has words for it."""
     for dialect, body in ((CHAT_COMPLETIONS, {"messages": HI}), (ANTHROPIC, {"messages": HI}), (RESPONSES, ITEMS)):
-        request = dialect.read(orjson.dumps(body), Recall())
+        request = dialect.read(orjson.dumps(body), ResponseLookup())
         reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
-        parts = [reply.opening([answer.answer]), *(reply.piece(answer.answer, piece) for piece in pieces)]
-        events = b"".join([*parts, reply.ending([answer.answer])]).split(b"\n\n")
+        parts = [reply.start([answer.answer]), *(reply.event(answer.answer, piece) for piece in pieces)]
+        events = b"".join([*parts, reply.end([answer.answer])]).split(b"\n\n")
         assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)
-        assert orjson.loads(whole.whole([answer.answer]))
+        assert orjson.loads(whole.body([answer.answer]))
 
 
 def test_a_long_answer_in_many_pieces_takes_time_in_proportion():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.translation.requests import body_of
 from agentlightning.gateway.translation.requests.base import given_params
@@ -31,7 +31,7 @@ NOTE = base64.b64encode("Grüße".encode()).decode()
 
 def put(dialect, asked, provider, model="big-1"):
     """(the body, what was left out) of a request to a provider of the other dialect."""
-    request = replace(dialect.read(orjson.dumps(asked), Recall(), attachments=True), asked=asked)
+    request = replace(dialect.read(orjson.dumps(asked), ResponseLookup(), attachments=True), asked=asked)
     path = "chat/completions" if provider is OPENAI else "messages"
     return body_of(path, request, provider, model, given_params(asked, request.params, {}), lambda turn: [])
 
@@ -331,7 +331,7 @@ def test_turns_alternate_and_hold_every_word_whatever_was_said(said):
 def test_values_that_change_nothing_are_left_out_where_there_is_no_word_for_them(neutral):
     assert messages_of(**neutral) == messages_of()
     request = {"input": "hi", **neutral}
-    read = RESPONSES.read(orjson.dumps(request), Recall())
+    read = RESPONSES.read(orjson.dumps(request), ResponseLookup())
     params = given_params(request, read.params, {})
     assert "temperature" not in body_of("responses", read, OPENAI, "big-1", params, lambda turn: [])[0]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.upstream.token_bound import likely_tokens, most_tokens
+from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens, max_prompt_tokens
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 DATA = base64.b64encode(bytes(range(256)) * 4000).decode()
@@ -35,7 +35,7 @@ def body(*parts, **more):
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_image_counts_as_one_however_it_is_sent_and_however_large(image, times):
     text = "what is this?" * 10
-    found = most_tokens(body({"type": "text", "text": text}, *[image] * times), 1000)
+    found = max_prompt_tokens(body({"type": "text", "text": text}, *[image] * times), 1000)
     assert times * 1000 + len(text) // 2 <= found < times * 1000 + 1000
 
 
@@ -43,8 +43,8 @@ def test_an_image_counts_as_one_however_it_is_sent_and_however_large(image, time
 @given(st.text(), st.lists(st.sampled_from(["image", "input_audio", '"image"', "{", "base64,"])))
 def test_text_counts_by_its_bytes_whatever_it_speaks_of(text, words):
     asked = body({"type": "text", "text": text + "".join(words)}, tools=[{"type": "image"}, {"image": 1}])
-    assert most_tokens(asked, 1000) == len(asked) // 2
-    assert most_tokens(b"image" + asked, 1000) == (len(asked) + 5) // 2
+    assert max_prompt_tokens(asked, 1000) == len(asked) // 2
+    assert max_prompt_tokens(b"image" + asked, 1000) == (len(asked) + 5) // 2
 
 
 WORD = st.sampled_from([None, 7, "", "image", "image_url", "input_audio", "tool_use", "data:x", ["image"]])
@@ -56,20 +56,20 @@ JSON = WORD | NESTED | st.lists(WORD | NESTED, max_size=2)
 @settings(max_examples=20, deadline=None)
 @given(st.dictionaries(st.sampled_from(["messages", "system", "tools", "image"]), JSON))
 def test_whatever_a_request_holds_there_is_an_estimate(asked):
-    assert most_tokens(json.dumps(asked).encode(), 1000) >= 0
-    assert likely_tokens(asked) >= 0
+    assert max_prompt_tokens(json.dumps(asked).encode(), 1000) >= 0
+    assert estimate_prompt_tokens(asked) >= 0
 
 
 def test_an_image_that_is_pasted_as_text_is_text():
     asked = body({"type": "text", "text": URL})
-    assert most_tokens(asked, 1000) == len(asked) // 2
+    assert max_prompt_tokens(asked, 1000) == len(asked) // 2
 
 
 def test_sound_counts_by_its_length_and_a_file_as_text():
     sound = body({"type": "input_audio", "input_audio": {"data": DATA, "format": "mp3"}})
-    assert len(DATA) / 32 <= most_tokens(sound, 1000) < len(DATA) / 32 + 100
+    assert len(DATA) / 32 <= max_prompt_tokens(sound, 1000) < len(DATA) / 32 + 100
     file = body({"type": "file", "file": {"file_data": f"data:application/pdf;base64,{DATA}"}})
-    assert most_tokens(file, 1000) == len(file) // 2
+    assert max_prompt_tokens(file, 1000) == len(file) // 2
 
 
 async def test_a_budget_lets_a_call_with_an_image_through_and_stops_one_with_too_many(serve):

@@ -83,7 +83,7 @@ class Agent(Struct, frozen=True):
 UNKNOWN: Final = Agent()
 
 
-class Agents:
+class AgentMatcher:
     """Recognises agents by what they say and by `rules`, the first that fits. Raises ConfigError where a model name
     means two agents."""
 

@@ -15,7 +15,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.content import AnswerView, OutputEvent
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.provider_events import UsageReport
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 
 Body = bytes | dict[str, Any]
@@ -33,13 +33,13 @@ class Request:
     prompts: tuple[str | list[int], ...] = ()
     """Raw prompts, as text or as token ids: each is answered `n` times."""
     tools: list[dict[str, Any]] | None = None
-    barred: list[dict[str, Any]] | None = None
+    forbidden_tools: list[dict[str, Any]] | None = None
     """Tools it names and forbids to call (`tool_choice` none): an engine is shown none of them."""
     n: int = 1
     stream: bool = False
     logprobs: bool = False
     constraint: Constraint = field(default_factory=Constraint)
-    leading: int = 0
+    num_instructions: int = 0
     """How many of the first messages belong to this request only, and not to the conversation a later one names."""
     prefill: str = ""
     """What the answer begins with: the caller has written it, and wants the rest."""
@@ -47,16 +47,16 @@ class Request:
     """The reply is to hold the tokens, as vLLM's does (`return_token_ids`)."""
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables for the chat template."""
-    legacy: bool = False
+    uses_functions: bool = False
     """Calls are told as they were before tools (`dialects.legacy`)."""
-    unknown: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
     """Names of fields that were ignored."""
-    asked: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The request as it came."""
 
 
 @dataclass(slots=True)
-class Head:
+class ReplyMetadata:
     """What is known of a reply before its first token."""
 
     id: str
@@ -83,22 +83,22 @@ def _count(given: Any, before: int | None) -> int | None:
     return given if type(given) is int and 0 <= given < 2**53 else before
 
 
-class Reply(Protocol):
+class ReplyWriter(Protocol):
     """Writes the reply to one request: `whole`, or else `opening`, `piece`... and `ending`."""
 
-    def whole(self, answers: Sequence[AnswerView]) -> bytes:
+    def body(self, answers: Sequence[AnswerView]) -> bytes:
         """The reply as one object."""
         ...
 
-    def opening(self, answers: Sequence[AnswerView]) -> bytes:
+    def start(self, answers: Sequence[AnswerView]) -> bytes:
         """The events before the first piece."""
         ...
 
-    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         """The events that show one more piece of an answer."""
         ...
 
-    def ending(self, answers: Sequence[AnswerView]) -> bytes:
+    def end(self, answers: Sequence[AnswerView]) -> bytes:
         """The events after the last piece of the last answer: why each ended, and what was used."""
         ...
 
@@ -106,7 +106,7 @@ class Reply(Protocol):
 class Read(Protocol):
     """Reads a request."""
 
-    def __call__(self, body: Body, recall: Recall, attachments: bool = False) -> Request:
+    def __call__(self, body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
         """May be called from any thread. `attachments`: images and files become parts of the messages
         (`gateway.attachments`); else they are refused.
         Raises ApiError 400, naming the field, on what is not a request or cannot be honoured."""
@@ -124,13 +124,13 @@ class Dialect:
     call_prefix: str
     """What the ids of its tool calls begin with."""
     read: Read
-    reply: Callable[[Request, Head], Reply]
-    refusal: Callable[[ApiError], bytes]
+    reply: Callable[[Request, ReplyMetadata], ReplyWriter]
+    error_body: Callable[[ApiError], bytes]
     """The body of an error reply."""
     error_event: Callable[[ApiError], bytes]
     """A failure after the stream has begun."""
 
 
-def drawn_tokens(answers: Sequence[AnswerView]) -> int:
+def num_output_tokens(answers: Sequence[AnswerView]) -> int:
     """Tokens of all answers."""
     return sum(answer.num_tokens for answer in answers)

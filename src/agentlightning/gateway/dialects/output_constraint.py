@@ -40,7 +40,7 @@ _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OutputSchema:
     """What content must be."""
 
     schema: str
@@ -52,32 +52,36 @@ class Shape:
 class Constraint:
     """The shape of one answer. As made, it asks for nothing."""
 
-    needs_call: bool = False
+    requires_tool_call: bool = False
     names: frozenset[str] | None = None
     """The only tools that may be called; None: any."""
     one_call: bool = False
     """At most one tool call."""
     arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
     """Of strict tools, by name."""
-    content: Shape | None = None
+    content: OutputSchema | None = None
     content_field: str = "response_format"
     """What the request calls the shape of content."""
 
     def __bool__(self) -> bool:
-        return bool(self.needs_call or self.names is not None or self.one_call or self.arguments or self.content)
+        return bool(
+            self.requires_tool_call or self.names is not None or self.one_call or self.arguments or self.content
+        )
 
-    def judge(self, answer: AnswerView) -> tuple[Verdict, list[str]]:
+    def evaluate(self, answer: AnswerView) -> tuple[Verdict, list[str]]:
         """(how the answer met it, the fields of the request it fails)."""
         failed = [name for name, holds in self._checks(answer) if not holds]
         if failed:
             return "violated", failed
-        free = self.needs_call or self.names is not None or self.arguments or self.content is not None
+        free = self.requires_tool_call or self.names is not None or self.arguments or self.content is not None
         free = free or (self.one_call and not answer.stops_after_call)
         return ("checked" if free and not answer.is_constrained else "enforced"), failed
 
     def _checks(self, answer: AnswerView) -> list[tuple[str, bool]]:
         calls = answer.tool_calls
-        chosen = (calls or not self.needs_call) and all(self.names is None or call.name in self.names for call in calls)
+        chosen = (calls or not self.requires_tool_call) and all(
+            self.names is None or call.name in self.names for call in calls
+        )
         strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
         return [
             ("tool_choice", bool(chosen)),
@@ -94,11 +98,11 @@ def _is_object(text: str) -> bool:
     return isinstance(_parsed(text), dict)
 
 
-JSON_OBJECT: Final = Shape('{"type":"object"}', _is_object)
+JSON_OBJECT: Final = OutputSchema('{"type":"object"}', _is_object)
 """Any JSON object."""
 
 
-def json_schema(where: str, schema: Any) -> Shape:
+def json_schema(where: str, schema: Any) -> OutputSchema:
     """What a JSON schema asks for. Raises ApiError 400, naming `where`, on what is none."""
     if not isinstance(schema, dict):
         raise bad_request(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
@@ -116,7 +120,7 @@ def json_schema(where: str, schema: Any) -> Shape:
         value = _parsed(text)
         return value is not _NOT_JSON and valid(value)
 
-    return Shape(written, check)
+    return OutputSchema(written, check)
 
 
 @lru_cache(maxsize=512)

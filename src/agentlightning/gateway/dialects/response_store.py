@@ -46,7 +46,7 @@ class _Memory:
     size: int = 0
 
 
-class Recall:
+class ResponseLookup:
     """What the requests of one attempt can name."""
 
     def __init__(self, memory: _Memory | None = None) -> None:
@@ -74,12 +74,12 @@ class Recall:
             raise bad_request("input", f"the item {item_id!r} is not kept here; send the item itself")
         return item
 
-    def blocks(self, turn: bytes) -> list[dict[str, Any]]:
+    def turn(self, turn: bytes) -> list[dict[str, Any]]:
         """A turn as its provider said it (`Kept.keep_blocks`); empty where it is not kept."""
         return self._memory.blocks.get(turn, [])
 
 
-class Kept:
+class ResponseStore:
     """The replies of the attempts that called lately; the least recently used are forgotten above `max_bytes`."""
 
     def __init__(self, max_bytes: int = 256 * 1024 * 1024) -> None:
@@ -91,11 +91,11 @@ class Kept:
     def __len__(self) -> int:
         return len(self._attempts)
 
-    def recall(self, attempt: Attempt | None) -> Recall:
+    def lookup(self, attempt: Attempt | None) -> ResponseLookup:
         """What an attempt can name; nothing where there is none."""
-        return Recall(self._attempts.get(attempt) if attempt else None)
+        return ResponseLookup(self._attempts.get(attempt) if attempt else None)
 
-    def keep(
+    def add(
         self,
         attempt: Attempt,
         response_id: str,
@@ -104,7 +104,7 @@ class Kept:
         answer: Message,
         body: bytes | None,
         items: Sequence[Mapping[str, Any]],
-        leading: int = 0,
+        num_instructions: int = 0,
     ) -> None:
         """Keep a reply; the first `leading` messages belonged to its request alone. Without a `body` it can be
         continued and not retrieved."""
@@ -112,18 +112,18 @@ class Kept:
         self._attempts.move_to_end(attempt)
         tip = extend_digest(digests[-1], answer)
         before = memory.size
-        chain = zip(digests[leading:], (*digests[leading + 1 :], tip), strict=True)
-        for (parent, digest), message in zip(chain, (*messages[leading:], answer), strict=True):
+        chain = zip(digests[num_instructions:], (*digests[num_instructions + 1 :], tip), strict=True)
+        for (parent, digest), message in zip(chain, (*messages[num_instructions:], answer), strict=True):
             if digest not in memory.messages:
                 memory.messages[digest] = parent, message
                 memory.size += len(orjson.dumps(message))
-        memory.replies[response_id] = _Reply(tip, digests[leading], body)
+        memory.replies[response_id] = _Reply(tip, digests[num_instructions], body)
         memory.size += len(body or b"")
         memory.items.update((item["id"], dict(item)) for item in items)
         self.size += memory.size - before
         self._make_room()
 
-    def keep_blocks(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
+    def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
         """Keep a turn as its provider said it, and wants it back, under its key (`sealed.turn_key`)."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)

@@ -28,7 +28,7 @@ def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingPar
     return replace(base, **values)
 
 
-def forced_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
+def apply_resource_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
     """What the trainer's LLM resource decides wins. Raises ApiError 400 on a name we cannot honour."""
     unknown = sorted(set(forced) - set(OPENAI_PARAMS))
     if unknown:

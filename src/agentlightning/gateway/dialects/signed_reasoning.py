@@ -26,7 +26,7 @@ _MARK: Final = "agl1."
 _KINDS: Final = ("thinking", "redacted_thinking")
 
 
-def is_sealed(block: Mapping[str, Any]) -> bool:
+def needs_echo(block: Mapping[str, Any]) -> bool:
     """Whether a block of content, or an item, is a thought that its provider wants back."""
     kind = block.get("type")
     if kind == "reasoning":
@@ -34,12 +34,12 @@ def is_sealed(block: Mapping[str, Any]) -> bool:
     return kind == "redacted_thinking" or (kind == "thinking" and bool(block.get("signature")))
 
 
-def seal(block: Block) -> str:
+def encode_signed_reasoning(block: Block) -> str:
     """A thought as the `encrypted_content` of a reasoning item. Nothing in it is secret from its caller."""
     return _MARK + base64.urlsafe_b64encode(orjson.dumps(block)).decode()
 
 
-def unseal(content: Any) -> list[Block]:
+def decode_signed_reasoning(content: Any) -> list[Block]:
     """The thought in an `encrypted_content`; nothing of one that is not ours."""
     if not isinstance(content, str) or not content.startswith(_MARK):
         return []

@@ -24,7 +24,7 @@ def read_json(body: bytes | dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def refuse(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse by name the fields that change what is sampled or answered and that we cannot honour. `fields` gives,
     for each, the values that change nothing; null is always one."""
     for name, neutral in fields.items():
@@ -32,7 +32,7 @@ def refuse(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> No
             raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
 
 
-def ignored(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
+def unknown_fields(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
     """Names of the fields that nobody reads."""
     return tuple(name for name in data if not any(name in names for names in known))
 

@@ -197,7 +197,7 @@ class _Passing:
     def _record(self) -> tuple[bytes, Awaitable[None] | None]:
         """(what the caller is shown, what is to be awaited first)."""
         forward, call, forwarder = self._forward, self.call, self._direct.forwarder
-        if forwarder.keep_record is None or forward.strips or not raw_exchange.can_wait(call.body):
+        if forwarder.keep_record is None or forward.strips or not raw_exchange.may_defer(call.body):
             return forward.take(call), forward.keep(forwarder.keep, call)
         try:
             usage = usage_of(forward.path, call.body)

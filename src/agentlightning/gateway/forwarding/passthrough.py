@@ -25,9 +25,9 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.otel_messages import (
     OPERATIONS,
     as_json,
-    asked_attributes,
-    reshaped,
-    said_messages,
+    distribution_changes,
+    input_messages,
+    request_attributes,
 )
 from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
 from agentlightning.gateway.routing import ModelRoute
@@ -283,7 +283,7 @@ class Forward:
         return display_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
-        said = said_messages(self.path, self.data, choice.index // _answers(self.data))
+        said = input_messages(self.path, self.data, choice.index // _answers(self.data))
         attributes: Json = {names.INPUT_MESSAGES: said}
         if self.path == "embeddings":
             return attributes
@@ -295,7 +295,7 @@ class Forward:
             prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
         ):
             return attributes | {names.TOKENS: "none"}
-        if changed := reshaped({**self.data, **self.forced}):
+        if changed := distribution_changes({**self.data, **self.forced}):
             attributes[names.RESHAPED] = changed
         return attributes | {
             names.TOKENS: "provider",
@@ -316,7 +316,7 @@ class Forward:
         choice.finish_reason = None
         attributes = self._attributes() | call.attributes()
         attributes[names.ERROR_TYPE] = kind
-        attributes[names.INPUT_MESSAGES] = said_messages(self.path, self.data)
+        attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
         attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
         return [self._span(attributes, time.time(), "ERROR", message)]
 
@@ -326,7 +326,7 @@ class Forward:
             names.OPERATION_NAME: OPERATIONS[self.path],
             names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
             names.RESPONSE_MODEL: response.model or self.route.send_model,
-            **asked_attributes({**self.data, **self.forced} if self.forced else self.data),
+            **request_attributes({**self.data, **self.forced} if self.forced else self.data),
             **self.caller.attributes(),
         }
         if response.id:

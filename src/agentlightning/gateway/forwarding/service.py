@@ -18,11 +18,11 @@ from starlette.types import Receive, Scope
 
 from agentlightning import span as names
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
-from agentlightning.gateway.callers.agents import Agents
+from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.provider_events import Usage
-from agentlightning.gateway.dialects.response_store import Kept
+from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, can_forward
 from agentlightning.gateway.forwarding.token_count import Counting, estimated_instead
@@ -60,11 +60,11 @@ class Forwarder:
         store: LightningStoreBase,
         contexts: AttemptCache,
         find_context: Callable[[Caller], Awaitable[AttemptContext]],
-        agents: Agents,
+        agents: AgentMatcher,
         counters: Counters,
         translator: Translator,
         on_policy: OnPolicy,
-        kept: Kept,
+        kept: ResponseStore,
     ) -> None:
         self._kept = kept
         self._translator = translator

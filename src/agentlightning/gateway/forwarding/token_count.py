@@ -20,7 +20,7 @@ from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.anthropic.messages import count_reply
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.servers import ServerPool
-from agentlightning.gateway.upstream.token_bound import likely_tokens
+from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.transport import TransportError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Counting:
                 return Count(tokens, "tokenizer")
             if status not in _OF_THIS_REQUEST:
                 self._resting[name] = self._clock() + REST_SECONDS
-        return Count(likely_tokens(asked), "estimate")
+        return Count(estimate_prompt_tokens(asked), "estimate")
 
 
 def estimated_instead(api_error: ApiError, asked: Mapping[str, Any]) -> Count:
@@ -76,7 +76,7 @@ def estimated_instead(api_error: ApiError, asked: Mapping[str, Any]) -> Count:
     another."""
     if api_error.status not in _NO_SUCH_PATH or "model" in api_error.message.lower():
         raise api_error
-    return Count(likely_tokens(asked), "estimate")
+    return Count(estimate_prompt_tokens(asked), "estimate")
 
 
 async def _tokenize(pool: ServerPool, asked: Mapping[str, Any]) -> tuple[int, int | None]:

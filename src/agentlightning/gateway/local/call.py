@@ -20,7 +20,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import Likeliest
 from agentlightning.gateway.local.update_gate import Gate, Visitor
-from agentlightning.gateway.recording.local_span import Record
+from agentlightning.gateway.recording.local_span import SpanDraft
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
@@ -34,7 +34,7 @@ class Exchange:
 
     engine: Engine
     params: SamplingParams
-    records: list[Record]
+    records: list[SpanDraft]
     """One for each answer."""
     answers: list[Answer]
     attributed: bool = True
@@ -76,7 +76,7 @@ class Exchange:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _draw_one(self, record: Record, answer: Answer, show: Show | None) -> None:
+    async def _draw_one(self, record: SpanDraft, answer: Answer, show: Show | None) -> None:
         def receive(token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()) -> None:
             _pass_on(answer, answer.feed(token_ids, logprobs, tops), show)
 
@@ -117,7 +117,7 @@ class Exchange:
         now = time.time()
         return [record.failed(answer, self._params(answer), now, kind, message) for record, answer in self._pairs()]
 
-    def _pairs(self) -> list[tuple[Record, Answer]]:
+    def _pairs(self) -> list[tuple[SpanDraft, Answer]]:
         return list(zip(self.records, self.answers, strict=True))
 
     async def _keep(self, store: LightningStoreBase, spans: list[Span]) -> list[Span]:

@@ -9,13 +9,13 @@ from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.attribution import AttemptIds, Caller
-from agentlightning.gateway.dialects.base import Dialect, Head, Request
+from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, Request
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.prompt_limit import encode_within
 from agentlightning.gateway.local.reasoning import thought_markers
-from agentlightning.gateway.recording.local_span import Record
+from agentlightning.gateway.recording.local_span import SpanDraft
 from agentlightning.span import new_span_id
 
 
@@ -66,18 +66,18 @@ def record_of(
     dialect: Dialect,
     caller: Caller,
     request: Request,
-    head: Head,
+    head: ReplyMetadata,
     prompt: Prompt,
     asked: Sequence[Message],
     trace_id: str,
     overridden: tuple[str, ...] = (),
-) -> Record:
-    return Record(
+) -> SpanDraft:
+    return SpanDraft(
         rollout_id=caller.rollout_id or "",
         attempt_id=caller.attempt_id or "",
         trace_id=caller.trace_id or trace_id,
         parent_id=caller.parent_id,
-        whose=caller.attributes(),
+        caller_attributes=caller.attributes(),
         operation=dialect.operation,
         response_id=head.id,
         requested_model=request.model or head.model,
@@ -108,5 +108,5 @@ def answer_of(
         is_constrained=params.constraint is not None,
         reasoning_markers=None if request.prompts or request.prefill else thought_markers(chat),
         prefill=request.prefill,
-        uses_functions=request.legacy,
+        uses_functions=request.uses_functions,
     )

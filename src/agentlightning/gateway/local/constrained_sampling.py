@@ -15,7 +15,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.reasoning import Markers, thought_markers
 from agentlightning.gateway.offload import offload
 
-Holding = Literal["auto", "always", "never"]
+EnforcementMode = Literal["auto", "always", "never"]
 """Which answers are held to their schema: those that nobody learns from (of rollouts in the modes val and test, and of
 no rollout at all), all, or none."""
 
@@ -28,7 +28,7 @@ async def hold(
     *,
     tools: Sequence[dict[str, Any]] | None,
     learned: bool,
-    holding: Holding,
+    holding: EnforcementMode,
     size: int = 0,
 ) -> SamplingParams:
     """`params` with the schema or grammar that answers are held to, where they are to be and the engine can.
@@ -53,7 +53,7 @@ async def hold(
 def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: Markers | None) -> bool:
     """Whether anything is asked for that an end of the drawing after the first call does not see to."""
     ends = chat.tool_calls.closing is not None and thought is None
-    asks = constraint.needs_call or constraint.names is not None or constraint.arguments or constraint.content
+    asks = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
     return bool(asks) or (constraint.one_call and not ends)
 
 
@@ -65,7 +65,7 @@ def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: 
     for each in (schemas,) if loose == schemas else (schemas, loose):
         yield Outline(
             tools=tuple(each.items()),
-            needs_call=constraint.needs_call,
+            needs_call=constraint.requires_tool_call,
             one_call=constraint.one_call,
             content=constraint.content.schema if constraint.content else None,
             thought=Thought(thought.start, thought.end, thought.opened) if thought else None,

@@ -20,14 +20,14 @@ from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
-from agentlightning.gateway.dialects.openai import responses_request
-from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.dialects.sampling import forced_params, refuse_unsupported
+from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
+from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
+from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.sampling import apply_resource_params, refuse_unsupported
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.call import Exchange, Show
 from agentlightning.gateway.local.call_builders import answer_of, asked_messages, chat_of, prompts_of, record_of
-from agentlightning.gateway.local.constrained_sampling import Holding, hold
+from agentlightning.gateway.local.constrained_sampling import EnforcementMode, hold
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.on_policy import OnPolicy, is_policy, is_training
 from agentlightning.gateway.local.streaming import relay
@@ -35,7 +35,7 @@ from agentlightning.gateway.local.update_gate import Gates
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.routing import Router
-from agentlightning.gateway.upstream.token_bound import likely_tokens
+from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
@@ -47,13 +47,13 @@ class LocalCalls:
     store: LightningStoreBase
     table: Router
     conversations: Conversations
-    kept: Kept
+    kept: ResponseStore
     gates: Gates
     contexts: AttemptCache
     find_context: Callable[[Caller], Awaitable[AttemptContext]]
     counters: Counters
     on_policy: OnPolicy
-    holding: Holding
+    holding: EnforcementMode
 
     async def count(self, caller: Caller, request: Request, size: int) -> int:
         """How many tokens the prompt of a request of `size` bytes has; nothing is sampled or recorded."""
@@ -66,12 +66,12 @@ class LocalCalls:
             read = partial(prompts_of, self.conversations, caller.attempt, request, model, chat, room)
             (prompt,) = await offload(size, read)
         except ContextLengthError:  # Clients shorten their conversations by this number, however rough.
-            return await offload(size, partial(likely_tokens, request.asked))
+            return await offload(size, partial(estimate_prompt_tokens, request.raw))
         return len(prompt.token_ids)
 
     async def prepare(
         self, dialect: Dialect, path: str, caller: Caller, request: Request, size: int
-    ) -> tuple[Exchange, Reply]:
+    ) -> tuple[Exchange, ReplyWriter]:
         """What is to be drawn for a request of `size` bytes, and who writes the reply."""
         model, engine = self._resolve(caller, path)
         params, trace_id, learned, overridden = request.params, "", False, tuple[str, ...]()
@@ -89,7 +89,7 @@ class LocalCalls:
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         response_id = dialect.id_prefix + secrets.token_hex(12)
-        head = Head(response_id, model, int(time.time()), tokens)
+        head = ReplyMetadata(response_id, model, int(time.time()), tokens)
         records = [
             record_of(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id(), overridden)
             for prompt, asked in zip(prompts, asked_messages(request, engine), strict=True)
@@ -109,7 +109,7 @@ class LocalCalls:
         params = self.on_policy.neutral(asked) if training else asked
         if caller.temperature is not None and is_policy(context, model):
             params = replace(params, temperature=caller.temperature)
-        params = forced_params(params, *context.sampling_parameters(model))
+        params = apply_resource_params(params, *context.sampling_parameters(model))
         return params, self.on_policy.compare(asked, params) if training else ()
 
     def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
@@ -124,7 +124,13 @@ class LocalCalls:
         self.counters.drift += sum(prompt.drift for prompt in prompts)
 
     async def draw(
-        self, exchange: Exchange, request: Request, reply: Reply, scope: Scope, receive: Receive, writer: ResponseWriter
+        self,
+        exchange: Exchange,
+        request: Request,
+        reply: ReplyWriter,
+        scope: Scope,
+        receive: Receive,
+        writer: ResponseWriter,
     ) -> None:
         await relay(
             exchange,
@@ -159,19 +165,19 @@ class LocalCalls:
             else:
                 self.conversations.learn(key, prompt, answer.message, sample, chat.eos_token_ids, span_id)
 
-    def _finish(self, exchange: Exchange, request: Request, reply: Reply) -> None:
+    def _finish(self, exchange: Exchange, request: Request, reply: ReplyWriter) -> None:
         """Keep what a later request may name."""
-        if not (isinstance(reply, responses_request.Reply) and exchange.attributed):
+        if not (isinstance(reply, ResponsesReplyWriter) and exchange.attributed):
             return
         (answer,), (record,) = exchange.answers, exchange.records
-        stored = request.asked.get("store") is not False
-        self.kept.keep(
+        stored = request.raw.get("store") is not False
+        self.kept.add(
             (record.rollout_id, record.attempt_id),
             record.response_id,
             record.prompt.digests,
             request.messages,
             answer.message,
-            reply.whole([answer]) if stored else None,
+            reply.body([answer]) if stored else None,
             reply.items if stored else (),
-            request.leading,
+            request.num_instructions,
         )

@@ -13,7 +13,7 @@ from functools import partial
 from starlette.types import Receive
 
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
-from agentlightning.gateway.dialects.base import Reply
+from agentlightning.gateway.dialects.base import ReplyWriter
 from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
@@ -28,7 +28,7 @@ Events = asyncio.Queue[tuple[Answer, OutputEvent] | None]
 async def relay(
     exchange: Exchange,
     run: Callable[[Exchange, Show | None], Awaitable[None]],
-    reply: Reply,
+    reply: ReplyWriter,
     *,
     stream: bool,
     finish: Callable[[], None],
@@ -62,30 +62,30 @@ def _put(events: Events, answer: Answer, piece: OutputEvent) -> None:
 
 
 def _pieces(
-    reply: Reply, exchange: Exchange, started: bool, first: tuple[Answer, OutputEvent], events: Events
+    reply: ReplyWriter, exchange: Exchange, started: bool, first: tuple[Answer, OutputEvent], events: Events
 ) -> bytes:
     """Everything that is there by now, to be sent at once."""
-    parts = [] if started else [reply.opening(exchange.answers)]
-    parts.append(reply.piece(*first))
+    parts = [] if started else [reply.start(exchange.answers)]
+    parts.append(reply.event(*first))
     while not events.empty():
         event = events.get_nowait()
         if event is None:
             events.put_nowait(None)
             break
-        parts.append(reply.piece(*event))
+        parts.append(reply.event(*event))
     return b"".join(parts)
 
 
 async def _end(
-    reply: Reply, exchange: Exchange, stream: bool, finish: Callable[[], None], writer: ResponseWriter
+    reply: ReplyWriter, exchange: Exchange, stream: bool, finish: Callable[[], None], writer: ResponseWriter
 ) -> None:
     answers = exchange.answers
     if not stream:
-        body = reply.whole(answers)
+        body = reply.body(answers)
         finish()
         return await writer.send_json(200, body)
-    opening = b"" if writer.started else reply.opening(answers)
-    ending = opening + reply.ending(answers)
+    opening = b"" if writer.started else reply.start(answers)
+    ending = opening + reply.end(answers)
     finish()
     await writer.send_events(ending)
     await writer.close()

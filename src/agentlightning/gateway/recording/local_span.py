@@ -19,14 +19,14 @@ from agentlightning.span import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SpanDraft:
     """What is known of the span of one answer before it is drawn."""
 
     rollout_id: str
     attempt_id: str
     trace_id: str
     parent_id: str | None
-    whose: dict[str, Any]
+    caller_attributes: dict[str, Any]
     """What says who made the call (`Caller.attributes`)."""
     operation: str
     """OTel's name for what the dialect does."""
@@ -59,7 +59,7 @@ class Record:
         if sample.versions:
             attributes[names.POLICY_VERSIONS] = [number for run in sample.versions for number in run]
         if self.constraint:
-            verdict, violations = self.constraint.judge(answer)
+            verdict, violations = self.constraint.evaluate(answer)
             attributes |= {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
         return self._span(attributes, end_time, "OK", None)
 
@@ -119,7 +119,9 @@ class Record:
             names.DRIFT: self.prompt.drift or None,
             names.DRIFT_REASON: self.prompt.reason,
         }
-        return attributes | self.whose | {name: value for name, value in optional.items() if value is not None}
+        return (
+            attributes | self.caller_attributes | {name: value for name, value in optional.items() if value is not None}
+        )
 
 
 def _output(answer: Answer, reason: str) -> str:

@@ -49,12 +49,12 @@ _RESHAPING: Final[Mapping[str, tuple[Any, ...]]] = {
 which they do not."""
 
 
-def reshaped(data: Json) -> list[str]:
+def distribution_changes(data: Json) -> list[str]:
     """What of a request changes the distribution in a way that no loss can correct for."""
     return [name for name, neutral in _RESHAPING.items() if data.get(name) is not None and data[name] not in neutral]
 
 
-def asked_attributes(data: Json) -> dict[str, Any]:
+def request_attributes(data: Json) -> dict[str, Any]:
     """What a request asks of the sampling, and the tools it offers."""
     found: dict[str, Any] = {}
     for name, fields, kinds in _ASKED:
@@ -73,7 +73,7 @@ def asked_attributes(data: Json) -> dict[str, Any]:
     return found
 
 
-def said_messages(path: str, data: Json, index: int = 0) -> str:
+def input_messages(path: str, data: Json, index: int = 0) -> str:
     """The messages of a request, as JSON; of several raw prompts the one with this index."""
     return as_json(_READERS[path](data, index))
 

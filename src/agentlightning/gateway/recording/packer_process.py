@@ -30,7 +30,7 @@ from agentlightning.store.sql.spans.attempt_spans import PackedSpans
 
 logger = logging.getLogger(__name__)
 
-BUSY: Final = 200.0
+START_RATE: Final = 200.0
 """Records a second from which on a process is worth it."""
 IDLE_SECONDS: Final = 60.0
 """Without so many for so long, it ends."""
@@ -45,7 +45,7 @@ _records: Final = msgspec.msgpack.Decoder(list[bytes])
 _packs: Final = msgspec.msgpack.Decoder(list[PackedSpans])
 
 
-class Scribe:
+class PackerProcess:
     """Packs for one journal; see `store.journal.Packer`."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Scribe:
         self._count += count
         if (passed := now - self._since) < _WINDOW_SECONDS:
             return
-        if self._count / passed >= BUSY:
+        if self._count / passed >= START_RATE:
             self._busy_at = now
             if self._process is None and self._starting is None and now >= self._rest_until:
                 self._starting = asyncio.create_task(self._start())

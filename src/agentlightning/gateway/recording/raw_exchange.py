@@ -25,7 +25,7 @@ from agentlightning.span import Span, new_span_id
 logger = logging.getLogger(__name__)
 
 
-class Verbatim(Struct, frozen=True, array_like=True):
+class RawExchange(Struct, frozen=True, array_like=True):
     """One exchange whose answer came in one piece."""
 
     path: ApiPath
@@ -51,11 +51,11 @@ VERSION: Final = 1
 _UNVERSIONED: Final = range(0x90, 0xA0)
 """First bytes of records from before there were versions: a MessagePack array. They are read as version 1."""
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(Verbatim)
+_decoder: Final = msgspec.msgpack.Decoder(RawExchange)
 _ERROR: Final = b'"error"'
 
 
-def can_wait(answer: bytes) -> bool:
+def may_defer(answer: bytes) -> bool:
     """Whether an answer can be read later. What a provider says went wrong is read while it is known what must not be
     repeated of it."""
     return _ERROR not in answer
@@ -66,7 +66,7 @@ def write(forward: Forward, call: UpstreamCall, request: bytes, ended: float) ->
     route = forward.route
     record = bytearray((VERSION,))
     _encoder.encode_into(
-        Verbatim(
+        RawExchange(
             forward.path,
             route.name,
             route.send_model,
@@ -107,7 +107,7 @@ def read(record: bytes) -> list[Span]:
         return [_unread(said)]
 
 
-def _spans(said: Verbatim) -> list[Span]:
+def _spans(said: RawExchange) -> list[Span]:
     route = ModelRoute(said.model, send_model=said.sent_model)
     data = orjson.loads(said.request)
     forward = Forward(said.path, route, said.caller, data, {}, said.trace_id, said.forced, said.started)
@@ -115,7 +115,7 @@ def _spans(said: Verbatim) -> list[Span]:
     return forward.spans(said.call, said.ended, said.span_id)
 
 
-def _unread(said: Verbatim) -> Span:
+def _unread(said: RawExchange) -> Span:
     caller = said.caller
     return Span(
         rollout_id=cast("str", caller.rollout_id),

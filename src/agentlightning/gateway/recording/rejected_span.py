@@ -19,7 +19,7 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.errors import to_api_error
 from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.offload import offload
-from agentlightning.gateway.recording.otel_messages import OPERATIONS, said_messages
+from agentlightning.gateway.recording.otel_messages import OPERATIONS, input_messages
 from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
@@ -32,7 +32,7 @@ LONGEST: Final = 256 * 1024
 _NOWHERE: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
 
 
-async def keep_refusal(
+async def record_rejection(
     store: LightningStoreBase, path: ApiPath, caller: Caller, body: bytes, error: Exception, started: float
 ) -> None:
     """Record a refused call where it has an attempt. A store that cannot is only mentioned: the caller has an error
@@ -53,7 +53,7 @@ async def keep_refusal(
         with suppress(
             AttributeError, KeyError, TypeError, ValueError, IndexError
         ):  # it may be refused for its messages
-            attributes[names.INPUT_MESSAGES] = said_messages(path, asked)
+            attributes[names.INPUT_MESSAGES] = input_messages(path, asked)
     span = Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,

@@ -18,14 +18,15 @@ from typing import Any, Final
 from agentlightning import span as names
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.dialects.base import Dialect, Head, Reply, Request
+from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.dialects.message_digest import message_digests
-from agentlightning.gateway.dialects.openai import responses_events, responses_request
+from agentlightning.gateway.dialects.openai import responses_events
+from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
 from agentlightning.gateway.dialects.provider_events import UsageReport
-from agentlightning.gateway.dialects.response_store import Kept
-from agentlightning.gateway.dialects.sampling import forced_params
-from agentlightning.gateway.dialects.signed_reasoning import is_sealed, turn_key
+from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.sampling import apply_resource_params
+from agentlightning.gateway.dialects.signed_reasoning import needs_echo, turn_key
 from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import Forward, Keep, written
@@ -51,7 +52,7 @@ _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 class Translator:
     """Makes translations. `kept` holds what later requests may name."""
 
-    def __init__(self, dialects: Mapping[ApiPath, Dialect], kept: Kept, counters: Counters) -> None:
+    def __init__(self, dialects: Mapping[ApiPath, Dialect], kept: ResponseStore, counters: Counters) -> None:
         self._dialects = dialects
         self._kept = kept
         self._counters = counters
@@ -72,13 +73,13 @@ class Translator:
         assert provider is not None
         instead = _path_for(path, provider)
         dialect = self._dialects[path]
-        recall = self._kept.recall(caller.attempt)
-        request = replace(dialect.read(sent := written(asked), recall, attachments=True), asked=asked)
-        params = forced_params(request.params, resource, forced or {})
+        recall = self._kept.lookup(caller.attempt)
+        request = replace(dialect.read(sent := written(asked), recall, attachments=True), raw=asked)
+        params = apply_resource_params(request.params, resource, forced or {})
         given = given_params(asked, params, forced or {})
-        body, lost = body_of(instead, request, provider, route.send_model, given, recall.blocks)
+        body, lost = body_of(instead, request, provider, route.send_model, given, recall.turn)
         self._counters.count_unknown(lost + tuple(name for name, mark in _LOST.items() if mark in sent))
-        head = Head(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
+        head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
         return Translation(
             instead,
             route,
@@ -98,10 +99,10 @@ class Translation(Forward):
     """One call in another dialect than its provider's: `path` and `data` are the provider's."""
 
     request: Request = field(kw_only=True)
-    head: Head = field(kw_only=True)
-    reply: Reply = field(kw_only=True)
+    head: ReplyMetadata = field(kw_only=True)
+    reply: ReplyWriter = field(kw_only=True)
     answer: ProviderAnswer = field(kw_only=True)
-    kept: Kept = field(kw_only=True)
+    kept: ResponseStore = field(kw_only=True)
     _opened: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class Translation(Forward):
     async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         self._hear_whole(call.body)
         self._settle(call)
-        body = self.reply.whole([self.answer])
+        body = self.reply.body([self.answer])
         await self._keep(keep, call)
         self._remember(body)
         await writer.send_json(200, body)
@@ -124,7 +125,7 @@ class Translation(Forward):
                 await writer.send_events(self._written(pieces))
         self._check_whole(ended)
         self._settle(call)
-        ending = self._written(self._news(done=True)) + self.reply.ending([self.answer])
+        ending = self._written(self._news(done=True)) + self.reply.end([self.answer])
         await self._keep(keep, call)
         self._remember(None)
         await writer.send_events(ending)
@@ -169,9 +170,9 @@ class Translation(Forward):
 
     def _written(self, pieces: Sequence[OutputEvent]) -> bytes:
         """The events of some pieces; before the first, those that open the reply."""
-        opening = b"" if self._opened else self.reply.opening([self.answer])
+        opening = b"" if self._opened else self.reply.start([self.answer])
         self._opened = True
-        return opening + b"".join([self.reply.piece(self.answer, piece) for piece in pieces])
+        return opening + b"".join([self.reply.event(self.answer, piece) for piece in pieces])
 
     def _check_failed(self) -> None:
         """Raises ApiError where the provider says, in the place of an answer, that it failed."""
@@ -208,7 +209,7 @@ class Translation(Forward):
         constraint = self.request.constraint
         if not constraint or choice.index > 0:
             return found
-        verdict, violations = constraint.judge(self.answer)
+        verdict, violations = constraint.evaluate(self.answer)
         return found | {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
 
     def _remember(self, body: bytes | None) -> None:
@@ -216,14 +217,14 @@ class Translation(Forward):
         attempt, reply, answer = self.caller.attempt, self.reply, self.answer
         if attempt is None:
             return
-        if any(is_sealed(block) for block in answer.blocks):
+        if any(needs_echo(block) for block in answer.blocks):
             answered = turns_of(self.request.messages)[-1]
-            self.kept.keep_blocks(attempt, turn_key(answered, answer.message), answer.blocks)
-        if not isinstance(reply, responses_request.Reply):
+            self.kept.add_turn(attempt, turn_key(answered, answer.message), answer.blocks)
+        if not isinstance(reply, ResponsesReplyWriter):
             return
-        stored = self.request.asked.get("store") is not False
-        body = reply.whole([answer]) if body is None else body
-        self.kept.keep(
+        stored = self.request.raw.get("store") is not False
+        body = reply.body([answer]) if body is None else body
+        self.kept.add(
             attempt,
             self.head.id,
             message_digests(self.request.messages),
@@ -231,7 +232,7 @@ class Translation(Forward):
             answer.message,
             body if stored else None,
             reply.items if stored else (),
-            self.request.leading,
+            self.request.num_instructions,
         )
 
 

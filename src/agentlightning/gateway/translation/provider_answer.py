@@ -39,7 +39,7 @@ from agentlightning.gateway.dialects.provider_events import (
     ToolCallDone,
     ToolCallFragment,
 )
-from agentlightning.gateway.dialects.signed_reasoning import is_sealed
+from agentlightning.gateway.dialects.signed_reasoning import needs_echo
 from agentlightning.gateway.local.answer import StopFilter
 
 _LAST_CHARACTERS: Final = frozenset('}]"0123456789el')
@@ -185,7 +185,7 @@ class ProviderAnswer:
         if self.is_stopped:
             return
         self.blocks.append(block)
-        if is_sealed(block):
+        if needs_echo(block):
             self._waiting.append((SignedReasoning(block), []))
 
     def _add_tool_call(self, fragment: ToolCallFragment) -> None:

@@ -106,7 +106,7 @@ class Budgets:
         dollars: float,
         tokens: int,
         most_dollars: float | None,
-        most_tokens: int | None,
+        max_prompt_tokens: int | None,
         whose: str,
     ) -> None:
         said = None
@@ -117,11 +117,11 @@ class Budgets:
                 else ""
             )
             said = f"${account.dollars:.4f} of ${most_dollars:g}{held}; this call may cost ${dollars:.4f}"
-        elif most_tokens is not None and account.tokens + account.reserved_tokens + tokens > most_tokens:
+        elif max_prompt_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_prompt_tokens:
             held = (
                 f" and has {account.reserved_tokens} set aside for calls under way" if account.reserved_tokens else ""
             )
-            said = f"{account.tokens} of {most_tokens} tokens{held}; this call may use {tokens}"
+            said = f"{account.tokens} of {max_prompt_tokens} tokens{held}; this call may use {tokens}"
         if said is not None:
             self.num_rejected += 1
             message = f"the budget of {whose} is spent: it has used {said}. Ask for fewer tokens, or raise the budget"

@@ -35,7 +35,7 @@ from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
 from agentlightning.gateway.upstream.provider import ApiPath, Price, visible_headers
 from agentlightning.gateway.upstream.servers import Server, ServerPool
-from agentlightning.gateway.upstream.token_bound import most_tokens
+from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, PendingResponse, Response, TransportError
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class UpstreamCall:
     @property
     def _max_prompt_tokens(self) -> int:
         """Tokens of the request at most."""
-        return most_tokens(self.ask.body, self._pool.provider.image_tokens)
+        return max_prompt_tokens(self.ask.body, self._pool.provider.image_tokens)
 
     @property
     def _max_output_tokens(self) -> int:

@@ -23,7 +23,7 @@ tokens for that."""
 _IMAGES: Final = frozenset({*IMAGE_TYPES, "computer_screenshot"})
 
 
-def most_tokens(body: bytes, image_tokens: int) -> int:
+def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
     """Of a prompt in any dialect: a token for every two bytes, `image_tokens` for each image wherever it is kept, and
     one for every 32 bytes of sound. Files that are no images count as text."""
     if b"image" not in body and b"input_audio" not in body:
@@ -94,7 +94,7 @@ _NOT_TEXT: Final = frozenset(
 _FILES: Final = frozenset({"data", "file_data", "encrypted_content"})
 
 
-def likely_tokens(asked: Mapping[str, Any]) -> int:
+def estimate_prompt_tokens(asked: Mapping[str, Any]) -> int:
     """About how many tokens a prompt has, in any dialect of messages or items, where nobody can say: its system prompt,
     messages and tools. Rather too many than too few, as agents shorten their conversations by it."""
     messages = asked.get("messages", asked.get("input"))

@@ -85,7 +85,7 @@ def test_what_coding_agents_send_besides_is_accepted_and_counted():
         tools=[*TOOLS, hosted], thinking={"type": "enabled", "budget_tokens": 9}, metadata={"user_id": "x"}, top_k=5
     )
     assert [tool["function"]["name"] for tool in request.tools] == ["calculator"]
-    assert request.unknown == ("thinking", "metadata", "tools.web_search_20250305")
+    assert request.ignored_fields == ("thinking", "metadata", "tools.web_search_20250305")
     assert (request.params.top_k, request.params.max_tokens) == (5, 9)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.openai.chat import read_request
-from agentlightning.gateway.dialects.sampling import forced_params
+from agentlightning.gateway.dialects.sampling import apply_resource_params
 from agentlightning.gateway.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}
@@ -68,7 +68,7 @@ def test_null_means_not_given():
 
 def test_neutral_values_are_accepted():
     request = read(n=1, logit_bias={}, frequency_penalty=0.0, tool_choice="auto", top_logprobs=0, top_k=-1, tools=[])
-    assert (request.params, request.tools, request.unknown) == (SamplingParams(), None, ())
+    assert (request.params, request.tools, request.ignored_fields) == (SamplingParams(), None, ())
 
 
 def test_both_names_of_the_token_limit_are_read():
@@ -94,13 +94,13 @@ def test_messages_are_read_as_one_shape_whatever_the_client_writes():
 def test_tools_only_a_hosted_service_has_are_left_out_and_counted():
     function = {"type": "function", "function": {"name": "f"}}
     request = read(tools=[{"type": "web_search"}, function], store=True)
-    assert (request.tools, request.unknown) == ([function], ("store", "tools.web_search"))
+    assert (request.tools, request.ignored_fields) == ([function], ("store", "tools.web_search"))
 
 
 def test_forced_parameters_win_and_unknown_ones_are_named():
     asked = SamplingParams(temperature=0.1, top_p=0.5)
-    assert forced_params(asked, "llm", {"temperature": 1}) == SamplingParams(temperature=1.0, top_p=0.5)
+    assert apply_resource_params(asked, "llm", {"temperature": 1}) == SamplingParams(temperature=1.0, top_p=0.5)
     with pytest.raises(ApiError, match="the LLM resource 'llm' sets typical_p"):
-        forced_params(asked, "llm", {"typical_p": 0.1})
+        apply_resource_params(asked, "llm", {"typical_p": 0.1})
     with pytest.raises(ApiError, match="the LLM resource 'llm' sets temperature=-1; use a number from 0"):
-        forced_params(asked, "llm", {"temperature": -1})
+        apply_resource_params(asked, "llm", {"temperature": -1})

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
 from agentlightning.gateway.dialects.openai.responses_request import read_request
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT, VIOLATIONS
 
@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":  "6*7"}}
 
 
 def read(**fields):
-    return read_request(json.dumps({"model": "m", "input": "hi"} | fields).encode(), Recall())
+    return read_request(json.dumps({"model": "m", "input": "hi"} | fields).encode(), ResponseLookup())
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_what_agents_send_besides_is_accepted_and_counted():
         text={"verbosity": "low"},
     )
     assert [tool["function"]["name"] for tool in request.tools] == ["calculator"]
-    assert request.unknown == ("prompt_cache_key", "reasoning", "tools.namespace")
+    assert request.ignored_fields == ("prompt_cache_key", "reasoning", "tools.namespace")
 
 
 # -- with the official SDK -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
-from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.content import (
     AnswerView,
     OutputEvent,
@@ -33,18 +33,18 @@ from agentlightning.gateway.dialects.content import (
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.message_digest import text_of
 from agentlightning.gateway.dialects.openai import common
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
-    ignored,
     kind_of,
     optional,
     read_json,
-    refuse,
+    reject_unsupported,
     require_type,
     shorten,
+    unknown_fields,
 )
 from agentlightning.gateway.errors import ApiError, bad_request
 
@@ -59,15 +59,15 @@ _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
 
 
-def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `Read`."""
     data = read_json(body)
     _refuse_thread(data)
-    refuse(data, _REFUSED)
+    reject_unsupported(data, _REFUSED)
     dropped: list[str] = []
     tools = _tools(data, dropped)
     choice = optional(data, "tool_choice", dict) or {}
-    tools, barred = (None, tools) if choice.get("type") == "none" else (tools, None)
+    tools, forbidden_tools = (None, tools) if choice.get("type") == "none" else (tools, None)
     name, shape = _format(data)
     constraint = common.read_constraint(
         tools,
@@ -81,13 +81,13 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         model=optional(data, "model", str),
         messages=messages,
         tools=tools,
-        barred=barred,
+        forbidden_tools=forbidden_tools,
         params=sampling_params(data, MESSAGES_PARAMS, SamplingParams(), "the request"),
         stream=bool(optional(data, "stream", bool)),
         constraint=constraint,
         prefill=prefill,
-        unknown=(*ignored(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
-        asked=data,
+        ignored_fields=(*unknown_fields(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
+        raw=data,
     )
 
 
@@ -247,10 +247,10 @@ def _text(where: str, block: Any) -> str:
 
 
 @dataclass(slots=True)
-class Reply:
+class MessagesReplyWriter:
     """Writes the reply to one request."""
 
-    head: Head
+    head: ReplyMetadata
     _index: int = field(default=-1, init=False)
     """Of the last block begun."""
     _open: str | None = field(default=None, init=False)
@@ -259,17 +259,17 @@ class Reply:
     """The call whose arguments are coming, until the first of them is shown."""
     _arguments: ObjectText = field(default_factory=ObjectText, init=False)
 
-    def whole(self, answers: Sequence[AnswerView]) -> bytes:
+    def body(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         content = [block for part in answer.parts() if (block := self._block(part)) is not None]
-        return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(drawn_tokens(answers))})
+        return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(num_output_tokens(answers))})
 
-    def opening(self, answers: Sequence[AnswerView]) -> bytes:
+    def start(self, answers: Sequence[AnswerView]) -> bytes:
         stop = {"stop_reason": None, "stop_sequence": None}
         message = self._message([]) | stop | {"usage": self._usage(0)}
         return _event("message_start", {"message": message})
 
-    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         match piece:
             case ToolCall():
                 return self._close() + self._whole_call(piece)
@@ -291,9 +291,9 @@ class Reply:
             case SignedReasoning():
                 return self._close()
 
-    def ending(self, answers: Sequence[AnswerView]) -> bytes:
+    def end(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
-        used = {"delta": _stop(answer), "usage": self._usage(drawn_tokens(answers))}
+        used = {"delta": _stop(answer), "usage": self._usage(num_output_tokens(answers))}
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
     def _block(self, part: OutputEvent) -> dict[str, Any] | None:
@@ -403,7 +403,7 @@ def count_reply(tokens: int) -> bytes:
     return orjson.dumps({"input_tokens": tokens})
 
 
-def refusal(api_error: ApiError) -> bytes:
+def error_body(api_error: ApiError) -> bytes:
     """The body of an error reply."""
     return orjson.dumps({"type": "error", "error": _error(api_error)})
 
@@ -434,8 +434,8 @@ _TYPES: Final = {
 }
 
 
-def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head)
+def _reply(request: Request, head: ReplyMetadata) -> MessagesReplyWriter:
+    return MessagesReplyWriter(head)
 
 
 MESSAGES: Final = Dialect(
@@ -444,6 +444,6 @@ MESSAGES: Final = Dialect(
     call_prefix="toolu_",
     read=read_request,
     reply=_reply,
-    refusal=refusal,
+    error_body=error_body,
     error_event=error_event,
 )

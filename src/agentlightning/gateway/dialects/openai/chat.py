@@ -14,7 +14,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.content import (
     AnswerView,
     OutputEvent,
@@ -27,19 +27,19 @@ from agentlightning.gateway.dialects.content import (
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.legacy_functions import modernised, with_function_call
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
-    ignored,
     integer,
     optional,
     read_json,
-    refuse,
+    reject_unsupported,
     require_type,
     shorten,
     top_logprobs,
+    unknown_fields,
 )
 from agentlightning.gateway.errors import bad_request
 
@@ -73,14 +73,14 @@ _LOCAL: Final[dict[str, tuple[Any, ...]]] = {
 """What only a model of our own can be asked, for `refuse` where a request is to be translated."""
 
 
-def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `Read`."""
     asked = read_json(body)
     data, legacy = modernised(asked)
-    refuse(data, _REFUSED | _LOCAL if attachments else _REFUSED)
+    reject_unsupported(data, _REFUSED | _LOCAL if attachments else _REFUSED)
     tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
     choice = data.get("tool_choice")
-    tools, barred = (None, tools) if choice == "none" else (tools, None)
+    tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
     constraint = common.read_constraint(
         tools,
         common.tool_choice(choice, nested=True),
@@ -92,12 +92,13 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
     if top and not logprobs:
         raise bad_request("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
+    known = _KNOWN - _OF_TOKENS if attachments else _KNOWN
     messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
     return Request(
         model=optional(data, "model", str),
         messages=messages,
         tools=tools,
-        barred=barred,
+        forbidden_tools=forbidden_tools,
         params=sampling_params(
             data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids), "the request"
         ),
@@ -107,10 +108,11 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         constraint=constraint,
         prefill=prefill,
         template=optional(data, "chat_template_kwargs", dict) or {},
-        legacy=legacy,
+        uses_functions=legacy,
         token_ids=token_ids,
-        unknown=ignored(data, _KNOWN - _OF_TOKENS if attachments else _KNOWN, _REFUSED, OPENAI_PARAMS) + dropped,
-        asked=asked,
+        ignored_fields=unknown_fields(data, _KNOWN - _OF_TOKENS if attachments else _KNOWN, _REFUSED, OPENAI_PARAMS)
+        + dropped,
+        raw=asked,
     )
 
 
@@ -181,32 +183,32 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReplyWriter:
     """Writes the reply to one request."""
 
-    head: Head
+    head: ReplyMetadata
     logprobs: bool = False
     legacy: bool = False
     token_ids: bool = False
     include_usage: bool = False
     """A stream ends with a chunk of its own for the usage."""
 
-    def whole(self, answers: Sequence[AnswerView]) -> bytes:
+    def body(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
         reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
         return orjson.dumps(reply | self._prompt(answers))
 
-    def opening(self, answers: Sequence[AnswerView]) -> bytes:
+    def start(self, answers: Sequence[AnswerView]) -> bytes:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
         return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
 
-    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         logprobs = self._logprobs(answer.next_logprobs)
         delta = _delta(piece)
         delta = with_function_call(delta) if delta and self.legacy else delta
         return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
 
-    def ending(self, answers: Sequence[AnswerView]) -> bytes:
+    def end(self, answers: Sequence[AnswerView]) -> bytes:
         closing = [
             self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.remaining_logprobs))
             for answer in answers
@@ -222,7 +224,7 @@ class Reply:
 
     def _usage(self, answers: Sequence[AnswerView]) -> dict[str, Any]:
         head = self.head
-        used: dict[str, Any] = common.usage(head.prompt_tokens, drawn_tokens(answers))
+        used: dict[str, Any] = common.usage(head.prompt_tokens, num_output_tokens(answers))
         if head.cached_tokens is not None:
             used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
         if head.reasoning_tokens is not None:
@@ -276,8 +278,10 @@ def _delta(piece: OutputEvent) -> dict[str, Any] | None:
             return None
 
 
-def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs, request.legacy, request.token_ids, common.include_usage(request.asked))
+def _reply(request: Request, head: ReplyMetadata) -> ChatReplyWriter:
+    return ChatReplyWriter(
+        head, request.logprobs, request.uses_functions, request.token_ids, common.include_usage(request.raw)
+    )
 
 
 CHAT: Final = Dialect(
@@ -286,6 +290,6 @@ CHAT: Final = Dialect(
     call_prefix="call_",
     read=read_request,
     reply=_reply,
-    refusal=common.refusal,
+    error_body=common.error_body,
     error_event=common.error_event,
 )

@@ -10,7 +10,7 @@ import orjson
 from agentlightning.gateway.dialects.output_constraint import (
     JSON_OBJECT,
     Constraint,
-    Shape,
+    OutputSchema,
     json_schema,
     strict_arguments,
 )
@@ -51,20 +51,20 @@ def read_constraint(
     tools: Tools | None,
     choice: tuple[bool, frozenset[str] | None],
     parallel: bool | None,
-    content: Shape | None,
+    content: OutputSchema | None,
     content_field: str,
 ) -> Constraint:
     """The shape an answer is asked to have. `choice` says whether a call is needed, and of which tools."""
-    needs_call, names = choice
+    requires_tool_call, names = choice
     known = {tool["function"]["name"] for tool in tools or ()}
-    if needs_call and not tools:
+    if requires_tool_call and not tools:
         raise bad_request("tool_choice", "tool_choice asks for a tool call, and the request offers no function tools")
     if missing := sorted((names or frozenset()) - known):
         raise bad_request(
             "tool_choice", f"tool_choice names {', '.join(missing)}, which is not among the request's tools"
         )
     return Constraint(
-        needs_call=needs_call,
+        requires_tool_call=requires_tool_call,
         names=names,
         one_call=parallel is False and bool(tools),
         arguments=strict_arguments(tools),
@@ -98,7 +98,7 @@ def _allowed_name(tool: Any) -> str:
     return require_type("tool_choice.tools.name", name, str)
 
 
-def text_format(where: str, value: Any, nested: bool) -> Shape | None:
+def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
     """What is asked for by a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
     kind = kind_of(value)
     if value is None or kind == "text":
@@ -118,7 +118,7 @@ HELD_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's words for a format of the content."""
 
 
-def content_format(data: Mapping[str, Any]) -> tuple[Shape | None, str]:
+def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
     """(what content must be, the field that says so): `response_format`, or what vLLM's clients say instead. Raises
     ApiError 400 on what cannot be honoured."""
     guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
@@ -144,7 +144,7 @@ def _parsed(schema: Any) -> Any:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def refusal(api_error: ApiError) -> bytes:
+def error_body(api_error: ApiError) -> bytes:
     """The body of an error reply."""
     return orjson.dumps({"error": api_error.error_object()})
 

@@ -14,20 +14,20 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.content import AnswerView, OutputEvent
 from agentlightning.gateway.dialects.openai import common
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    ignored,
     integer,
     optional,
     read_json,
-    refuse,
+    reject_unsupported,
     shorten,
     top_logprobs,
+    unknown_fields,
 )
 from agentlightning.gateway.errors import bad_request
 
@@ -50,10 +50,10 @@ _DEFAULT: Final = SamplingParams(max_tokens=16)
 _MAX_PROMPTS: Final = 1024
 
 
-def read_request(body: Body, recall: Recall | None = None, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """Raises ApiError 400, naming the field, on what is not a request or cannot be honoured."""
     data = read_json(body)
-    refuse(data, _REFUSED)
+    reject_unsupported(data, _REFUSED)
     common.include_usage(data)
     token_ids = bool(optional(data, "return_token_ids", bool))
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
@@ -67,8 +67,8 @@ def read_request(body: Body, recall: Recall | None = None, attachments: bool = F
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs is not None,
         token_ids=token_ids,
-        unknown=ignored(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
-        asked=data,
+        ignored_fields=unknown_fields(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
+        raw=data,
     )
 
 
@@ -89,10 +89,10 @@ def _is_tokens(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CompletionReplyWriter:
     """Writes the reply to one request."""
 
-    head: Head
+    head: ReplyMetadata
     logprobs: bool = False
     token_ids: bool = False
     include_usage: bool = False
@@ -101,21 +101,21 @@ class Reply:
     _begun: set[int] = field(default_factory=set[int], init=False)
     """Answers whose prompt has been written."""
 
-    def whole(self, answers: Sequence[AnswerView]) -> bytes:
+    def body(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [
             self._choice(answer, answer.content, answer.finish_reason, answer.all_logprobs, answer.token_ids)
             for answer in answers
         ]
         return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
 
-    def opening(self, answers: Sequence[AnswerView]) -> bytes:
+    def start(self, answers: Sequence[AnswerView]) -> bytes:
         return b""
 
-    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         text = piece if isinstance(piece, str) else ""
         return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.next_logprobs)]})
 
-    def ending(self, answers: Sequence[AnswerView]) -> bytes:
+    def end(self, answers: Sequence[AnswerView]) -> bytes:
         closing = [self._choice(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
         chunks = [self._head() | {"choices": [choice]} for choice in closing]
         return common.ending(chunks, self._usage(answers), apart=self.include_usage)
@@ -125,7 +125,7 @@ class Reply:
         return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
 
     def _usage(self, answers: Sequence[AnswerView]) -> dict[str, int]:
-        return common.usage(self.head.prompt_tokens, drawn_tokens(answers))
+        return common.usage(self.head.prompt_tokens, num_output_tokens(answers))
 
     def _choice(
         self,
@@ -163,8 +163,8 @@ def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
     return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
 
 
-def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request.logprobs, request.token_ids, common.include_usage(request.asked))
+def _reply(request: Request, head: ReplyMetadata) -> CompletionReplyWriter:
+    return CompletionReplyWriter(head, request.logprobs, request.token_ids, common.include_usage(request.raw))
 
 
 COMPLETIONS: Final = Dialect(
@@ -173,6 +173,6 @@ COMPLETIONS: Final = Dialect(
     call_prefix="call_",
     read=read_request,
     reply=_reply,
-    refusal=common.refusal,
+    error_body=common.error_body,
     error_event=common.error_event,
 )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.dialects.base import Head, Request, drawn_tokens
+from agentlightning.gateway.dialects.base import ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.content import (
     AnswerView,
     OutputEvent,
@@ -23,7 +23,7 @@ from agentlightning.gateway.dialects.content import (
     ToolCallEnd,
     ToolCallStart,
 )
-from agentlightning.gateway.dialects.signed_reasoning import seal
+from agentlightning.gateway.dialects.signed_reasoning import encode_signed_reasoning
 from agentlightning.gateway.dialects.sse import encode_event
 
 ID_PREFIX: Final = "resp_"
@@ -31,10 +31,10 @@ _ENCRYPTED: Final = "reasoning.encrypted_content"
 
 
 @dataclass(slots=True)
-class Reply:
+class ResponsesReplyWriter:
     """Writes the reply to one request."""
 
-    head: Head
+    head: ReplyMetadata
     request: Request
     items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
     """Items of the output: all but the last are whole."""
@@ -43,17 +43,17 @@ class Reply:
     _number: int = field(default=0, init=False)
     """Of the next event."""
 
-    def whole(self, answers: Sequence[AnswerView]) -> bytes:
+    def body(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         if not self.items:
             self._fill(answer)
         return orjson.dumps(self._final(answer))
 
-    def opening(self, answers: Sequence[AnswerView]) -> bytes:
+    def start(self, answers: Sequence[AnswerView]) -> bytes:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def piece(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
         logprobs = answer.next_logprobs() if self.request.logprobs else []
         match piece:
             case str():
@@ -74,7 +74,7 @@ class Reply:
             case ToolCallEnd():
                 return self._end_call(piece.call)
 
-    def ending(self, answers: Sequence[AnswerView]) -> bytes:
+    def end(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         begun = b""
         if all(item["type"] == "reasoning" for item in self.items):  # A turn without words is still a message.
@@ -152,13 +152,13 @@ class Reply:
 
     def _seal(self, answer: AnswerView, piece: SignedReasoning) -> bytes:
         """A thought that comes back as it is, where the caller asked for what it needs for that."""
-        if _ENCRYPTED not in (self.request.asked.get("include") or ()):
+        if _ENCRYPTED not in (self.request.raw.get("include") or ()):
             return self._close(answer) if self._open == "reasoning" else b""
         last = self.items[-1] if self.items else {}
         begun = b""
         if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no words.
             begun = self._close(answer) + self._begin_thought()
-        self.items[-1]["encrypted_content"] = seal(piece.block)
+        self.items[-1]["encrypted_content"] = encode_signed_reasoning(piece.block)
         return begun + self._close(answer)
 
     def _close(self, answer: AnswerView, last: bool = False) -> bytes:
@@ -231,7 +231,7 @@ class Reply:
         cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
         head = self.head
-        used, drawn = head.prompt_tokens, drawn_tokens([answer])
+        used, drawn = head.prompt_tokens, num_output_tokens([answer])
         cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cache_write_tokens or 0}
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
@@ -246,7 +246,7 @@ class Reply:
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, params = self.request.asked, self.request.params
+        asked, params = self.request.raw, self.request.params
         return {
             "id": self.head.id,
             "object": "response",

@@ -12,23 +12,23 @@ from typing import Any, Final
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.base import Body, Dialect, Head, Request
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request
 from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
 from agentlightning.gateway.dialects.openai import common
-from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, Reply
-from agentlightning.gateway.dialects.response_store import Recall
+from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, ResponsesReplyWriter
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_REFUSED, RESPONSES_PARAMS, sampling_params
-from agentlightning.gateway.dialects.signed_reasoning import unseal
+from agentlightning.gateway.dialects.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
-    ignored,
     optional,
     read_json,
-    refuse,
+    reject_unsupported,
     require_type,
     shorten,
     top_logprobs,
+    unknown_fields,
 )
 from agentlightning.gateway.errors import ApiError, bad_request
 
@@ -53,13 +53,13 @@ _ROLES: Final = ("assistant", "developer", "system", "user")
 _TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def read_request(body: Body, recall: Recall, attachments: bool = False) -> Request:
+def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `Read`. Raises ApiError 400 for a reply that is not kept as well."""
     data = read_json(body)
-    refuse(data, _REFUSED)
+    reject_unsupported(data, _REFUSED)
     tools, dropped = common.function_tools(data, _function)
     choice = data.get("tool_choice")
-    tools, barred = (None, tools) if choice == "none" else (tools, None)
+    tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
     constraint = common.read_constraint(
         tools,
         common.tool_choice(choice, nested=False),
@@ -74,16 +74,16 @@ def read_request(body: Body, recall: Recall, attachments: bool = False) -> Reque
         model=optional(data, "model", str),
         messages=instructions + messages,
         tools=tools,
-        barred=barred,
+        forbidden_tools=forbidden_tools,
         params=sampling_params(
             data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs), "the request"
         ),
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs,
         constraint=constraint,
-        leading=len(instructions),
-        unknown=(*ignored(data, _KNOWN, _REFUSED, RESPONSES_PARAMS), *dropped),
-        asked=data,
+        num_instructions=len(instructions),
+        ignored_fields=(*unknown_fields(data, _KNOWN, _REFUSED, RESPONSES_PARAMS), *dropped),
+        raw=data,
     )
 
 
@@ -94,10 +94,12 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
 
 
-def _conversation(data: Mapping[str, Any], recall: Recall, attachments: bool) -> tuple[list[Message], list[Message]]:
+def _conversation(
+    data: Mapping[str, Any], recall: ResponseLookup, attachments: bool
+) -> tuple[list[Message], list[Message]]:
     """(the instructions of this request alone, the conversation)."""
     instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
-    leading = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
+    num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
     messages = recall.messages(require_type("previous_response_id", previous, str)) if previous is not None else []
     if not attachments and any(has_attachments(message.get("content")) for message in messages):
         said = f"previous_response_id={previous!r} goes on from images or files; this model reads text"
@@ -105,14 +107,14 @@ def _conversation(data: Mapping[str, Any], recall: Recall, attachments: bool) ->
     messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
     if not messages:
         raise bad_request("input", "input must be a text or a list with at least one item")
-    return leading, messages
+    return num_instructions, messages
 
 
 def _as_items(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if isinstance(value, str) else value or []
 
 
-def _read_items(where: str, items: Any, recall: Recall, attachments: bool) -> list[Message]:
+def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
     messages: list[Message] = []
     thought, sealed = "", list[dict[str, Any]]()
     for index, item in enumerate(require_type(where, items, list)):
@@ -122,7 +124,7 @@ def _read_items(where: str, items: Any, recall: Recall, attachments: bool) -> li
             item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
             thought += _thought(place, item)
-            sealed += unseal(item.get("encrypted_content"))
+            sealed += decode_signed_reasoning(item.get("encrypted_content"))
             continue
         begun = len(messages)
         _add_item(place, messages, item, attachments)
@@ -204,8 +206,8 @@ def error_event(api_error: ApiError) -> bytes:
     return encode_event({"type": "error", "sequence_number": 0, **said, "error": error}, "error")
 
 
-def _reply(request: Request, head: Head) -> Reply:
-    return Reply(head, request)
+def _reply(request: Request, head: ReplyMetadata) -> ResponsesReplyWriter:
+    return ResponsesReplyWriter(head, request)
 
 
 RESPONSES: Final = Dialect(
@@ -214,6 +216,6 @@ RESPONSES: Final = Dialect(
     call_prefix="call_",
     read=read_request,
     reply=_reply,
-    refusal=common.refusal,
+    error_body=common.error_body,
     error_event=error_event,
 )

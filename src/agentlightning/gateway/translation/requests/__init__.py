@@ -9,7 +9,7 @@ from typing import Final
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import UnsupportedContentError
-from agentlightning.gateway.translation.requests.base import Blocks, Extras, Json, Write, object_of
+from agentlightning.gateway.translation.requests.base import Extras, Json, TurnLookup, Write, object_of
 from agentlightning.gateway.translation.requests.chat import chat_body, chat_extras
 from agentlightning.gateway.translation.requests.messages import messages_body, messages_extras
 from agentlightning.gateway.translation.requests.responses import responses_body, responses_extras
@@ -29,7 +29,7 @@ _EXTRAS: Final[Mapping[str, Callable[[Request, str], Extras]]] = {
 
 
 def body_of(
-    path: str, request: Request, provider: Provider, model: str, params: Json, blocks: Blocks
+    path: str, request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup
 ) -> tuple[Json, tuple[str, ...]]:
     """(the body for a path, the names of what was left out of it). Raises ApiError 400 naming what cannot be left
     out."""
@@ -37,12 +37,12 @@ def body_of(
     try:
         written = _WRITERS[path](request, provider, model, params, blocks)
     except UnsupportedContentError as error:
-        raise bad_request("messages" if "messages" in request.asked else "input", str(error)) from None
+        raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
     body = _with(written, extras)
     if "max_tokens" not in params:  # Thoughts are part of an answer: they come on top of the limit that is ours.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
-    lost = tuple(name for name in request.unknown if name not in taken)
+    lost = tuple(name for name in request.ignored_fields if name not in taken)
     return body, lost + _lost_inside(path, request)
 
 
@@ -57,7 +57,7 @@ def _with(body: Json, extras: Json) -> Json:
 def _lost_inside(path: str, request: Request) -> tuple[str, ...]:
     """What is not passed on of fields that are."""
     lost: list[str] = []
-    if path != "messages" and "effort" in object_of(request.asked, "output_config"):
+    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
         lost.append("output_config.effort")
     if path != "chat/completions" and any("name" in message for message in request.messages):
         lost.append("messages.name")

@@ -19,7 +19,7 @@ from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.upstream.provider import Provider
 
 Json = dict[str, Any]
-Blocks = Callable[[bytes], list[Json]]
+TurnLookup = Callable[[bytes], list[Json]]
 """A turn as the provider said it, by its key; empty where nobody knows."""
 Extras = tuple[Json, frozenset[str]]
 """(fields of the body, names of the request's fields they come from)."""
@@ -28,7 +28,7 @@ Extras = tuple[Json, frozenset[str]]
 class Write(Protocol):
     """Writes the body for one path."""
 
-    def __call__(self, request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
+    def __call__(self, request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
         """`params` are the sampling parameters that somebody set, by the names of `SamplingParams`. Raises ApiError 400
         naming what cannot be asked."""
         ...
@@ -73,12 +73,12 @@ _ELSEWHERE: Final = {
 }
 
 
-def refuse(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: Provider, path: str) -> None:
+def reject_unsupported(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: Provider, path: str) -> None:
     """Of (parameter, value, whether it can be asked): raises ApiError 400 for the first that cannot, by the name that
     the request has for it."""
     for meant, value, fine in asked:
         if not fine:
-            name = next((name for name in _ELSEWHERE.get(meant, ()) if request.asked.get(name)), meant)
+            name = next((name for name in _ELSEWHERE.get(meant, ()) if request.raw.get(name)), meant)
             message = (
                 f"{name}={shorten(value)} cannot be asked of the provider {provider.name!r}, which speaks /v1/{path}"
             )

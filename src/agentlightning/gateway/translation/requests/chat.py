@@ -12,7 +12,14 @@ from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import Content
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.attachments import as_chat, split_attachments
-from agentlightning.gateway.translation.requests.base import Blocks, Extras, Json, object_of, results_first, shape_of
+from agentlightning.gateway.translation.requests.base import (
+    Extras,
+    Json,
+    TurnLookup,
+    object_of,
+    results_first,
+    shape_of,
+)
 from agentlightning.gateway.upstream.provider import Provider
 
 _NEW_NAME: Final = ("api.openai.com", ".openai.azure.com")
@@ -22,7 +29,7 @@ _LONGEST_USER: Final = 64
 """Characters of an id of a user that OpenAI takes."""
 
 
-def chat_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
+def chat_body(request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
     """The body of POST /v1/chat/completions. Raises ApiError 400 naming what it cannot be asked, and
     UnsupportedContentError."""
     messages = _chat_messages(request.messages, thoughts=provider.token_ids)
@@ -30,7 +37,7 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, bl
     names = {"max_tokens": _limit_name(provider)}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
     body |= _chat_tools(request)
-    if (shape := shape_of(request.asked)) is not None:
+    if (shape := shape_of(request.raw)) is not None:
         body["response_format"] = shape
     if request.n > 1:
         body["n"] = request.n
@@ -43,8 +50,8 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, bl
 
 
 def _chat_tools(request: Request) -> Json:
-    if request.barred:
-        return {"tools": request.barred, "tool_choice": "none"}
+    if request.forbidden_tools:
+        return {"tools": request.forbidden_tools, "tool_choice": "none"}
     if not request.tools:
         return {}
     found: Json = {"tools": request.tools}
@@ -93,12 +100,12 @@ def _chat_content(message: Message, content: Content) -> Any:
 
 def _chat_choice(constraint: Constraint) -> Any:
     names = sorted(constraint.names) if constraint.names is not None else []
-    if constraint.needs_call and len(names) == 1:
+    if constraint.requires_tool_call and len(names) == 1:
         return {"type": "function", "function": {"name": names[0]}}
     if constraint.names is None:
-        return "required" if constraint.needs_call else None
+        return "required" if constraint.requires_tool_call else None
     tools = [{"type": "function", "function": {"name": name}} for name in names]
-    mode = "required" if constraint.needs_call else "auto"
+    mode = "required" if constraint.requires_tool_call else "auto"
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
@@ -107,7 +114,7 @@ def _chat_choice(constraint: Constraint) -> Any:
 
 def chat_extras(request: Request, model: str) -> Extras:
     """For chat completions, of a request for messages or a response."""
-    asked = request.asked
+    asked = request.raw
     body: Json = {name: asked[name] for name in _SAME_AT_OPENAI if isinstance(asked.get(name), str)}
     taken = set(body)
     user = object_of(asked, "metadata").get("user_id")

@@ -17,12 +17,12 @@ from agentlightning.gateway.dialects.signed_reasoning import turn_key
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import as_blocks, as_text
 from agentlightning.gateway.translation.requests.base import (
-    Blocks,
     Extras,
     Json,
+    TurnLookup,
     foreign,
     object_of,
-    refuse,
+    reject_unsupported,
     shape_of,
     split_stops,
     turns_of,
@@ -47,7 +47,7 @@ _LEAST_THOUGHT: Final = 1024
 """Tokens; Anthropic takes no smaller budget."""
 
 
-def messages_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
+def messages_body(request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
     """The body of POST /v1/messages. Raises ApiError 400 naming what Anthropic cannot be asked."""
     _refuse_foreign(request, provider, params)
     system, messages = _turns(turns_of(request.messages), blocks)
@@ -55,7 +55,7 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
         messages.append(_asked_on(messages[-1], request, provider))
     most = params.get("max_tokens") or provider.max_output_tokens
     body: Json = {"model": model, "messages": messages, "max_tokens": most}
-    shape = shape_of(request.asked)
+    shape = shape_of(request.raw)
     if shape is not None and shape["type"] == "json_object":
         system, shape = "\n\n".join(filter(None, (system, _AS_JSON))), None
     if system:
@@ -82,7 +82,7 @@ def _asked_on(last: Json, request: Request, provider: Provider) -> Json:
     """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
     not there."""
     if any(block.get("type") == "tool_use" for block in last["content"]):
-        name = "messages" if "messages" in request.asked else "input"
+        name = "messages" if "messages" in request.raw else "input"
         message = "the last message calls tools, and their results do not follow"
         raise bad_request(name, f"{message}, as the provider {provider.name!r} demands; add them")
     return {"role": "user", "content": [{"type": "text", "text": _GO_ON}]}
@@ -93,17 +93,17 @@ _ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "
 
 
 def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
-    shape = shape_of(request.asked)
+    shape = shape_of(request.raw)
     asked: list[tuple[str, Any, bool]] = [
         ("n", request.n, request.n == 1),
         ("logprobs", request.logprobs, not request.logprobs),
         ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
         ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
     ]
-    refuse([*asked, *foreign(params, _ANTHROPICS)], request, provider, "messages")
+    reject_unsupported([*asked, *foreign(params, _ANTHROPICS)], request, provider, "messages")
 
 
-def _turns(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]]:
+def _turns(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[Json]]:
     """(the system prompt, turns of user and assistant by turns). Results of tools are the user's; what the system says
     later on is told by the user."""
     system: list[str] = []
@@ -166,8 +166,8 @@ def _tool_use(call: Json) -> Json:
 
 
 def _tools(request: Request) -> Json:
-    if request.barred:
-        tools = [_tool(tool["function"]) for tool in request.barred]
+    if request.forbidden_tools:
+        tools = [_tool(tool["function"]) for tool in request.forbidden_tools]
         return {"tools": tools, "tool_choice": {"type": "none"}}
     if not request.tools:
         return _tools_of_old(request.messages)
@@ -175,8 +175,8 @@ def _tools(request: Request) -> Json:
     tools = [tool["function"] for tool in request.tools]
     if constraint.names is not None:
         tools = [tool for tool in tools if tool["name"] in constraint.names]
-    choice: Json = {"type": "any" if constraint.needs_call else "auto"}
-    if constraint.needs_call and len(tools) == 1:
+    choice: Json = {"type": "any" if constraint.requires_tool_call else "auto"}
+    if constraint.requires_tool_call and len(tools) == 1:
         choice = {"type": "tool", "name": tools[0]["name"]}
     if constraint.one_call:
         choice["disable_parallel_tool_use"] = True
@@ -205,7 +205,7 @@ def _tool(function: Mapping[str, Any]) -> Json:
 def messages_extras(request: Request, model: str) -> Extras:
     """For Anthropic's messages, of a request for a chat completion or a response. Raises ApiError 400 for an effort
     that is not known."""
-    asked = request.asked
+    asked = request.raw
     body: Json = {}
     taken: set[str] = set()
     for name in ("safety_identifier", "user"):
@@ -245,7 +245,7 @@ def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
     if effort == "none":
         return {"thinking": {"type": "disabled"}}
     word, most = _EFFORTS[effort]
-    free = not request.constraint.needs_call
+    free = not request.constraint.requires_tool_call
     if not _THINKS_BY_TOKENS.match(model):
         return ({"thinking": {"type": "adaptive"}} if free else {}) | {"output_config": {"effort": word}}
     if (limit := request.params.max_tokens) is not None:

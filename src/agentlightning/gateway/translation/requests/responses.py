@@ -16,12 +16,12 @@ from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.signed_reasoning import turn_key
 from agentlightning.gateway.translation.attachments import as_items, as_text
 from agentlightning.gateway.translation.requests.base import (
-    Blocks,
     Extras,
     Json,
+    TurnLookup,
     foreign,
     object_of,
-    refuse,
+    reject_unsupported,
     shape_of,
     turns_of,
 )
@@ -32,17 +32,17 @@ _NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature"
 """Sampling parameters it has a word for."""
 
 
-def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: Blocks) -> Json:
+def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
     """The body of POST /v1/responses. Raises ApiError 400 naming what it cannot be asked."""
     known = {*_NAMES, "stop"}  # its answer is ended here
-    refuse([("n", request.n, request.n == 1), *foreign(params, known)], request, provider, "responses")
+    reject_unsupported([("n", request.n, request.n == 1), *foreign(params, known)], request, provider, "responses")
     instructions, items = _items(turns_of(request.messages), blocks)
     body: Json = {"model": model, "input": items, "store": False}
     if instructions:
         body["instructions"] = instructions
     body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
     body |= _tools(request)
-    if (shape := shape_of(request.asked)) is not None:
+    if (shape := shape_of(request.raw)) is not None:
         inner = object_of(shape, "json_schema")
         body["text"] = {"format": {"type": shape["type"], **inner}}
     if request.logprobs:
@@ -53,7 +53,7 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
     return body
 
 
-def _items(messages: Sequence[Message], blocks: Blocks) -> tuple[str, list[Json]]:
+def _items(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[Json]]:
     """(the system prompt, the items of the conversation)."""
     instructions: list[str] = []
     items: list[Json] = []
@@ -108,8 +108,8 @@ def _call(call: Json) -> Json:
 
 def _tools(request: Request) -> Json:
     """A tool that does not say whether it is strict is strict here, and is not in chat completions."""
-    if request.barred:
-        return {"tools": [_tool(tool["function"]) for tool in request.barred], "tool_choice": "none"}
+    if request.forbidden_tools:
+        return {"tools": [_tool(tool["function"]) for tool in request.forbidden_tools], "tool_choice": "none"}
     if not request.tools:
         return {}
     found: Json = {"tools": [_tool(tool["function"]) for tool in request.tools]}
@@ -128,11 +128,11 @@ def _tool(function: Mapping[str, Any]) -> Json:
 
 def _choice(constraint: Constraint) -> Any:
     names = sorted(constraint.names) if constraint.names is not None else []
-    if constraint.needs_call and len(names) == 1:
+    if constraint.requires_tool_call and len(names) == 1:
         return {"type": "function", "name": names[0]}
     if constraint.names is None:
-        return "required" if constraint.needs_call else None
-    mode = "required" if constraint.needs_call else "auto"
+        return "required" if constraint.requires_tool_call else None
+    mode = "required" if constraint.requires_tool_call else "auto"
     return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
 
 
@@ -141,7 +141,7 @@ def _choice(constraint: Constraint) -> Any:
 
 def responses_extras(request: Request, model: str) -> Extras:
     """Who asks, how hard to think, which service, which cache."""
-    asked = request.asked
+    asked = request.raw
     body, taken = chat_extras(request, model)
     names = set(taken)
     for name, (outer, inner) in (("reasoning_effort", ("reasoning", "effort")), ("verbosity", ("text", "verbosity"))):
