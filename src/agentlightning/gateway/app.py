@@ -31,8 +31,8 @@ from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attemp
 from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.concurrency import Slots
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.dialects.anthropic import messages
-from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
+from agentlightning.gateway.dialects.anthropic.reply import count_reply
+from agentlightning.gateway.dialects.anthropic.request import MESSAGES
 from agentlightning.gateway.dialects.base import Dialect, Request
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
@@ -364,7 +364,7 @@ class Gateway:
             return
         caller, request = await self._read(MESSAGES, headers, caller, body, asked)
         tokens = await self._local.count(caller, request, len(body))
-        await writer.send_json(200, messages.count_reply(tokens))
+        await writer.send_json(200, count_reply(tokens))
 
     async def _caller(self, scope: Scope) -> tuple[dict[str, str], Caller]:
         headers = read_headers(scope)

@@ -14,7 +14,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
+from agentlightning.gateway.dialects.anthropic.request import MESSAGES
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.forwarding.upstream_models import Listing, anthropic_model, openai_model, written_time

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.dialects.anthropic.messages import MESSAGES as ANTHROPIC
+from agentlightning.gateway.dialects.anthropic.request import MESSAGES as ANTHROPIC
 from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.content import (
     ReasoningDelta,

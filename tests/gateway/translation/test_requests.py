@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.dialects.anthropic.messages import MESSAGES
+from agentlightning.gateway.dialects.anthropic.request import MESSAGES
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import ResponseLookup

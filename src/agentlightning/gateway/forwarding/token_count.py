@@ -17,7 +17,7 @@ import orjson
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.asgi import ResponseWriter
-from agentlightning.gateway.dialects.anthropic.messages import count_reply
+from agentlightning.gateway.dialects.anthropic.reply import count_reply
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens

@@ -110,8 +110,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         template=optional(data, "chat_template_kwargs", dict) or {},
         uses_functions=legacy,
         token_ids=token_ids,
-        ignored_fields=unknown_fields(data, _KNOWN - _OF_TOKENS if attachments else _KNOWN, _REFUSED, OPENAI_PARAMS)
-        + dropped,
+        ignored_fields=unknown_fields(data, known, _REFUSED, OPENAI_PARAMS) + dropped,
         raw=asked,
     )
 

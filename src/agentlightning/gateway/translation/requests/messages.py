@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.chat.base import Message
-from agentlightning.gateway.dialects.anthropic.messages import RAW_ARGUMENTS
+from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import has_attachments
 from agentlightning.gateway.dialects.message_digest import same_meaning

@@ -1,0 +1,216 @@
+"""Writes replies of Anthropic's `/v1/messages`: whole, as stream events, and as errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
+from agentlightning.gateway.dialects.base import ReplyMetadata, num_output_tokens
+from agentlightning.gateway.dialects.content import (
+    AnswerView,
+    OutputEvent,
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.errors import ApiError
+
+RAW_ARGUMENTS: Final = "_raw_arguments"
+"""The field for the arguments of a tool call that are no JSON object, which this format cannot carry otherwise."""
+
+
+@dataclass(slots=True)
+class MessagesReplyWriter:
+    """Writes the reply to one request."""
+
+    head: ReplyMetadata
+    _index: int = field(default=-1, init=False)
+    """Of the last block begun."""
+    _open: str | None = field(default=None, init=False)
+    """Type of the block that is under way, where it grows."""
+    _call: ToolCallStart | None = field(default=None, init=False)
+    """The call whose arguments are coming, until the first of them is shown."""
+    _arguments: ObjectText = field(default_factory=ObjectText, init=False)
+
+    def body(self, answers: Sequence[AnswerView]) -> bytes:
+        (answer,) = answers
+        content = [block for part in answer.parts() if (block := self._block(part)) is not None]
+        return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(num_output_tokens(answers))})
+
+    def start(self, answers: Sequence[AnswerView]) -> bytes:
+        stop = {"stop_reason": None, "stop_sequence": None}
+        message = self._message([]) | stop | {"usage": self._usage(0)}
+        return _event("message_start", {"message": message})
+
+    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+        match piece:
+            case ToolCall():
+                return self._close() + self._whole_call(piece)
+            case ReasoningDelta():
+                begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
+            case str() | RefusalDelta():
+                text = piece if isinstance(piece, str) else piece.text
+                return self._open_block({"type": "text", "text": ""}) + self._delta(
+                    {"type": "text_delta", "text": text}
+                )
+            case ToolCallStart():
+                self._call, self._arguments = piece, ObjectText()
+                return self._close()
+            case ToolCallDelta():
+                return self._more_arguments(self._arguments.feed(piece.text))
+            case ToolCallEnd():
+                return self._end_call(piece.call)
+            case SignedReasoning():
+                return self._close()
+
+    def end(self, answers: Sequence[AnswerView]) -> bytes:
+        (answer,) = answers
+        used = {"delta": _stop(answer), "usage": self._usage(num_output_tokens(answers))}
+        return self._close() + _event("message_delta", used) + _event("message_stop", {})
+
+    def _block(self, part: OutputEvent) -> dict[str, Any] | None:
+        match part:
+            case ReasoningDelta():
+                return {"type": "thinking", "thinking": part.text, "signature": self._signature}
+            case ToolCall():
+                return _tool_use(part, _input(part))
+            case str() | RefusalDelta():
+                return {"type": "text", "text": part if isinstance(part, str) else part.text}
+            case _:
+                return None
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
+        return head | {"content": content}
+
+    def _usage(self, drawn: int) -> dict[str, Any]:
+        """Here, what was cached is not counted as input."""
+        head = self.head
+        read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
+        cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
+        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": drawn} | cache
+        thought = head.reasoning_tokens
+        return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
+
+    def _whole_call(self, call: ToolCall) -> bytes:
+        arguments = {"type": "input_json_delta", "partial_json": orjson.dumps(_input(call)).decode()}
+        return self._begin(_tool_use(call, {})) + self._delta(arguments) + self._end()
+
+    def _more_arguments(self, shown: str) -> bytes:
+        """The block begins when it is seen that they begin as an object."""
+        begun = b""
+        if (call := self._call) is not None:
+            if not shown.strip():
+                return b""
+            self._call, self._open = None, "tool_use"
+            begun = self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        return begun + self._delta({"type": "input_json_delta", "partial_json": shown}) if shown else begun
+
+    def _end_call(self, call: ToolCall) -> bytes:
+        begun, self._call = self._call is None, None
+        if not begun:
+            return self._whole_call(call)
+        return self._more_arguments(self._arguments.finish(RAW_ARGUMENTS)) + self._close()
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        self._index += 1
+        return _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+    def _end(self) -> bytes:
+        return _event("content_block_stop", {"index": self._index})
+
+    def _open_block(self, block: dict[str, Any]) -> bytes:
+        """Begin a block that grows, unless one of its type is under way."""
+        if self._open == block["type"]:
+            return b""
+        closed, self._open = self._close(), block["type"]
+        return closed + self._begin(block)
+
+    def _close(self) -> bytes:
+        """End the block that is under way."""
+        opened, self._open = self._open, None
+        signed = {"type": "signature_delta", "signature": self._signature}
+        return (self._delta(signed) if opened == "thinking" else b"") + (self._end() if opened else b"")
+
+    @property
+    def _signature(self) -> str:
+        """Of a thought: clients send one without a signature back as text, or not at all. Nobody checks it."""
+        return self.head.id
+
+
+def _stop(answer: AnswerView) -> dict[str, str | None]:
+    reason = answer.finish_reason
+    if answer.is_refusal:
+        return {"stop_reason": "refusal", "stop_sequence": None}
+    if reason == "stop" and answer.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
+    return {"stop_reason": _REASONS[reason], "stop_sequence": None}
+
+
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+
+
+def _tool_use(call: ToolCall, input: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": input}
+
+
+def _input(call: ToolCall) -> Any:
+    """The arguments as they were spelled, where they are an object."""
+    try:
+        is_object = isinstance(orjson.loads(call.arguments), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    return orjson.Fragment(call.arguments) if is_object else {RAW_ARGUMENTS: call.arguments}
+
+
+def _event(kind: str, data: dict[str, Any]) -> bytes:
+    return encode_event({"type": kind, **data}, kind)
+
+
+def count_reply(tokens: int) -> bytes:
+    """The reply to `count_tokens`."""
+    return orjson.dumps({"input_tokens": tokens})
+
+
+def error_body(api_error: ApiError) -> bytes:
+    """The body of an error reply."""
+    return orjson.dumps({"type": "error", "error": _error(api_error)})
+
+
+def error_event(api_error: ApiError) -> bytes:
+    """A failure after the stream has begun; the official SDK raises APIStatusError on it."""
+    return _event("error", {"error": _error(api_error)})
+
+
+def _error(api_error: ApiError) -> dict[str, Any]:
+    kind = _TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
+    message = api_error.message
+    if api_error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # Claude Code looks for these words, and shortens.
+    return {"type": kind, "message": message, "details": dict(api_error.details) or None}
+
+
+_TYPES: Final = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
