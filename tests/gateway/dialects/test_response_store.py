@@ -87,7 +87,7 @@ def test_turns_that_a_provider_wants_back_count_and_make_room():
         kept.add_turn((f"ro-{number}", "at"), b"a turn", block)
     assert len(kept) < 10
     assert kept.size <= 1000
-    assert kept.lookup(("ro-9", "at")).blocks(b"a turn") == block
+    assert kept.lookup(("ro-9", "at")).turn(b"a turn") == block
 
 
 def test_a_reply_to_an_image_is_not_gone_on_with_by_a_model_that_reads_text():

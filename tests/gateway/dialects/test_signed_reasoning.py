@@ -126,13 +126,13 @@ def test_blocks_are_kept_for_their_attempt_and_forgotten_with_it_or_for_want_of_
     kept = ResponseStore(max_bytes=2000)
     one, two = ("r", "a1"), ("r", "a2")
     kept.add_turn(one, b"k", [THOUGHT])
-    assert kept.lookup(one).blocks(b"k") == [THOUGHT]
-    assert (kept.lookup(two).blocks(b"k"), kept.lookup(None).blocks(b"k")) == ([], [])
+    assert kept.lookup(one).turn(b"k") == [THOUGHT]
+    assert (kept.lookup(two).turn(b"k"), kept.lookup(None).turn(b"k")) == ([], [])
     size = kept.size
     kept.add_turn(one, b"k", [THOUGHT])
     assert kept.size == size > 0
     kept.forget(one)
-    assert (kept.size, kept.lookup(one).blocks(b"k")) == (0, [])
+    assert (kept.size, kept.lookup(one).turn(b"k")) == (0, [])
     kept.add_turn(one, b"k", [THOUGHT])
     kept.add_turn(two, b"k", [THOUGHT | {"thinking": "x" * 1950}])
-    assert kept.lookup(one).blocks(b"k") == []
+    assert kept.lookup(one).turn(b"k") == []

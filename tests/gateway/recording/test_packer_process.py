@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from agentlightning.gateway.recording import packer_process as scribe_module
+from agentlightning.gateway.recording import packer_process as packer_process
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.packer_process import PackerProcess
 from agentlightning.span import Span, new_span_id
@@ -33,8 +33,8 @@ def gone(pid):
 @pytest.fixture
 def busy(monkeypatch):
     """Any record is many."""
-    monkeypatch.setattr(scribe_module, "BUSY", 0.001)
-    monkeypatch.setattr(scribe_module, "_WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(packer_process, "START_RATE", 0.001)
+    monkeypatch.setattr(packer_process, "_WINDOW_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ async def test_it_ends_when_few_come(bare, tmp_path, busy, monkeypatch):
         await store.flush()
         await until(lambda: scribe.pid is not None)
         pid = scribe.pid
-        monkeypatch.setattr(scribe_module, "BUSY", float("inf"))
-        monkeypatch.setattr(scribe_module, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(packer_process, "START_RATE", float("inf"))
+        monkeypatch.setattr(packer_process, "IDLE_SECONDS", 0.0)
         store.append([span_of(attempted, 1)])
         await store.flush()
         assert len(await store.query_spans(attempted.rollout_id)) == 2
@@ -112,7 +112,7 @@ async def test_it_ends_when_few_come(bare, tmp_path, busy, monkeypatch):
 
 
 async def test_a_machine_on_which_nothing_can_be_started_packs_for_itself(bare, tmp_path, busy, monkeypatch, caplog):
-    monkeypatch.setattr(scribe_module.sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setattr(packer_process.sys, "executable", str(tmp_path / "nothing"))
     scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         for number in range(3):

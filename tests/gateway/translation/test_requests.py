@@ -31,7 +31,7 @@ NOTE = base64.b64encode("Grüße".encode()).decode()
 
 def put(dialect, asked, provider, model="big-1"):
     """(the body, what was left out) of a request to a provider of the other dialect."""
-    request = replace(dialect.read(orjson.dumps(asked), ResponseLookup(), attachments=True), asked=asked)
+    request = replace(dialect.read(orjson.dumps(asked), ResponseLookup(), attachments=True), raw=asked)
     path = "chat/completions" if provider is OPENAI else "messages"
     return body_of(path, request, provider, model, given_params(asked, request.params, {}), lambda turn: [])
 

@@ -1,7 +1,7 @@
-"""What every dialect does: it reads a request into one shape, and writes our answers back as its SDK expects them.
+"""The contract of a dialect: it reads requests into a `Request`, and writes answers as its official SDK expects them.
 
-A dialect knows its wire and nothing else. Whose call it is, what the engine is given and what is recorded are the
-business of those who call it. A new dialect is one module that fills in a `Dialect`.
+A dialect knows its wire format and nothing else: not who calls, not what the engine samples from, not what is recorded.
+A new dialect is one module that makes a `Dialect`.
 """
 
 from __future__ import annotations
@@ -19,61 +19,62 @@ from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 
 Body = bytes | dict[str, Any]
-"""The body of a request, as it came or parsed."""
+"""The body of a request, as received or parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, understood."""
+    """One request, in terms that all dialects share."""
 
     model: str | None
     params: SamplingParams
     messages: list[Message] = field(default_factory=list[Message])
-    """The conversation; empty where the request has `prompts`."""
+    """The conversation; empty if the request has `prompts`."""
     prompts: tuple[str | list[int], ...] = ()
-    """Raw prompts, as text or as token ids: each is answered `n` times."""
+    """Raw prompts, as text or as token ids, each of which gets `n` answers."""
     tools: list[dict[str, Any]] | None = None
     forbidden_tools: list[dict[str, Any]] | None = None
-    """Tools it names and forbids to call (`tool_choice` none): an engine is shown none of them."""
+    """Tools that must not be called (`tool_choice` none). An engine is not shown them; a provider is."""
     n: int = 1
     stream: bool = False
     logprobs: bool = False
     constraint: Constraint = field(default_factory=Constraint)
     num_instructions: int = 0
-    """How many of the first messages belong to this request only, and not to the conversation a later one names."""
+    """How many of the first messages belong to this request alone, and not to the conversation that later ones
+    continue."""
     prefill: str = ""
-    """What the answer begins with: the caller has written it, and wants the rest."""
+    """The beginning of the answer, written by the caller, who wants the rest."""
     token_ids: bool = False
-    """The reply is to hold the tokens, as vLLM's does (`return_token_ids`)."""
+    """The reply includes the token ids, as vLLM's does (`return_token_ids`)."""
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables for the chat template."""
     uses_functions: bool = False
-    """Calls are told as they were before tools (`dialects.legacy`)."""
+    """Tool calls are written as `function_call` (`openai.legacy_functions`)."""
     ignored_fields: tuple[str, ...] = ()
-    """Names of fields that were ignored."""
+    """Names of the fields that were ignored."""
     raw: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The request as it came."""
+    """The request as received."""
 
 
 @dataclass(slots=True)
 class ReplyMetadata:
-    """What is known of a reply before its first token."""
+    """What the header of a reply says, before its first token."""
 
     id: str
     model: str
     created: int
     """Seconds since the epoch."""
     prompt_tokens: int
-    """Of all prompts, each counted once; a provider says it with the last of its answer."""
+    """Of all prompts, each counted once. A provider reports it at the end of its answer."""
     cached_tokens: int | None = None
-    """Of the prompt, those a provider had in its cache; None: nobody said."""
+    """Prompt tokens that the provider read from its cache; None: not reported."""
     cache_write_tokens: int | None = None
-    """Of the prompt, those a provider put into its cache; None: nobody said."""
+    """Prompt tokens that the provider wrote to its cache; None: not reported."""
     reasoning_tokens: int | None = None
-    """Of the answer, those of a provider's thoughts; None: nobody said."""
+    """Tokens of the answer that the provider spent on reasoning; None: not reported."""
 
     def add_usage(self, report: UsageReport) -> None:
-        """Take the counts that a provider reports beside its usage."""
+        """Copy the counts that a provider reports beside its usage."""
         self.cached_tokens = _count(report.cached_tokens, self.cached_tokens)
         self.cache_write_tokens = _count(report.cache_write_tokens, self.cache_write_tokens)
         self.reasoning_tokens = _count(report.reasoning_tokens, self.reasoning_tokens)
@@ -84,32 +85,32 @@ def _count(given: Any, before: int | None) -> int | None:
 
 
 class ReplyWriter(Protocol):
-    """Writes the reply to one request: `whole`, or else `opening`, `piece`... and `ending`."""
+    """Writes the reply to one request: either `body`, or `start`, `event` for each event, and `end`."""
 
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         """The reply as one object."""
         ...
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
-        """The events before the first piece."""
+        """The stream up to the first event."""
         ...
 
-    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
-        """The events that show one more piece of an answer."""
+    def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
+        """One more event of an answer."""
         ...
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
-        """The events after the last piece of the last answer: why each ended, and what was used."""
+        """The stream after the last event: why each answer ended, and the usage."""
         ...
 
 
-class Read(Protocol):
+class ReadRequest(Protocol):
     """Reads a request."""
 
     def __call__(self, body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
-        """May be called from any thread. `attachments`: images and files become parts of the messages
-        (`gateway.attachments`); else they are refused.
-        Raises ApiError 400, naming the field, on what is not a request or cannot be honoured."""
+        """Thread-safe. With `attachments`, images and files become parts of the messages (`content_parts`); otherwise
+        they are rejected. Raises ApiError 400, naming the field, for a body that is no request or asks for what is not
+        supported."""
         ...
 
 
@@ -118,19 +119,19 @@ class Dialect:
     """One wire format."""
 
     operation: Literal["chat", "text_completion"]
-    """OTel's name for what it does."""
+    """OpenTelemetry's name for the operation."""
     id_prefix: str
-    """What the ids of its replies begin with."""
+    """Prefix of the ids of replies."""
     call_prefix: str
-    """What the ids of its tool calls begin with."""
-    read: Read
+    """Prefix of the ids of tool calls."""
+    read: ReadRequest
     reply: Callable[[Request, ReplyMetadata], ReplyWriter]
     error_body: Callable[[ApiError], bytes]
     """The body of an error reply."""
     error_event: Callable[[ApiError], bytes]
-    """A failure after the stream has begun."""
+    """An error in the middle of a stream."""
 
 
 def num_output_tokens(answers: Sequence[AnswerView]) -> int:
-    """Tokens of all answers."""
+    """Sampled tokens of all answers."""
     return sum(answer.num_tokens for answer in answers)

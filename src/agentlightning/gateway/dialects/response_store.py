@@ -1,8 +1,8 @@
-"""Replies that later requests may name, for each attempt: `previous_response_id`, item references, retrieval; and
-turns that a provider wants back as it said them (`gateway.sealed`).
+"""Stores the replies that later requests of an attempt may refer to, by `previous_response_id`, item or retrieval.
 
-A conversation is kept as a tree of messages, each stored once, so that a client that sends its whole history with
-every call costs no more than one that sends what is new. Nothing outlives its attempt, or the process.
+It also stores the turns that a provider wants back unchanged (`signed_reasoning`). Conversations are stored as a tree
+of messages, each message once, so that a client that sends its whole history with every call costs no more than one
+that sends only what is new. Nothing outlives its attempt, or the process.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from agentlightning.gateway.errors import ApiError, bad_request
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
-_OF_AN_ENTRY: Final = 100
-"""Bytes, about."""
+_ENTRY_BYTES: Final = 100
+"""Approximate size of an entry without content."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    tip: bytes
-    """Digest of its conversation, answer included."""
-    root: bytes
-    """Where the conversation begins: after what belonged to the request alone."""
+    last_digest: bytes
+    """Digest of its conversation including the answer."""
+    first_digest: bytes
+    """Digest of the messages that belonged to the request alone, after which the conversation starts."""
     body: bytes | None
-    """As it was sent; None where the caller asked not to store it."""
+    """The body as sent; None if the caller asked not to store it."""
 
 
 @dataclass(slots=True)
@@ -40,59 +40,59 @@ class _Memory:
     messages: dict[bytes, tuple[bytes, Message]] = field(default_factory=dict[bytes, tuple[bytes, Message]])
     """Digest of a conversation -> (digest without its last message, that message)."""
     items: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    blocks: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
+    turns: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
     providers: dict[str, str] = field(default_factory=dict[str, str])
-    """Id of a reply that its provider keeps -> the provider's name."""
+    """Id of a reply that its provider stores -> the provider's name."""
     size: int = 0
 
 
 class ResponseLookup:
-    """What the requests of one attempt can name."""
+    """What the requests of one attempt can refer to."""
 
     def __init__(self, memory: _Memory | None = None) -> None:
         self._memory = memory or _Memory()
 
     def messages(self, response_id: str) -> list[Message]:
-        """The conversation up to a reply and with it. Raises ApiError 400 for a reply that is not kept."""
+        """The conversation up to and including a reply. Raises ApiError 400 for a reply that is not stored."""
         reply = self._memory.replies.get(response_id)
         if reply is None:
             message = (
-                f"previous_response_id={response_id!r} is not kept here: replies are kept while their attempt goes on; "
-                "send the whole conversation as input"
+                f"previous_response_id={response_id!r} is not stored here: replies are stored while their attempt runs;"
+                " send the whole conversation as input"
             )
             raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
         messages: list[Message] = []
-        digest = reply.tip
-        while digest != reply.root:
+        digest = reply.last_digest
+        while digest != reply.first_digest:
             digest, message = self._memory.messages[digest]
             messages.append(message)
         return messages[::-1]
 
     def item(self, item_id: str) -> dict[str, Any]:
-        """An item of a reply. Raises ApiError 400 for one that is not kept."""
+        """An item of a reply. Raises ApiError 400 for an item that is not stored."""
         if (item := self._memory.items.get(item_id)) is None:
-            raise bad_request("input", f"the item {item_id!r} is not kept here; send the item itself")
+            raise bad_request("input", f"the item {item_id!r} is not stored here; send the item itself")
         return item
 
     def turn(self, turn: bytes) -> list[dict[str, Any]]:
-        """A turn as its provider said it (`Kept.keep_blocks`); empty where it is not kept."""
-        return self._memory.blocks.get(turn, [])
+        """A turn as its provider wrote it (`ResponseStore.add_turn`); empty if it is not stored."""
+        return self._memory.turns.get(turn, [])
 
 
 class ResponseStore:
-    """The replies of the attempts that called lately; the least recently used are forgotten above `max_bytes`."""
+    """The replies of recently active attempts; above `max_bytes`, the least recently used attempts are evicted."""
 
     def __init__(self, max_bytes: int = 256 * 1024 * 1024) -> None:
         self._max_bytes = max_bytes
         self._attempts: OrderedDict[Attempt, _Memory] = OrderedDict()
         self.size = 0
-        """Bytes kept, about."""
+        """Approximate bytes stored."""
 
     def __len__(self) -> int:
         return len(self._attempts)
 
     def lookup(self, attempt: Attempt | None) -> ResponseLookup:
-        """What an attempt can name; nothing where there is none."""
+        """What the requests of an attempt can refer to; nothing without an attempt."""
         return ResponseLookup(self._attempts.get(attempt) if attempt else None)
 
     def add(
@@ -110,47 +110,47 @@ class ResponseStore:
         continued and not retrieved."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)
-        tip = extend_digest(digests[-1], answer)
+        last_digest = extend_digest(digests[-1], answer)
         before = memory.size
-        chain = zip(digests[num_instructions:], (*digests[num_instructions + 1 :], tip), strict=True)
+        chain = zip(digests[num_instructions:], (*digests[num_instructions + 1 :], last_digest), strict=True)
         for (parent, digest), message in zip(chain, (*messages[num_instructions:], answer), strict=True):
             if digest not in memory.messages:
                 memory.messages[digest] = parent, message
                 memory.size += len(orjson.dumps(message))
-        memory.replies[response_id] = _Reply(tip, digests[num_instructions], body)
+        memory.replies[response_id] = _Reply(last_digest, digests[num_instructions], body)
         memory.size += len(body or b"")
         memory.items.update((item["id"], dict(item)) for item in items)
         self.size += memory.size - before
-        self._make_room()
+        self._evict()
 
     def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
-        """Keep a turn as its provider said it, and wants it back, under its key (`sealed.turn_key`)."""
+        """Store a turn as its provider wrote it and wants it back, by its key (`signed_reasoning.turn_key`)."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)
-        before = memory.blocks.get(turn)
+        before = memory.turns.get(turn)
         grown = len(orjson.dumps(blocks)) - (len(orjson.dumps(before)) if before is not None else 0)
-        memory.blocks[turn] = blocks
+        memory.turns[turn] = blocks
         memory.size += grown
         self.size += grown
-        self._make_room()
+        self._evict()
 
     def note_provider(self, attempt: Attempt, response_id: str, provider: str) -> None:
-        """A reply that was passed on is kept by its provider."""
+        """Note that a forwarded reply is stored by its provider."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)
         if response_id not in memory.providers:
-            memory.size += len(response_id) + _OF_AN_ENTRY
-            self.size += len(response_id) + _OF_AN_ENTRY
+            memory.size += len(response_id) + _ENTRY_BYTES
+            self.size += len(response_id) + _ENTRY_BYTES
         memory.providers[response_id] = provider
-        self._make_room()
+        self._evict()
 
     def provider_of(self, attempt: Attempt, response_id: str) -> str | None:
-        """The name of the provider that keeps a reply to this attempt; None: none that is known."""
+        """The name of the provider that stores a reply to this attempt; None if it is not known."""
         memory = self._attempts.get(attempt)
         return memory.providers.get(response_id) if memory else None
 
     def body(self, attempt: Attempt, response_id: str) -> bytes:
-        """A reply as it was sent. Raises ApiError 404 for one that is not stored."""
+        """The body of a reply as sent. Raises ApiError 404 for a reply that is not stored."""
         memory = self._attempts.get(attempt)
         reply = memory.replies.get(response_id) if memory else None
         if reply is None or reply.body is None:
@@ -158,7 +158,7 @@ class ResponseStore:
         return reply.body
 
     def delete(self, attempt: Attempt, response_id: str) -> None:
-        """Forget one reply. Raises ApiError 404 as `body` does."""
+        """Delete one reply. Raises ApiError 404 as `body` does."""
         size = len(self.body(attempt, response_id))
         memory = self._attempts[attempt]
         del memory.replies[response_id]
@@ -166,11 +166,11 @@ class ResponseStore:
         self.size -= size
 
     def forget(self, attempt: Attempt) -> None:
-        """Drop what is kept of an attempt, once it has ended."""
+        """Drop everything of an attempt, once it has ended."""
         if memory := self._attempts.pop(attempt, None):
             self.size -= memory.size
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while self._attempts and self.size > self._max_bytes:
             _, memory = self._attempts.popitem(last=False)
             self.size -= memory.size

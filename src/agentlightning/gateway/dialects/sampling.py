@@ -11,12 +11,12 @@ from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
 
 Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
-"""Name on the wire -> (field of `SamplingParams`, reader that raises ValueError)."""
+"""Name in a request -> (field of `SamplingParams`, parser that raises ValueError)."""
 
 
-def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, whose: str) -> SamplingParams:
-    """`base` with what `data` sets. Raises ApiError 400 naming a value that cannot work; `whose` says where it
-    stands."""
+def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, source: str) -> SamplingParams:
+    """`base` with the values that `data` sets. Raises ApiError 400 naming an invalid value; `source` says where it was
+    set."""
     values: dict[str, Any] = {}
     for name, (field, read) in readers.items():
         if data.get(name) is None:
@@ -24,12 +24,14 @@ def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingPar
         try:
             values[field] = read(data[name])
         except (TypeError, ValueError) as error:
-            raise bad_request(name, f"{whose} sets {name}={shorten(data[name])}; {error}") from None
+            raise bad_request(name, f"{source} sets {name}={shorten(data[name])}; {error}") from None
     return replace(base, **values)
 
 
 def apply_resource_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
-    """What the trainer's LLM resource decides wins. Raises ApiError 400 on a name we cannot honour."""
+    """Apply the sampling parameters of the trainer's LLM resource, which take precedence over the request's.
+
+    Raises ApiError 400 for a name that is not supported."""
     unknown = sorted(set(forced) - set(OPENAI_PARAMS))
     if unknown:
         known = ", ".join(sorted(OPENAI_PARAMS))
@@ -39,7 +41,7 @@ def apply_resource_params(params: SamplingParams, resource: str, forced: Mapping
 
 
 def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
-    """Raises ApiError 400, naming the field, on what the engine would ignore."""
+    """Raises ApiError 400, naming the field, for parameters that the engine would ignore."""
     for name in params.unsupported(engine.supported_params):
         raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
 
@@ -119,7 +121,7 @@ MESSAGES_PARAMS: Final[Readers] = {
 }
 RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": ("max_tokens", _whole(1))}
 
-OPENAI_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": (1,),
     "typical_p": (1,),
     "bad_words": ([],),
@@ -128,4 +130,4 @@ OPENAI_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
-"""What OpenAI's clients and those of compatible servers can ask of sampling and we cannot honour, for `refuse`."""
+"""Sampling fields of OpenAI's and compatible servers that are not supported, for `reject_unsupported`."""

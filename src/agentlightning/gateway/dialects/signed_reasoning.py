@@ -1,10 +1,9 @@
-"""Thoughts that their provider wants back exactly as they were.
+"""Signed and encrypted reasoning, which its provider wants back unchanged.
 
-Anthropic signs what a model thinks, or hides it (`redacted_thinking`), and goes on thinking over a tool's result only
-where the blocks come back unchanged; OpenAI does the same with the `encrypted_content` of reasoning items. A caller of
-another dialect has no place for them: they are remembered for its attempt, with the turn they belong to (`turn_key`),
-or, of Anthropic's, travel in the `encrypted_content` of a reasoning item, which needs no memory. Pure; the memory is
-`gateway.kept`.
+Anthropic signs or redacts what a model thinks, and continues thinking over a tool's result only if the blocks come back
+unchanged; OpenAI does the same with the `encrypted_content` of reasoning items. Callers of other dialects have no place
+for them: `response_store` keeps them for the attempt, by the turn they belong to (`turn_key`). Anthropic's blocks can
+also travel in the `encrypted_content` of a reasoning item, which needs no memory. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _KINDS: Final = ("thinking", "redacted_thinking")
 
 
 def needs_echo(block: Mapping[str, Any]) -> bool:
-    """Whether a block of content, or an item, is a thought that its provider wants back."""
+    """Whether a content block or an output item is reasoning that its provider wants back."""
     kind = block.get("type")
     if kind == "reasoning":
         return bool(block.get("encrypted_content"))
@@ -35,12 +34,12 @@ def needs_echo(block: Mapping[str, Any]) -> bool:
 
 
 def encode_signed_reasoning(block: Block) -> str:
-    """A thought as the `encrypted_content` of a reasoning item. Nothing in it is secret from its caller."""
+    """A reasoning block as the `encrypted_content` of a reasoning item. It hides nothing from the caller."""
     return _MARK + base64.urlsafe_b64encode(orjson.dumps(block)).decode()
 
 
 def decode_signed_reasoning(content: Any) -> list[Block]:
-    """The thought in an `encrypted_content`; nothing of one that is not ours."""
+    """The reasoning block in an `encrypted_content`; none if we did not encode it."""
     if not isinstance(content, str) or not content.startswith(_MARK):
         return []
     try:
@@ -53,8 +52,8 @@ def decode_signed_reasoning(content: Any) -> list[Block]:
 
 
 def turn_key(previous: Message | None, turn: Message) -> bytes:
-    """What an assistant's turn is found by when a client sends it back: the ids of its calls, which are its own, or
-    else its words and what they answered. History before that may be cut or changed meanwhile."""
+    """The key by which a turn of the assistant is found again when a client sends it back: the ids of its tool calls,
+    which are unique, or else its text and the message before it. Earlier history may be cut or changed meanwhile."""
     calls: Sequence[Mapping[str, Any]] = turn.get("tool_calls") or ()
     if calls:
         meaning = orjson.dumps([call.get("id") for call in calls])

@@ -10,11 +10,11 @@ import orjson
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.json_body import parse
 
-MOST_TOP_LOGPROBS: Final = 20
+MAX_TOP_LOGPROBS: Final = 20
 
 
 def read_json(body: bytes | dict[str, Any]) -> dict[str, Any]:
-    """The body as an object, which it may be already. Raises ApiError 400 on anything else."""
+    """The body as a JSON object, parsed unless it is one already. Raises ApiError 400 if it is none."""
     try:
         data = body if isinstance(body, dict) else parse(body)
     except orjson.JSONDecodeError as error:
@@ -25,20 +25,20 @@ def read_json(body: bytes | dict[str, Any]) -> dict[str, Any]:
 
 
 def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse by name the fields that change what is sampled or answered and that we cannot honour. `fields` gives,
-    for each, the values that change nothing; null is always one."""
+    """Reject fields that would change the answer and are not supported. `fields` maps each to the values that change
+    nothing; null is always one of them."""
     for name, neutral in fields.items():
         if name in data and data[name] is not None and data[name] not in neutral:
             raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
 
 
 def unknown_fields(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
-    """Names of the fields that nobody reads."""
+    """Names of the fields that no reader knows."""
     return tuple(name for name in data if not any(name in names for names in known))
 
 
 def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
-    """The value of a field, None where it is absent or null."""
+    """The value of a field; None if it is absent or null."""
     return None if data.get(name) is None else require_type(name, data[name], kind)
 
 
@@ -62,23 +62,23 @@ def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | No
 
 
 def top_logprobs(data: Mapping[str, Any], name: str = "top_logprobs") -> int:
-    """How many of the likeliest tokens to name at each place."""
-    return integer(data, name, 0, MOST_TOP_LOGPROBS) or 0
+    """How many of the likeliest tokens are reported at each position."""
+    return integer(data, name, 0, MAX_TOP_LOGPROBS) or 0
 
 
 def field_of(where: str) -> str:
-    """The name of the request's field that a place like `messages[0].content` is in."""
+    """The top-level field of a path such as `messages[0].content`."""
     return where.partition("[")[0].partition(".")[0]
 
 
 def shorten(value: Any) -> str:
-    """A value as an error shows it."""
+    """A value as JSON, short enough for an error message."""
     text = orjson.dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_arguments(value: Any) -> str:
-    """The arguments of a tool call as text: JSON where they came as an object."""
+    """The arguments of a tool call as JSON text, whether they came as text or as an object."""
     if isinstance(value, str):
         return value or "{}"
     return "{}" if value is None else orjson.dumps(value).decode()

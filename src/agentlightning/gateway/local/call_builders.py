@@ -102,7 +102,7 @@ def answer_of(
         prompt.token_ids,
         params.stop_token_ids,
         reads_tool_calls=request.tools is not None,
-        single_tool_call=request.constraint.one_call,
+        single_tool_call=request.constraint.single_tool_call,
         call_prefix=dialect.call_prefix,
         tools=request.tools,
         is_constrained=params.constraint is not None,

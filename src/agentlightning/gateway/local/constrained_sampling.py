@@ -54,7 +54,7 @@ def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: Markers | 
     """Whether anything is asked for that an end of the drawing after the first call does not see to."""
     ends = chat.tool_calls.closing is not None and thought is None
     asks = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
-    return bool(asks) or (constraint.one_call and not ends)
+    return bool(asks) or (constraint.single_tool_call and not ends)
 
 
 def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: Markers | None) -> Iterator[Outline]:
@@ -66,7 +66,7 @@ def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: 
         yield Outline(
             tools=tuple(each.items()),
             needs_call=constraint.requires_tool_call,
-            one_call=constraint.one_call,
+            one_call=constraint.single_tool_call,
             content=constraint.content.schema if constraint.content else None,
             thought=Thought(thought.start, thought.end, thought.opened) if thought else None,
         )

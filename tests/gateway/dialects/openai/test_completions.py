@@ -52,7 +52,7 @@ def test_every_shape_of_prompt_is_read():
         ([1], [2]),
     ]
     assert read().params.max_tokens == 16
-    assert read(suffix="", echo=False, zero=1).unknown == ("zero",)
+    assert read(suffix="", echo=False, zero=1).ignored_fields == ("zero",)
 
 
 async def create(service, prompt, **options):

@@ -51,25 +51,25 @@ class MessagesReplyWriter:
         message = self._message([]) | stop | {"usage": self._usage(0)}
         return _event("message_start", {"message": message})
 
-    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
-        match piece:
+    def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
+        match event:
             case ToolCall():
-                return self._close() + self._whole_call(piece)
+                return self._close() + self._whole_call(event)
             case ReasoningDelta():
                 begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-                return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
+                return begun + self._delta({"type": "thinking_delta", "thinking": event.text})
             case str() | RefusalDelta():
-                text = piece if isinstance(piece, str) else piece.text
+                text = event if isinstance(event, str) else event.text
                 return self._open_block({"type": "text", "text": ""}) + self._delta(
                     {"type": "text_delta", "text": text}
                 )
             case ToolCallStart():
-                self._call, self._arguments = piece, ObjectText()
+                self._call, self._arguments = event, ObjectText()
                 return self._close()
             case ToolCallDelta():
-                return self._more_arguments(self._arguments.feed(piece.text))
+                return self._more_arguments(self._arguments.feed(event.text))
             case ToolCallEnd():
-                return self._end_call(piece.call)
+                return self._end_call(event.call)
             case SignedReasoning():
                 return self._close()
 

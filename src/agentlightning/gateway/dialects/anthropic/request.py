@@ -36,7 +36,7 @@ from agentlightning.gateway.errors import ApiError, bad_request
 _KNOWN: Final = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "output_config", "output_format"}
 )
-_REFUSED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
 _TEXT_FIELDS: Final = {"text": "text"}
 _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
@@ -46,7 +46,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     """See `Read`."""
     data = read_json(body)
     _refuse_thread(data)
-    reject_unsupported(data, _REFUSED)
+    reject_unsupported(data, _UNSUPPORTED)
     dropped: list[str] = []
     tools = _tools(data, dropped)
     choice = optional(data, "tool_choice", dict) or {}
@@ -69,7 +69,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         stream=bool(optional(data, "stream", bool)),
         constraint=constraint,
         prefill=prefill,
-        ignored_fields=(*unknown_fields(data, _KNOWN, _REFUSED, MESSAGES_PARAMS), *dropped),
+        ignored_fields=(*unknown_fields(data, _KNOWN, _UNSUPPORTED, MESSAGES_PARAMS), *dropped),
         raw=data,
     )
 

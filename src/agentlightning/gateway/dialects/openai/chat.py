@@ -1,7 +1,7 @@
-"""The chat-completions dialect: OpenAI's `/v1/chat/completions`.
+"""The dialect of OpenAI's `/v1/chat/completions`.
 
-What we cannot honour and would change what is sampled is refused by name. Fields we do not know change nothing: they
-are accepted, ignored and counted.
+Fields that would change what is sampled and are not supported are rejected by name. Unknown fields are accepted,
+ignored and counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from agentlightning.gateway.dialects.content import (
 )
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.openai import common
-from agentlightning.gateway.dialects.openai.legacy_functions import modernised, with_function_call
+from agentlightning.gateway.dialects.openai.legacy_functions import with_function_call, with_tools
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
+from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_UNSUPPORTED, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
@@ -47,16 +47,16 @@ _KNOWN: Final = frozenset(
     {
         *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user"),
         *("stream", "stream_options", "n", "logprobs", "top_logprobs", "chat_template_kwargs"),
-        *("return_token_ids", "continue_final_message", "add_generation_prompt", *common.HELD_FIELDS),
+        *("return_token_ids", "continue_final_message", "add_generation_prompt", *common.VLLM_FORMAT_FIELDS),
     }
 )
-_OF_TOKENS: Final = frozenset({"return_token_ids"})
-"""What no other dialect's provider can tell: ignored where a request is to be translated."""
+_TOKEN_FIELDS: Final = frozenset({"return_token_ids"})
+"""Fields that providers of other dialects cannot honour: ignored in a request that is translated."""
 _ROLES: Final = ("assistant", "system", "tool", "user")
 _TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
 
-_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    **OPENAI_REFUSED,
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
     "best_of": (1,),
     "chat_template": (),
     "modalities": (["text"],),
@@ -64,20 +64,20 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-_LOCAL: Final[dict[str, tuple[Any, ...]]] = {
+_LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
-    **dict.fromkeys(common.HELD_FIELDS, ()),
+    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
 }
-"""What only a model of our own can be asked, for `refuse` where a request is to be translated."""
+"""Fields that only our own engines support, for `reject_unsupported` in a request that is translated."""
 
 
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
-    """See `Read`."""
+    """See `ReadRequest`."""
     asked = read_json(body)
-    data, legacy = modernised(asked)
-    reject_unsupported(data, _REFUSED | _LOCAL if attachments else _REFUSED)
+    data, legacy = with_tools(asked)
+    reject_unsupported(data, _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED)
     tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
     choice = data.get("tool_choice")
     tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
@@ -92,8 +92,8 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     if top and not logprobs:
         raise bad_request("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
-    known = _KNOWN - _OF_TOKENS if attachments else _KNOWN
-    messages, prefill = _begun(data, _messages(data.get("messages"), attachments))
+    known = _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN
+    messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
     return Request(
         model=optional(data, "model", str),
         messages=messages,
@@ -110,7 +110,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         template=optional(data, "chat_template_kwargs", dict) or {},
         uses_functions=legacy,
         token_ids=token_ids,
-        ignored_fields=unknown_fields(data, known, _REFUSED, OPENAI_PARAMS) + dropped,
+        ignored_fields=unknown_fields(data, known, _UNSUPPORTED, OPENAI_PARAMS) + dropped,
         raw=asked,
     )
 
@@ -124,9 +124,9 @@ def _messages(value: Any, attachments: bool) -> list[Message]:
     return [_message(index, message, attachments) for index, message in enumerate(value)]
 
 
-def _begun(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
-    """(the messages, what the answer is to begin with): the last one, where it is to be gone on with, as vLLM has it.
-    Raises ApiError 400 where that is none of the assistant's words."""
+def _split_prefill(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
+    """(messages, prefill of the answer): with vLLM's `continue_final_message`, the answer continues the last message.
+    Raises ApiError 400 if that is not text of the assistant."""
     goes_on = bool(optional(data, "continue_final_message", bool))
     generate = optional(data, "add_generation_prompt", bool)
     if goes_on and generate:
@@ -158,9 +158,9 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             read[key] = require_type(f"{where}.{key}", message[key], str)
-    # Kept apart from the content: templates that show what a model thought read it by this name.
-    if role == "assistant" and isinstance(thought := message.get("reasoning_content"), str) and thought:
-        read["reasoning_content"] = thought
+    # Separate from the content: templates that show reasoning read it by this name.
+    if role == "assistant" and isinstance(reasoning := message.get("reasoning_content"), str) and reasoning:
+        read["reasoning_content"] = reasoning
     return read
 
 
@@ -190,7 +190,7 @@ class ChatReplyWriter:
     legacy: bool = False
     token_ids: bool = False
     include_usage: bool = False
-    """A stream ends with a chunk of its own for the usage."""
+    """A stream ends with an extra chunk for the usage."""
 
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
@@ -201,9 +201,9 @@ class ChatReplyWriter:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
         return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
 
-    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
         logprobs = self._logprobs(answer.next_logprobs)
-        delta = _delta(piece)
+        delta = _delta(event)
         delta = with_function_call(delta) if delta and self.legacy else delta
         return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
 
@@ -212,7 +212,7 @@ class ChatReplyWriter:
             self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.remaining_logprobs))
             for answer in answers
         ]
-        return common.ending(closing, self._usage(answers), apart=self.include_usage)
+        return common.end_of_stream(closing, self._usage(answers), apart=self.include_usage)
 
     def _reason(self, answer: AnswerView) -> str:
         reason = answer.finish_reason
@@ -257,22 +257,22 @@ class ChatReplyWriter:
         return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
 
 
-def _delta(piece: OutputEvent) -> dict[str, Any] | None:
-    """What a piece adds; None where this dialect has no word for it."""
-    match piece:
+def _delta(event: OutputEvent) -> dict[str, Any] | None:
+    """The delta of an event; None if this dialect cannot express it."""
+    match event:
         case str():
-            return {"content": piece}
+            return {"content": event}
         case ReasoningDelta():
-            return {"reasoning_content": piece.text}
+            return {"reasoning_content": event.text}
         case RefusalDelta():
-            return {"refusal": piece.text}
+            return {"refusal": event.text}
         case ToolCall():
-            return {"tool_calls": [{"index": piece.index, **piece.wire()}]}
+            return {"tool_calls": [{"index": event.index, **event.wire()}]}
         case ToolCallStart():
-            begun = ToolCall(piece.index, piece.id, piece.name, "")
-            return {"tool_calls": [{"index": piece.index, **begun.wire()}]}
+            begun = ToolCall(event.index, event.id, event.name, "")
+            return {"tool_calls": [{"index": event.index, **begun.wire()}]}
         case ToolCallDelta():
-            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
         case _:
             return None
 

@@ -1,4 +1,4 @@
-"""What OpenAI's dialects have in common: function tools, tool choice, formats, errors and events."""
+"""What OpenAI's dialects share: function tools, tool choice, response formats, errors and chunks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Tools = list[dict[str, Any]]
 def function_tools(
     data: Mapping[str, Any], function_of: Callable[[dict[str, Any]], Any]
 ) -> tuple[Tools | None, tuple[str, ...]]:
-    """(function tools, names of the kinds of tools that only a hosted service has and that are left out).
+    """(function tools, names of the ignored kinds of tools, which only a hosted service offers).
 
-    `function_of` takes the function out of a tool on the wire.
+    `function_of` returns the function of a tool in the request.
     """
     tools: Tools = []
     dropped: list[str] = []
@@ -54,7 +54,7 @@ def read_constraint(
     content: OutputSchema | None,
     content_field: str,
 ) -> Constraint:
-    """The shape an answer is asked to have. `choice` says whether a call is needed, and of which tools."""
+    """The constraint on an answer. `choice`: whether a tool call is required, and of which tools."""
     requires_tool_call, names = choice
     known = {tool["function"]["name"] for tool in tools or ()}
     if requires_tool_call and not tools:
@@ -66,7 +66,7 @@ def read_constraint(
     return Constraint(
         requires_tool_call=requires_tool_call,
         names=names,
-        one_call=parallel is False and bool(tools),
+        single_tool_call=parallel is False and bool(tools),
         arguments=strict_arguments(tools),
         content=content,
         content_field=content_field,
@@ -74,8 +74,8 @@ def read_constraint(
 
 
 def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
-    """(whether a call is needed, the only tools that may be called). `nested`: chat completions puts what it says of
-    a kind of choice below the name of the kind, responses does not."""
+    """(whether a tool call is required, the only tools that may be called). `nested`: chat completions nests the
+    details of a choice below the name of its kind, responses does not."""
     if value in (None, "auto", "none"):
         return False, None
     if value == "required":
@@ -99,7 +99,8 @@ def _allowed_name(tool: Any) -> str:
 
 
 def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
-    """What is asked for by a `response_format` or `text.format`; None for plain text. `nested` as in `tool_choice`."""
+    """The schema that a `response_format` or `text.format` asks for; None for plain text. `nested` as in
+    `tool_choice`."""
     kind = kind_of(value)
     if value is None or kind == "text":
         return None
@@ -114,13 +115,13 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
     )
 
 
-HELD_FIELDS = ("structured_outputs", "guided_json")
-"""vLLM's words for a format of the content."""
+VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
+"""vLLM's fields for the format of the content."""
 
 
 def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
-    """(what content must be, the field that says so): `response_format`, or what vLLM's clients say instead. Raises
-    ApiError 400 on what cannot be honoured."""
+    """(schema of the content, the field that sets it): `response_format`, or what vLLM's clients send instead. Raises
+    ApiError 400 for formats that are not supported."""
     guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
     said = {name: value for name, value in outputs.items() if value is not None and value is not False}
     if other := sorted(said.keys() - {"json", "json_object"}):
@@ -134,7 +135,7 @@ def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
 
 
 def _parsed(schema: Any) -> Any:
-    """A schema may come as text."""
+    """The schema, which may come as JSON text."""
     try:
         return orjson.loads(schema) if isinstance(schema, str) else schema
     except orjson.JSONDecodeError:
@@ -150,26 +151,26 @@ def error_body(api_error: ApiError) -> bytes:
 
 
 def error_event(api_error: ApiError) -> bytes:
-    """A failure after the stream has begun; the official SDK raises APIError on it."""
+    """An error in the middle of a stream, on which the official SDK raises APIError."""
     return encode_event({"error": api_error.error_object()})
 
 
 def include_usage(data: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with a chunk that has no choice and the usage. Raises ApiError 400 on what is no
+    """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
     option."""
     wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
     return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
 
 
-def ending(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
-    """The last chunks of a stream. The usage comes in a chunk of its own (`apart`) only where that was asked for, since
-    a plain loop over `chunk.choices[0]` fails on it; some frameworks count by it all the same, so that it is otherwise
-    on the last chunk that has a choice."""
+def end_of_stream(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
+    """The last chunks of a stream. The usage gets a chunk of its own (`apart`) only if that was asked for, since a
+    plain loop over `chunk.choices[0]` fails on it. Otherwise it is part of the last chunk with a choice, since some
+    frameworks count tokens by it."""
     *others, last = chunks
     final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
     return b"".join(map(encode_event, [*others, *final])) + DONE
 
 
-def usage(prompt_tokens: int, drawn: int) -> dict[str, int]:
-    """Tokens of the prompts, each counted once, and of all answers."""
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn}
+def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
+    """The usage: tokens of the prompts, each counted once, and of all answers."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}

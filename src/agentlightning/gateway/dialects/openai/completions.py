@@ -1,7 +1,7 @@
-"""The completions dialect: OpenAI's `/v1/completions`, with prompts as text or as token ids.
+"""The dialect of OpenAI's `/v1/completions`, with prompts as text or as token ids.
 
-A prompt is taken as it stands: no template, and no token put before it that it does not name. Tools and formats are
-not known here. Without `max_tokens` an answer has at most 16 tokens, as this wire has always had it.
+Prompts are used unchanged: no template, and no token added in front. Tools and response formats do not exist here.
+Without `max_tokens`, an answer has at most 16 tokens, the API's traditional default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, R
 from agentlightning.gateway.dialects.content import AnswerView, OutputEvent
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_REFUSED, sampling_params
+from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_UNSUPPORTED, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     integer,
@@ -34,9 +34,9 @@ from agentlightning.gateway.errors import bad_request
 Json = dict[str, Any]
 
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
-_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    **OPENAI_REFUSED,
-    **dict.fromkeys(common.HELD_FIELDS, ()),
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
+    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
     "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
@@ -51,9 +51,9 @@ _MAX_PROMPTS: Final = 1024
 
 
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
-    """Raises ApiError 400, naming the field, on what is not a request or cannot be honoured."""
+    """See `ReadRequest`."""
     data = read_json(body)
-    reject_unsupported(data, _REFUSED)
+    reject_unsupported(data, _UNSUPPORTED)
     common.include_usage(data)
     token_ids = bool(optional(data, "return_token_ids", bool))
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
@@ -67,7 +67,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs is not None,
         token_ids=token_ids,
-        ignored_fields=unknown_fields(data, _KNOWN, _REFUSED, OPENAI_PARAMS),
+        ignored_fields=unknown_fields(data, _KNOWN, _UNSUPPORTED, OPENAI_PARAMS),
         raw=data,
     )
 
@@ -97,9 +97,9 @@ class CompletionReplyWriter:
     token_ids: bool = False
     include_usage: bool = False
     offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
-    """Of each answer, where the text of the next token begins."""
-    _begun: set[int] = field(default_factory=set[int], init=False)
-    """Answers whose prompt has been written."""
+    """For each answer, the text offset of its next token."""
+    _with_prompt: set[int] = field(default_factory=set[int], init=False)
+    """The answers whose prompt was written."""
 
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [
@@ -111,14 +111,14 @@ class CompletionReplyWriter:
     def start(self, answers: Sequence[AnswerView]) -> bytes:
         return b""
 
-    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
-        text = piece if isinstance(piece, str) else ""
+    def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
+        text = event if isinstance(event, str) else ""
         return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.next_logprobs)]})
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
         closing = [self._choice(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
         chunks = [self._head() | {"choices": [choice]} for choice in closing]
-        return common.ending(chunks, self._usage(answers), apart=self.include_usage)
+        return common.end_of_stream(chunks, self._usage(answers), apart=self.include_usage)
 
     def _head(self) -> dict[str, Any]:
         head = self.head
@@ -141,8 +141,8 @@ class CompletionReplyWriter:
         choice: Json = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
         if self.token_ids:
             choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
-            if answer.index not in self._begun:  # Once in a stream: the prompt may be far longer than an event.
-                self._begun.add(answer.index)
+            if answer.index not in self._with_prompt:  # Once in a stream: the prompt may be far longer than an event.
+                self._with_prompt.add(answer.index)
                 choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 

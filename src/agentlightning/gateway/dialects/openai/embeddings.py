@@ -1,4 +1,4 @@
-"""The embeddings dialect: OpenAI's `/v1/embeddings`, passed on to providers. Our own engines make none."""
+"""The dialect of OpenAI's `/v1/embeddings`, which is only forwarded: our own engines make no embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentlightning.gateway.errors import ApiError
 
 
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> NoReturn:
-    """Raises ApiError 404: who gets here asks an engine."""
+    """Raises ApiError 404: requests that are read are those for our engines."""
     model = optional(read_json(body), "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
     raise ApiError(404, message, code="model_not_supported", param="model")

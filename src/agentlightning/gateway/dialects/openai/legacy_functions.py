@@ -1,6 +1,6 @@
-"""Function calling as OpenAI had it before tools: `functions`, `function_call`, and messages of the role function.
+"""OpenAI's function calling from before tools: `functions`, `function_call`, and messages with the role `function`.
 
-Read as the tools they became, and written back in their own words. A call had no id then, so its name stands for it.
+Requests are converted to tools, and replies back. Calls had no id at that time, so their name takes its place.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Json = dict[str, Any]
 
 
 def call_id(name: str) -> str:
-    """The id of a call that has none."""
+    """The id for a call without one."""
     return f"call_{name}"
 
 
-def modernised(data: Json) -> tuple[Json, bool]:
-    """(the request in terms of tools, whether it offers functions). Raises ApiError 400 on what is none."""
+def with_tools(data: Json) -> tuple[Json, bool]:
+    """(the request in terms of tools, whether it offers functions). Raises ApiError 400 for an invalid one."""
     functions, choice = optional(data, "functions", list), data.get("function_call")
     found = {name: value for name, value in data.items() if name not in ("functions", "function_call")}
     if isinstance(messages := data.get("messages"), list):
@@ -53,7 +53,7 @@ def _message(message: Any) -> Any:
 
 
 def with_function_call(message: Mapping[str, Any]) -> Json:
-    """A message or a delta in the words of old: its first call as `function_call`."""
+    """A message or a delta with its first tool call as `function_call`."""
     calls = cast("Sequence[Json]", message.get("tool_calls") or ())
     found = {key: value for key, value in message.items() if key != "tool_calls"}
     return found | {"function_call": calls[0]["function"]} if calls else found

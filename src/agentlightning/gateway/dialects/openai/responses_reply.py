@@ -53,26 +53,26 @@ class ResponsesReplyWriter:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def event(self, answer: AnswerView, piece: OutputEvent) -> bytes:
+    def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
         logprobs = answer.next_logprobs() if self.request.logprobs else []
-        match piece:
+        match event:
             case str():
-                return self._more_text(answer, piece, logprobs)
+                return self._more_text(answer, event, logprobs)
             case ReasoningDelta():
-                return self._more_thought(answer, piece.text)
+                return self._more_thought(answer, event.text)
             case SignedReasoning():
-                return self._seal(answer, piece)
+                return self._seal(answer, event)
             case RefusalDelta():
-                return self._more_refusal(answer, piece.text)
+                return self._more_refusal(answer, event.text)
             case ToolCall():
-                begun = self._begin_call(answer, ToolCallStart(piece.index, piece.id, piece.name))
-                return begun + self._more_arguments(piece.arguments) + self._end_call(piece)
+                begun = self._begin_call(answer, ToolCallStart(event.index, event.id, event.name))
+                return begun + self._more_arguments(event.arguments) + self._end_call(event)
             case ToolCallStart():
-                return self._begin_call(answer, piece)
+                return self._begin_call(answer, event)
             case ToolCallDelta():
-                return self._more_arguments(piece.text)
+                return self._more_arguments(event.text)
             case ToolCallEnd():
-                return self._end_call(piece.call)
+                return self._end_call(event.call)
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
@@ -150,7 +150,7 @@ class ResponsesReplyWriter:
         self.items.append(self._reasoning("", "in_progress"))
         return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
 
-    def _seal(self, answer: AnswerView, piece: SignedReasoning) -> bytes:
+    def _seal(self, answer: AnswerView, event: SignedReasoning) -> bytes:
         """A thought that comes back as it is, where the caller asked for what it needs for that."""
         if _ENCRYPTED not in (self.request.raw.get("include") or ()):
             return self._close(answer) if self._open == "reasoning" else b""
@@ -158,7 +158,7 @@ class ResponsesReplyWriter:
         begun = b""
         if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no words.
             begun = self._close(answer) + self._begin_thought()
-        self.items[-1]["encrypted_content"] = encode_signed_reasoning(piece.block)
+        self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
         return begun + self._close(answer)
 
     def _close(self, answer: AnswerView, last: bool = False) -> bytes:

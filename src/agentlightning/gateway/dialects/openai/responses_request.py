@@ -1,8 +1,8 @@
-"""The responses dialect: OpenAI's `/v1/responses`, over items instead of messages.
+"""The dialect of OpenAI's `/v1/responses`, whose conversations are items instead of messages.
 
-A reply is kept while its attempt goes on, so that `previous_response_id` and item references find it; `store=false`
-keeps it from being retrieved, not from being continued, since clients continue what they asked not to store. Hosted
-tools are left out and counted; items that only a hosted service can read are refused by name.
+Replies are stored while their attempt runs, so that `previous_response_id` and item references find them. With
+`store=false` a reply cannot be retrieved but still continued, since clients continue what they asked not to store.
+Hosted tools are ignored and counted; items that only a hosted service can read are rejected by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentlightning.gateway.dialects.content_parts import has_attachments, joine
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, ResponsesReplyWriter
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sampling import OPENAI_REFUSED, RESPONSES_PARAMS, sampling_params
+from agentlightning.gateway.dialects.sampling import OPENAI_UNSUPPORTED, RESPONSES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
@@ -38,9 +38,9 @@ _KNOWN: Final = frozenset(
         *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user", "top_logprobs"),
     }
 )
-_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    **OPENAI_REFUSED,
-    **dict.fromkeys(common.HELD_FIELDS, ()),
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
+    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
     "chat_template_kwargs": ({},),
     "background": (False,),
     "conversation": (),
@@ -54,9 +54,9 @@ _TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "tex
 
 
 def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
-    """See `Read`. Raises ApiError 400 for a reply that is not kept as well."""
+    """See `ReadRequest`. Also raises ApiError 400 for a reply that is not stored."""
     data = read_json(body)
-    reject_unsupported(data, _REFUSED)
+    reject_unsupported(data, _UNSUPPORTED)
     tools, dropped = common.function_tools(data, _function)
     choice = data.get("tool_choice")
     tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
@@ -82,7 +82,7 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
         logprobs=logprobs,
         constraint=constraint,
         num_instructions=len(instructions),
-        ignored_fields=(*unknown_fields(data, _KNOWN, _REFUSED, RESPONSES_PARAMS), *dropped),
+        ignored_fields=(*unknown_fields(data, _KNOWN, _UNSUPPORTED, RESPONSES_PARAMS), *dropped),
         raw=data,
     )
 
@@ -97,12 +97,12 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 def _conversation(
     data: Mapping[str, Any], recall: ResponseLookup, attachments: bool
 ) -> tuple[list[Message], list[Message]]:
-    """(the instructions of this request alone, the conversation)."""
+    """(instructions of this request alone, conversation)."""
     instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
     num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
     messages = recall.messages(require_type("previous_response_id", previous, str)) if previous is not None else []
     if not attachments and any(has_attachments(message.get("content")) for message in messages):
-        said = f"previous_response_id={previous!r} goes on from images or files; this model reads text"
+        said = f"previous_response_id={previous!r} continues a conversation with images or files; this model reads text"
         raise bad_request("previous_response_id", said)
     messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
     if not messages:
@@ -116,39 +116,39 @@ def _as_items(value: Any, role: str) -> Any:
 
 def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
     messages: list[Message] = []
-    thought, sealed = "", list[dict[str, Any]]()
+    reasoning, sealed = "", list[dict[str, Any]]()
     for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
         item = require_type(place, item, dict)
         if item.get("type") == "item_reference":
             item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
-            thought += _thought(place, item)
+            reasoning += _reasoning_text(place, item)
             sealed += decode_signed_reasoning(item.get("encrypted_content"))
             continue
-        begun = len(messages)
+        first = len(messages)
         _add_item(place, messages, item, attachments)
-        if thought or sealed:
-            _add_thought(messages, begun, thought, sealed)
-        thought, sealed = "", []
+        if reasoning or sealed:
+            _add_reasoning(messages, first, reasoning, sealed)
+        reasoning, sealed = "", []
     return messages
 
 
-def _add_thought(messages: list[Message], begun: int, thought: str, sealed: list[dict[str, Any]]) -> None:
-    """To the turn that follows it, which is at the end of the messages, or else before it."""
+def _add_reasoning(messages: list[Message], first: int, reasoning: str, sealed: list[dict[str, Any]]) -> None:
+    """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
     if messages[-1]["role"] != "assistant":
-        messages.insert(begun, {"role": "assistant", "content": ""})
-        said = messages[begun]
+        messages.insert(first, {"role": "assistant", "content": ""})
+        turn = messages[first]
     else:
-        said = messages[-1]
-    if thought:
-        said["reasoning_content"] = said.get("reasoning_content", "") + thought
+        turn = messages[-1]
+    if reasoning:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
     if sealed:
-        said["sealed"] = [*said.get("sealed", ()), *sealed]
+        turn["sealed"] = [*turn.get("sealed", ()), *sealed]
 
 
-def _thought(where: str, item: Mapping[str, Any]) -> str:
-    """What a reasoning item says openly."""
+def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
+    """The readable text of a reasoning item."""
     parts = require_type(f"{where}.content", item.get("content") or [], list)
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
@@ -175,7 +175,7 @@ def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], a
     if role not in _ROLES:
         raise bad_request(where.partition("[")[0], f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
-        messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call of the same turn.
+        messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call in the same turn.
         return
     message: Message = {"role": "system" if role == "developer" else role, "content": content}
     if isinstance(name := item.get("name"), str):
@@ -184,7 +184,7 @@ def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], a
 
 
 def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
-    """The calls of one turn, and the text before them, are one message."""
+    """The calls of one turn and the text before them become one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
@@ -199,8 +199,8 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
 
 
 def error_event(api_error: ApiError) -> bytes:
-    """A failure after the stream has begun. The official SDK raises APIError on the `error` object; other clients
-    read the fields of the event."""
+    """An error in the middle of a stream. The official SDK raises APIError on the `error` object; other clients read
+    the fields of the event."""
     error = api_error.error_object()
     said = {key: error[key] for key in ("code", "message", "param")}
     return encode_event({"type": "error", "sequence_number": 0, **said, "error": error}, "error")

@@ -57,7 +57,7 @@ def _chat_tools(request: Request) -> Json:
     found: Json = {"tools": request.tools}
     if (choice := _chat_choice(request.constraint)) is not None:
         found["tool_choice"] = choice
-    if request.constraint.one_call:
+    if request.constraint.single_tool_call:
         found["parallel_tool_calls"] = False
     return found
 

@@ -178,7 +178,7 @@ def _tools(request: Request) -> Json:
     choice: Json = {"type": "any" if constraint.requires_tool_call else "auto"}
     if constraint.requires_tool_call and len(tools) == 1:
         choice = {"type": "tool", "name": tools[0]["name"]}
-    if constraint.one_call:
+    if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
     asked = {"tool_choice": choice} if choice != {"type": "auto"} else {}
     return {"tools": [_tool(tool) for tool in tools]} | asked

@@ -115,7 +115,7 @@ def _tools(request: Request) -> Json:
     found: Json = {"tools": [_tool(tool["function"]) for tool in request.tools]}
     if (choice := _choice(request.constraint)) is not None:
         found["tool_choice"] = choice
-    if request.constraint.one_call:
+    if request.constraint.single_tool_call:
         found["parallel_tool_calls"] = False
     return found
 
