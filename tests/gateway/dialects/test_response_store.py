@@ -42,9 +42,9 @@ def test_another_attempt_and_a_stranger_find_nothing():
     kept = ResponseStore()
     say(kept, "r1", [user("a")], "A")
     for attempt in (("ro-1", "at-2"), None):
-        with pytest.raises(ApiError, match="'r1' is not kept here"):
+        with pytest.raises(ApiError, match="'r1' is not stored here"):
             kept.lookup(attempt).messages("r1")
-        with pytest.raises(ApiError, match="'item-r1' is not kept here"):
+        with pytest.raises(ApiError, match="'item-r1' is not stored here"):
             kept.lookup(attempt).item("item-r1")
 
 
@@ -99,5 +99,5 @@ def test_a_reply_to_an_image_is_not_gone_on_with_by_a_model_that_reads_text():
     kept.add(attempt, "resp_1", digests, messages, {"role": "assistant", "content": "A cat."}, None, ())
     more = orjson.dumps({"input": "Sure?", "previous_response_id": "resp_1"})
     assert len(RESPONSES.read(more, kept.lookup(attempt), attachments=True).messages) == 3
-    with pytest.raises(ApiError, match="goes on from images or files"):
+    with pytest.raises(ApiError, match="continues a conversation with images or files"):
         RESPONSES.read(more, kept.lookup(attempt))

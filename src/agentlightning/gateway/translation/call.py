@@ -1,10 +1,10 @@
-"""A call whose provider speaks another dialect: read as one of ours, asked in the provider's, answered in the caller's.
+"""Serves a call whose provider speaks another dialect: translates the request, and the answer back.
 
-`/v1/messages` and `/v1/responses` go to servers of chat completions, `/v1/chat/completions` and `/v1/responses` to
-Anthropic's, `/v1/chat/completions` and `/v1/messages` to those that serve only responses. Text, thoughts and tool calls
-stream as they come. `previous_response_id` works as with our own engines: the history is kept here and sent whole; so
-are the thoughts that a provider wants back (`gateway.sealed`). What is recorded is what the provider was asked and
-answered. Sending, repeating and hanging up are those of `gateway.forward`.
+Requests to `/v1/messages` and `/v1/responses` can be translated for servers of chat completions, `/v1/chat/completions`
+and `/v1/responses` for Anthropic's, `/v1/chat/completions` and `/v1/messages` for servers of responses only. Text,
+reasoning and tool calls stream as they arrive. `previous_response_id` works as with our own engines: the history is
+stored here and sent whole, including reasoning that a provider wants back (`signed_reasoning`). The span shows what the
+provider was asked and answered. Sending, retries and disconnects are those of `forwarding.passthrough`.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.failures import display_text, unreadable_response
 from agentlightning.gateway.upstream.provider import ApiPath, Provider
 
-_ASKED_INSTEAD: Final[tuple[ApiPath, ...]] = ("chat/completions", "messages", "responses")
-_LAST: Final = ("message_stop", *responses_events.LAST_EVENTS)
+_TARGET_PATHS: Final[tuple[ApiPath, ...]] = ("chat/completions", "messages", "responses")
+_LAST_EVENTS: Final = ("message_stop", *responses_events.LAST_EVENTS)
 """Types of the events that end a stream."""
-_LOST: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
-"""Names of fields that stand anywhere in a conversation and say nothing to other dialects -> how a request that has
-one has it, which no text in it can."""
+_LOST_FIELDS: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
+"""Fields other dialects cannot express -> JSON key bytes to search for (string values are escaped, so cannot match)."""
 _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 
 
 class Translator:
-    """Makes translations. `kept` holds what later requests may name."""
+    """Makes translated calls. `responses` stores what later requests may refer to."""
 
-    def __init__(self, dialects: Mapping[ApiPath, Dialect], kept: ResponseStore, counters: Counters) -> None:
+    def __init__(self, dialects: Mapping[ApiPath, Dialect], responses: ResponseStore, counters: Counters) -> None:
         self._dialects = dialects
-        self._kept = kept
+        self._responses = responses
         self._counters = counters
 
     def translate(
@@ -62,98 +61,98 @@ class Translator:
         path: ApiPath,
         route: ModelRoute,
         caller: Caller,
-        asked: Mapping[str, Any],
+        body: Mapping[str, Any],
         trace_id: str,
         resource: str = "",
         forced: Mapping[str, Any] | None = None,
     ) -> Translation:
-        """`forced` is what the LLM resource of that name says of the sampling. Raises ApiError 400 on what is no
-        request, or what the provider cannot be asked."""
+        """`forced`: the sampling parameters of the LLM resource `resource`. Raises ApiError 400 for an invalid request,
+        and for what the provider's dialect cannot express."""
         provider = route.provider
         assert provider is not None
-        instead = _path_for(path, provider)
+        target = _path_for(path, provider)
         dialect = self._dialects[path]
-        recall = self._kept.lookup(caller.attempt)
-        request = replace(dialect.read(sent := written(asked), recall, attachments=True), raw=asked)
+        lookup = self._responses.lookup(caller.attempt)
+        request = replace(dialect.read(sent := written(body), lookup, attachments=True), raw=body)
         params = apply_resource_params(request.params, resource, forced or {})
-        given = given_params(asked, params, forced or {})
-        body, lost = body_of(instead, request, provider, route.send_model, given, recall.turn)
-        self._counters.count_unknown(lost + tuple(name for name, mark in _LOST.items() if mark in sent))
+        given = given_params(body, params, forced or {})
+        target_body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
+        self._counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
         head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
         return Translation(
-            instead,
+            target,
             route,
             caller,
-            body,
+            target_body,
             trace_id=trace_id,
             request=replace(request, params=params),
             head=head,
             reply=dialect.reply(replace(request, params=params), head),
-            answer=ProviderAnswer(split_stops(instead, params.stop)[1], dialect.call_prefix),
-            kept=self._kept,
+            answer=ProviderAnswer(split_stops(target, params.stop)[1], dialect.call_prefix),
+            responses=self._responses,
         )
 
 
 @dataclass(slots=True)
 class Translation(Forward):
-    """One call in another dialect than its provider's: `path` and `data` are the provider's."""
+    """A call in another dialect than its provider's; `path` and `data` are the provider's."""
 
     request: Request = field(kw_only=True)
     head: ReplyMetadata = field(kw_only=True)
     reply: ReplyWriter = field(kw_only=True)
     answer: ProviderAnswer = field(kw_only=True)
-    kept: ResponseStore = field(kw_only=True)
+    responses: ResponseStore = field(kw_only=True)
     _opened: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.response = ProviderResponse(self.path, with_blocks=True)
 
     async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
-        self._hear_whole(call.body)
+        self._read_body(call.body)
         self._settle(call)
         body = self.reply.body([self.answer])
         await self._keep(keep, call)
-        self._remember(body)
+        self._store(body)
         await writer.send_json(200, body)
 
     async def _pass_stream(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
         ended = False
-        async for events in call.events():
-            for event in events:
-                ended |= self._hear_event(event)
-            if pieces := self._news():
-                await writer.send_events(self._written(pieces))
+        async for chunks in call.events():
+            for chunk in chunks:
+                ended |= self._read_chunk(chunk)
+            if events := self._take_events():
+                await writer.send_events(self._write(events))
         self._check_whole(ended)
         self._settle(call)
-        ending = self._written(self._news(done=True)) + self.reply.end([self.answer])
+        ending = self._write(self._take_events(done=True)) + self.reply.end([self.answer])
         await self._keep(keep, call)
-        self._remember(None)
+        self._store(None)
         await writer.send_events(ending)
         await writer.close()
 
-    # -- hearing ---------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _hear_whole(self, body: bytes) -> None:
+    def _read_body(self, body: bytes) -> None:
         try:
             answer = loads(body)
         except ValueError as error:
             raise unreadable_response(self._provider, f"its answer is not JSON: {error}") from None
-        self._take(answer)
+        self._read(answer)
         if not self.response.choices:
             raise unreadable_response(self._provider, "its answer holds no choice")
         self.answer.take_new(done=True)
 
-    def _hear_event(self, event: bytes) -> bool:
-        """Whether it was the last. Raises ApiError where the provider says that it failed."""
+    def _read_chunk(self, event: bytes) -> bool:
+        """Whether it was the last event. Raises ApiError if the provider reports a failure."""
         data = event_data(event)
         if data is None:
             if b"data:" in event and b"[DONE]" not in event:
                 raise unreadable_response(self._provider, "an event of its stream is not JSON")
             return b"[DONE]" in event
-        self._take(data)
-        return isinstance(data, dict) and data.get("type") in _LAST
+        self._read(data)
+        return isinstance(data, dict) and data.get("type") in _LAST_EVENTS
 
-    def _take(self, data: Any) -> None:
+    def _read(self, data: Any) -> None:
         events = self.response.read(data)
         self._check_failed()
         for event in events:
@@ -161,21 +160,21 @@ class Translation(Forward):
             if isinstance(event, UsageReport):
                 self.head.add_usage(event)
 
-    def _news(self, done: bool = False) -> list[OutputEvent]:
-        """What can be shown since the last time. Raises ApiError where the provider has spoilt it."""
-        pieces = self.answer.take_new(done)
+    def _take_events(self, done: bool = False) -> list[OutputEvent]:
+        """The new events. Raises ApiError if the provider broke the protocol."""
+        events = self.answer.take_new(done)
         if self.answer.protocol_error:
             raise unreadable_response(self._provider, self.answer.protocol_error)
-        return pieces
+        return events
 
-    def _written(self, pieces: Sequence[OutputEvent]) -> bytes:
-        """The events of some pieces; before the first, those that open the reply."""
+    def _write(self, events: Sequence[OutputEvent]) -> bytes:
+        """Some events as bytes, after the start of the reply if they are the first."""
         opening = b"" if self._opened else self.reply.start([self.answer])
         self._opened = True
-        return opening + b"".join([self.reply.event(self.answer, piece) for piece in pieces])
+        return opening + b"".join([self.reply.event(self.answer, event) for event in events])
 
     def _check_failed(self) -> None:
-        """Raises ApiError where the provider says, in the place of an answer, that it failed."""
+        """Raises ApiError if the provider reported an error instead of an answer."""
         if self.response.error is not None:
             message = f"the provider {self._provider.name!r} failed: {self.response.error}"
             raise ApiError(502, display_text(self._provider, message), code="provider_error", retry=False)
@@ -193,14 +192,14 @@ class Translation(Forward):
             self.head.prompt_tokens = call.usage.input_tokens
             self.answer.num_tokens = call.usage.output_tokens
 
-    # -- the record ------------------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
         asked = {names.REQUEST_MODEL: self.request.model or self.route.name, names.RESPONSE_ID: self.head.id}
         return Forward._attributes(self) | asked
 
     def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
-        if self.answer.is_stopped:  # what nobody was shown is not recorded either
+        if self.answer.is_stopped:  # Text after a stop string is not recorded either.
             calls = dict(list(choice.tool_calls.items())[: len(self.answer.tool_calls)])
             choice = replace(
                 choice, text=[self.answer.content], tool_calls=calls, finish_reason=self.answer.finish_reason
@@ -212,19 +211,19 @@ class Translation(Forward):
         verdict, violations = constraint.evaluate(self.answer)
         return found | {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
 
-    def _remember(self, body: bytes | None) -> None:
-        """Keep what a later request may name, and what the provider wants back."""
+    def _store(self, body: bytes | None) -> None:
+        """Store the reply for later requests, and the turn if its provider wants it back."""
         attempt, reply, answer = self.caller.attempt, self.reply, self.answer
         if attempt is None:
             return
         if any(needs_echo(block) for block in answer.blocks):
             answered = turns_of(self.request.messages)[-1]
-            self.kept.add_turn(attempt, turn_key(answered, answer.message), answer.blocks)
+            self.responses.add_turn(attempt, turn_key(answered, answer.message), answer.blocks)
         if not isinstance(reply, ResponsesReplyWriter):
             return
         stored = self.request.raw.get("store") is not False
         body = reply.body([answer]) if body is None else body
-        self.kept.add(
+        self.responses.add(
             attempt,
             self.head.id,
             message_digests(self.request.messages),
@@ -237,9 +236,9 @@ class Translation(Forward):
 
 
 def _path_for(path: ApiPath, provider: Provider) -> ApiPath:
-    """What the provider is asked instead. Raises ApiError 400 where there is nothing."""
-    for instead in _ASKED_INSTEAD:
-        if path not in _UNTRANSLATED and provider.serves(instead):
-            return instead
-    message = f"the provider {provider.name!r} serves no /v1/{path}, and it cannot be put in other words"
+    """The path at the provider. Raises ApiError 400 if there is none."""
+    for target in _TARGET_PATHS:
+        if path not in _UNTRANSLATED and provider.serves(target):
+            return target
+    message = f"the provider {provider.name!r} serves no /v1/{path}, and calls to it cannot be translated"
     raise ApiError(400, message, code="path_not_supported", param="model")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
+from agentlightning.gateway.dialects.anthropic.partial_json import JsonObjectStream
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
@@ -19,7 +19,7 @@ ODD = st.sampled_from(["", "}", "{", ",", "\n", '"', "\\", "\\u12", " x", "01", 
 
 def shown_of(text, cuts=(), name="raw"):
     """(what is shown before the end, and all that is shown)."""
-    given_text = ObjectText()
+    given_text = JsonObjectStream()
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     early = "".join(given_text.feed(text[begin:end]) for begin, end in pairwise(places))
     return early, early + given_text.finish(name)

@@ -223,7 +223,7 @@ async def test_a_stored_response_is_retrieved_and_deleted_by_its_own_attempt_onl
     stranger = await service.client(base_url=path.replace(service.attempt_id, other.attempt.attempt_id), api_key="x")
     with pytest.raises(openai.NotFoundError):
         await stranger.responses.retrieve(reply.id)
-    with pytest.raises(openai.BadRequestError, match="is not kept here") as refused:
+    with pytest.raises(openai.BadRequestError, match="is not stored here") as refused:
         await stranger.responses.create(model="scripted", input="hi", previous_response_id=reply.id)
     assert refused.value.code == "previous_response_not_found"
     await client.responses.delete(reply.id)

@@ -1,11 +1,11 @@
-"""The arguments of a tool call, shown while they are written.
+"""Streams the arguments of a tool call so that they are always a prefix of a valid JSON object.
 
-A client reads them as one JSON object, and fails on anything else; a model may write anything. What is shown is always
-the beginning of an object: where the text stops being one, the rest is held back, and in the end what was shown is
-closed, with the whole text under a name of its own. Pure; called by the dialect whose SDK parses arguments by itself.
+Anthropic's SDK parses the arguments as they arrive and fails on anything but an object, whereas a model may write
+anything. Once the text stops being valid, the rest is withheld; in the end, the streamed part is closed, with the whole
+text in a field of its own. Pure.
 
     written     {"a": 1, "b": oops}
-    shown       {"a": 1, "b": null,"raw":"{\\"a\\": 1, \\"b\\": oops}"}
+    streamed    {"a": 1, "b": null,"raw":"{\\"a\\": 1, \\"b\\": oops}"}
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ _NUMBER_BEGUN: Final = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:(?:\.\d*)?|(?:\.\d+)?[
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _ESCAPE_BEGUN: Final = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')
 _AFTER: Final[dict[_State, str]] = {"colon": ":null", "value": "null", "key": '"":null'}
-"""What is missing before the object or list may end, or go on."""
+"""What completes the open member of an object or list."""
 
 
 @dataclass(slots=True)
-class ObjectText:
+class JsonObjectStream:
     """One text that should be a JSON object."""
 
     text: str = ""
-    """All that was written."""
+    """The whole text."""
     _open: list[str] = field(default_factory=list[str], init=False)
-    """What ends the objects and lists that are open."""
+    """The closing brackets of the open objects and lists."""
     _state: _State = field(default="begin", init=False)
     _word: str = field(default="", init=False)
-    """What there is of a number, a literal, or an escape in a string."""
+    """The received part of a number, a literal, or an escape sequence."""
     _is_key: bool = field(default=False, init=False)
-    """Of the string that is open."""
-    _broken: bool = field(default=False, init=False)
+    """Whether the open string is a key."""
+    _invalid: bool = field(default=False, init=False)
     _last: str = field(default="", init=False)
-    """What ends the whole object, held back to the end."""
+    """The end of the whole object, withheld until `finish`."""
 
     def feed(self, more: str) -> str:
-        """What of it can be shown."""
+        """Add text; returns the part of it that can be streamed."""
         self.text += more
-        if self._broken:
+        if self._invalid:
             return ""
         shown = 0
         for char in more:
             if not self._take(char):
-                self._broken = True
+                self._invalid = True
                 break
             if self._state == "end":
                 self._last += char
@@ -61,16 +61,16 @@ class ObjectText:
         return more[:shown]
 
     def finish(self, name: str) -> str:
-        """The rest, so that what was shown is an object: the one that was written, or else one that holds the whole
-        text under `name`."""
-        if self._state == "end" and not self._broken:
+        """The rest, which makes the streamed text an object: the one that was written, or one with the whole text in
+        the field `name`."""
+        if self._state == "end" and not self._invalid:
             return self._last
         return self._close() + f"{orjson.dumps(name).decode()}:{orjson.dumps(self.text).decode()}}}"
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _take(self, char: str) -> bool:
-        """Whether the text is still the beginning of an object."""
+        """Whether the text is still a prefix of an object."""
         if self._state == "string":
             return self._in_string(char)
         if self._state == "word":
@@ -121,7 +121,7 @@ class ObjectText:
 
     def _end(self) -> None:
         if len(self._open) == 1:
-            # The object could still be followed by what does not belong to it: its state is kept, for `_close`.
+            # More text may follow and make it invalid: the state is needed by `_close` then.
             self._is_key = self._state == "key or end"
             self._state = "end"
             return
@@ -135,7 +135,7 @@ class ObjectText:
     # -- closing ---------------------------------------------------------------------------------------------------
 
     def _close(self) -> str:
-        """What ends all that is open but the object itself, up to where its next name may stand."""
+        """Closes everything but the object itself, up to where its next key may follow."""
         if not self._open:
             return "{"
         closing = self._end_scalar()

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.gateway.dialects.anthropic.partial_json import ObjectText
+from agentlightning.gateway.dialects.anthropic.partial_json import JsonObjectStream
 from agentlightning.gateway.dialects.base import ReplyMetadata, num_output_tokens
 from agentlightning.gateway.dialects.content import (
     AnswerView,
@@ -30,21 +30,23 @@ RAW_ARGUMENTS: Final = "_raw_arguments"
 
 @dataclass(slots=True)
 class MessagesReplyWriter:
-    """Writes the reply to one request."""
+    """Writes the reply to one request; a `ReplyWriter`."""
 
     head: ReplyMetadata
     _index: int = field(default=-1, init=False)
-    """Of the last block begun."""
+    """Index of the last block that was started."""
     _open: str | None = field(default=None, init=False)
-    """Type of the block that is under way, where it grows."""
+    """Type of the open block, if it takes deltas."""
     _call: ToolCallStart | None = field(default=None, init=False)
-    """The call whose arguments are coming, until the first of them is shown."""
-    _arguments: ObjectText = field(default_factory=ObjectText, init=False)
+    """The tool call whose block starts with the first of its arguments."""
+    _arguments: JsonObjectStream = field(default_factory=JsonObjectStream, init=False)
 
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         content = [block for part in answer.parts() if (block := self._block(part)) is not None]
-        return orjson.dumps(self._message(content) | _stop(answer) | {"usage": self._usage(num_output_tokens(answers))})
+        return orjson.dumps(
+            self._message(content) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))}
+        )
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
         stop = {"stop_reason": None, "stop_sequence": None}
@@ -64,7 +66,7 @@ class MessagesReplyWriter:
                     {"type": "text_delta", "text": text}
                 )
             case ToolCallStart():
-                self._call, self._arguments = event, ObjectText()
+                self._call, self._arguments = event, JsonObjectStream()
                 return self._close()
             case ToolCallDelta():
                 return self._more_arguments(self._arguments.feed(event.text))
@@ -75,7 +77,7 @@ class MessagesReplyWriter:
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
-        used = {"delta": _stop(answer), "usage": self._usage(num_output_tokens(answers))}
+        used = {"delta": _stop_fields(answer), "usage": self._usage(num_output_tokens(answers))}
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
     def _block(self, part: OutputEvent) -> dict[str, Any] | None:
@@ -94,7 +96,7 @@ class MessagesReplyWriter:
         return head | {"content": content}
 
     def _usage(self, drawn: int) -> dict[str, Any]:
-        """Here, what was cached is not counted as input."""
+        """Here, cached tokens are not part of the input tokens."""
         head = self.head
         read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
@@ -107,7 +109,7 @@ class MessagesReplyWriter:
         return self._begin(_tool_use(call, {})) + self._delta(arguments) + self._end()
 
     def _more_arguments(self, shown: str) -> bytes:
-        """The block begins when it is seen that they begin as an object."""
+        """Starts the block once the arguments are known to start as an object."""
         begun = b""
         if (call := self._call) is not None:
             if not shown.strip():
@@ -133,34 +135,40 @@ class MessagesReplyWriter:
         return _event("content_block_stop", {"index": self._index})
 
     def _open_block(self, block: dict[str, Any]) -> bytes:
-        """Begin a block that grows, unless one of its type is under way."""
+        """Start a block that takes deltas, unless one of its type is open."""
         if self._open == block["type"]:
             return b""
         closed, self._open = self._close(), block["type"]
         return closed + self._begin(block)
 
     def _close(self) -> bytes:
-        """End the block that is under way."""
+        """End the open block."""
         opened, self._open = self._open, None
         signed = {"type": "signature_delta", "signature": self._signature}
         return (self._delta(signed) if opened == "thinking" else b"") + (self._end() if opened else b"")
 
     @property
     def _signature(self) -> str:
-        """Of a thought: clients send one without a signature back as text, or not at all. Nobody checks it."""
+        """Of thinking blocks: clients send unsigned ones back as text, or not at all. The signature is never
+        verified."""
         return self.head.id
 
 
-def _stop(answer: AnswerView) -> dict[str, str | None]:
+def _stop_fields(answer: AnswerView) -> dict[str, str | None]:
     reason = answer.finish_reason
     if answer.is_refusal:
         return {"stop_reason": "refusal", "stop_sequence": None}
     if reason == "stop" and answer.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
-    return {"stop_reason": _REASONS[reason], "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
 
 
-_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_STOP_REASONS: Final = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 
 
 def _tool_use(call: ToolCall, input: Any) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def _tool_use(call: ToolCall, input: Any) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> Any:
-    """The arguments as they were spelled, where they are an object."""
+    """The arguments as they were written, if they are a JSON object."""
     try:
         is_object = isinstance(orjson.loads(call.arguments), dict)
     except orjson.JSONDecodeError:
@@ -191,19 +199,19 @@ def error_body(api_error: ApiError) -> bytes:
 
 
 def error_event(api_error: ApiError) -> bytes:
-    """A failure after the stream has begun; the official SDK raises APIStatusError on it."""
+    """An error in the middle of a stream, on which the official SDK raises APIStatusError."""
     return _event("error", {"error": _error(api_error)})
 
 
 def _error(api_error: ApiError) -> dict[str, Any]:
-    kind = _TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
+    kind = _ERROR_TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
     message = api_error.message
     if api_error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # Claude Code looks for these words, and shortens.
+        message = f"prompt is too long: {message}"  # Claude Code shortens the conversation on these words.
     return {"type": kind, "message": message, "details": dict(api_error.details) or None}
 
 
-_TYPES: Final = {
+_ERROR_TYPES: Final = {
     401: "authentication_error",
     402: "billing_error",
     403: "permission_error",

@@ -1,9 +1,9 @@
-"""The messages dialect: Anthropic's `/v1/messages` and its `count_tokens`.
+"""The dialect of Anthropic's `/v1/messages` and its `count_tokens`.
 
-Thinking that a client sends back is kept apart from what was said (`reasoning_content`), for templates that show it.
-Hosted tools are left out and counted; content the model cannot read is refused by name. A tool call whose arguments
-are no JSON object, which this wire cannot carry, travels as `{"_raw_arguments": TEXT}`, after what was shown of it as
-an object, and comes back as it was.
+Thinking that a client sends back is separate from the content (`reasoning_content`), for templates that show it. Hosted
+tools are ignored and counted; content that the model cannot read is rejected by name. A tool call whose arguments are
+no JSON object, which this format cannot carry, is written as `{"_raw_arguments": TEXT}`, after the part of it that was
+streamed as an object, and read back unchanged.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _KNOWN: Final = frozenset(
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
 _TEXT_FIELDS: Final = {"text": "text"}
 _BILLING: Final = "x-anthropic-billing-header:"
-"""Claude Code opens its system prompt with a line that differs between calls and says nothing to the model."""
+"""Claude Code starts its system prompt with a line that differs between calls and means nothing to the model."""
 
 
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
-    """See `Read`."""
+    """See `ReadRequest`."""
     data = read_json(body)
-    _refuse_thread(data)
+    _reject_thread(data)
     reject_unsupported(data, _UNSUPPORTED)
     dropped: list[str] = []
     tools = _tools(data, dropped)
@@ -59,7 +59,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         common.text_format(name, shape, nested=False),
         name.partition(".")[0],
     )
-    messages, prefill = _begun(_conversation(data, dropped, attachments), attachments)
+    messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     return Request(
         model=optional(data, "model", str),
         messages=messages,
@@ -77,11 +77,11 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _refuse_thread(data: Mapping[str, Any]) -> None:
-    """A thread holds history on the server. The SDK's tool runner takes this refusal as: send everything."""
+def _reject_thread(data: Mapping[str, Any]) -> None:
+    """A thread stores history on the server. On this error, the SDK's tool runner sends the whole history instead."""
     if data.get("thread") is not None:
         details = {"error_code": "thread_unsupported_request"}
-        raise ApiError(400, "threads are not kept here; send the full conversation", param="thread", details=details)
+        raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
 
 
 def _tools(data: Mapping[str, Any], dropped: list[str]) -> common.Tools | None:
@@ -112,7 +112,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None
 
 
 def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
-    """(where it stands, the format of the content): by its name, or by the one it had before."""
+    """(path of the field, response format), under its current or its earlier name."""
     if shape := (optional(data, "output_config", dict) or {}).get("format"):
         return "output_config.format", shape
     return "output_format", data.get("output_format")
@@ -129,19 +129,17 @@ def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool
     return messages
 
 
-def _begun(messages: list[Message], attachments: bool) -> tuple[list[Message], str]:
-    """(the messages, what the answer is to begin with): the last one, where it is the assistant's. `attachments`: the
-    request is to be translated, and other dialects have no way to say this. Raises ApiError 400 where it cannot be."""
+def _split_prefill(messages: list[Message], attachments: bool) -> tuple[list[Message], str]:
+    """(the messages, prefill of the answer): the answer continues a last message of the assistant. Raises ApiError 400
+    if it cannot, as in a request that is translated (`attachments`): other dialects have no prefill."""
     last = messages[-1]
     if last["role"] != "assistant":
         return messages, ""
     if attachments:
-        raise bad_request(
-            "messages", "the last message is the assistant's; an answer that begins with it cannot be drawn here"
-        )
+        raise bad_request("messages", "the last message is the assistant's; this model cannot continue it")
     if last.get("tool_calls") or last.get("reasoning_content") or not messages[:-1]:
         raise bad_request(
-            "messages", "the last message is the assistant's, and not text alone; no answer can begin with it"
+            "messages", "the last message is the assistant's, and not only text; no answer can continue it"
         )
     return messages[:-1], text_of(last["content"])
 
@@ -171,7 +169,7 @@ def _message(where: str, message: Any, dropped: list[str], attachments: bool) ->
 def _user(
     where: str, role: str, blocks: Sequence[dict[str, Any]], dropped: list[str], attachments: bool
 ) -> list[Message]:
-    """Results of tools become messages of their own; what stands between them one message each."""
+    """Each tool result becomes a message of its own, and so does each run of other blocks."""
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
         if is_result:

@@ -1,7 +1,4 @@
-"""A request, read in any dialect, as the body that a provider of another one takes: a module for each it may be.
-
-Called by `gateway.translate`. Pure.
-"""
+"""Writes a request of any dialect as the body for a provider of another one, with one module for each path. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -25,40 +22,40 @@ _EXTRAS: Final[Mapping[str, Callable[[Request, str], Extras]]] = {
     "messages": messages_extras,
     "responses": responses_extras,
 }
-"""By the path that is asked instead."""
+"""By the path at the provider."""
 
 
 def body_of(
-    path: str, request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup
+    path: str, request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup
 ) -> tuple[Json, tuple[str, ...]]:
-    """(the body for a path, the names of what was left out of it). Raises ApiError 400 naming what cannot be left
-    out."""
+    """(body for a path, names of the fields that were dropped). Raises ApiError 400 naming a field that must not be
+    dropped."""
     extras, taken = _EXTRAS[path](request, model)
     try:
-        written = _WRITERS[path](request, provider, model, params, blocks)
+        written = _WRITERS[path](request, provider, model, params, find_turn)
     except UnsupportedContentError as error:
         raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
-    body = _with(written, extras)
-    if "max_tokens" not in params:  # Thoughts are part of an answer: they come on top of the limit that is ours.
+    body = _merged(written, extras)
+    if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
-    lost = tuple(name for name in request.ignored_fields if name not in taken)
-    return body, lost + _lost_inside(path, request)
+    dropped = tuple(name for name in request.ignored_fields if name not in taken)
+    return body, dropped + _dropped_inside(path, request)
 
 
-def _with(body: Json, extras: Json) -> Json:
-    """Objects of one name are put together."""
+def _merged(body: Json, extras: Json) -> Json:
+    """`body` with `extras`; objects with the same name are merged."""
     for name, value in extras.items():
         known = body.get(name)
         body[name] = {**value, **known} if isinstance(known, dict) else value
     return body
 
 
-def _lost_inside(path: str, request: Request) -> tuple[str, ...]:
-    """What is not passed on of fields that are."""
-    lost: list[str] = []
+def _dropped_inside(path: str, request: Request) -> tuple[str, ...]:
+    """Nested fields that were dropped from fields that were kept."""
+    dropped: list[str] = []
     if path != "messages" and "effort" in object_of(request.raw, "output_config"):
-        lost.append("output_config.effort")
+        dropped.append("output_config.effort")
     if path != "chat/completions" and any("name" in message for message in request.messages):
-        lost.append("messages.name")
-    return tuple(lost)
+        dropped.append("messages.name")
+    return tuple(dropped)

@@ -1,7 +1,7 @@
-"""What the bodies for every provider have in common: what was set, the shape that is asked for, the order of turns.
+"""What the bodies for all providers share: the parameters that were set, the response format, the order of turns.
 
-Pure, as all of this folder. What a provider's dialect has no word for, and would change what is answered, is refused by
-name; what would change nothing is left out, and counted by the caller.
+What a provider's dialect cannot express is rejected by name if it would change the answer, and otherwise dropped and
+counted by the caller.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from agentlightning.gateway.upstream.provider import Provider
 
 Json = dict[str, Any]
 TurnLookup = Callable[[bytes], list[Json]]
-"""A turn as the provider said it, by its key; empty where nobody knows."""
+"""Finds a turn as its provider wrote it, by its key; empty if it is not known."""
 Extras = tuple[Json, frozenset[str]]
-"""(fields of the body, names of the request's fields they come from)."""
+"""(fields of the body, the fields of the request they come from)."""
 
 
 class Write(Protocol):
     """Writes the body for one path."""
 
-    def __call__(self, request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
-        """`params` are the sampling parameters that somebody set, by the names of `SamplingParams`. Raises ApiError 400
-        naming what cannot be asked."""
+    def __call__(self, request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+        """`params`: the sampling parameters that were set, by their names in `SamplingParams`. Raises ApiError 400
+        naming a field that the dialect cannot express."""
         ...
 
 
@@ -39,7 +39,7 @@ _NEUTRAL: Final = SamplingParams()
 
 
 def given_params(asked: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
-    """The sampling parameters that somebody set, by the names of `SamplingParams`: no default of ours is sent."""
+    """The sampling parameters that were set, by their names in `SamplingParams`: our defaults are never sent."""
     named = {_READERS[name][0] for name in (*asked, *forced) if name in _READERS and _set(asked, forced, name)}
     return {name: getattr(params, name) for name in sorted(named)}
 
@@ -48,8 +48,8 @@ def _set(asked: Mapping[str, Any], forced: Mapping[str, Any], name: str) -> bool
     return asked.get(name) is not None or forced.get(name) is not None
 
 
-def shape_of(asked: Mapping[str, Any]) -> Json | None:
-    """The format of the content that a request asks for, as chat completions has it; None for plain text."""
+def response_format_of(asked: Mapping[str, Any]) -> Json | None:
+    """The response format of a request in terms of chat completions; None for plain text."""
     flat = object_of(asked, "text").get("format") or object_of(asked, "output_config").get("format")
     shape = asked.get("response_format") or flat or asked.get("output_format")
     if not isinstance(shape, dict) or shape.get("type") in (None, "text"):
@@ -65,35 +65,36 @@ def object_of(data: Mapping[str, Any], name: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-# -- what cannot be asked ----------------------------------------------------------------------------------------------
+# -- unsupported fields -----------------------------------------------------------------------------------------------
 
-_ELSEWHERE: Final = {
+_ALIASES: Final = {
     "response_format": ("response_format", "text"),
     "logprobs": ("logprobs", "top_logprobs", "include"),
 }
 
 
-def reject_unsupported(asked: Sequence[tuple[str, Any, bool]], request: Request, provider: Provider, path: str) -> None:
-    """Of (parameter, value, whether it can be asked): raises ApiError 400 for the first that cannot, by the name that
-    the request has for it."""
-    for meant, value, fine in asked:
-        if not fine:
-            name = next((name for name in _ELSEWHERE.get(meant, ()) if request.raw.get(name)), meant)
+def reject_unsupported(
+    fields: Sequence[tuple[str, Any, bool]], request: Request, provider: Provider, path: str
+) -> None:
+    """Raises ApiError 400 for the first unsupported one of `fields` (name, value, whether it is supported), by its name
+    in the request."""
+    for field, value, supported in fields:
+        if not supported:
+            name = next((name for name in _ALIASES.get(field, ()) if request.raw.get(name)), field)
             message = (
-                f"{name}={shorten(value)} cannot be asked of the provider {provider.name!r}, which speaks /v1/{path}"
+                f"{name}={shorten(value)} cannot be sent to the provider {provider.name!r}, which speaks /v1/{path}"
             )
             raise bad_request(name, f"{message}; leave it out")
 
 
-def foreign(params: Json, known: Container[str]) -> list[tuple[str, Any, bool]]:
-    """For `refuse`: the parameters that a dialect has no word for. With the values they have anyway they are left
-    out."""
+def unknown_params(params: Json, known: Container[str]) -> list[tuple[str, Any, bool]]:
+    """For `reject_unsupported`: the parameters that a dialect does not have. They may have their default values."""
     return [(name, value, value == getattr(_NEUTRAL, name)) for name, value in params.items() if name not in known]
 
 
 def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(stop strings that a provider is asked for, those at which its answer has to be ended here): responses know none,
-    Anthropic none that is whitespace alone."""
+    """(stop strings for the provider, stop strings to apply here): the responses API has none, and Anthropic takes none
+    of whitespace only."""
     if path == "responses":
         return (), tuple(stops)
     if path != "messages":
@@ -105,7 +106,7 @@ def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple
 
 
 def results_first(messages: Sequence[Message]) -> list[Message]:
-    """Results of tools right behind the turn that called them, as every provider demands; all else in its order."""
+    """The messages with tool results right after the turn that called the tools, as every provider requires."""
     sorted_: list[Message] = []
     answered: list[Message] | None = None
     others: list[Message] = []
@@ -121,8 +122,8 @@ def results_first(messages: Sequence[Message]) -> list[Message]:
 
 
 def turns_of(messages: Sequence[Message]) -> list[Message]:
-    """A conversation with the messages of one turn of the assistant as one, since clients may send its words and its
-    calls apart, and the results of its calls right behind it."""
+    """A conversation with one message for each turn of the assistant, whose text and calls clients may send apart, and
+    tool results right after it."""
     merged: list[Message] = []
     for message in results_first(messages):
         last = merged[-1] if merged else None

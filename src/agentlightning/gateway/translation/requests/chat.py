@@ -1,4 +1,4 @@
-"""The body for a server of chat completions."""
+"""Writes the body for a server of chat completions."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from agentlightning.gateway.translation.requests.base import (
     Json,
     TurnLookup,
     object_of,
+    response_format_of,
     results_first,
-    shape_of,
 )
 from agentlightning.gateway.upstream.provider import Provider
 
-_NEW_NAME: Final = ("api.openai.com", ".openai.azure.com")
-"""Hosts that know `max_tokens` only by its later name; servers of others may know only the first."""
+_NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
+"""Hosts that require `max_completion_tokens`; other servers may know only `max_tokens`."""
 _SAME_AT_OPENAI: Final = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
-_LONGEST_USER: Final = 64
-"""Characters of an id of a user that OpenAI takes."""
+_MAX_USER_ID: Final = 64
+"""OpenAI's limit for a user id, in characters."""
 
 
-def chat_body(request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
-    """The body of POST /v1/chat/completions. Raises ApiError 400 naming what it cannot be asked, and
+def chat_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/chat/completions. Raises ApiError 400 naming an unsupported field, and
     UnsupportedContentError."""
-    messages = _chat_messages(request.messages, thoughts=provider.token_ids)
+    messages = _chat_messages(request.messages, with_reasoning=provider.token_ids)
     body: Json = {"model": model, "messages": messages}
     names = {"max_tokens": _limit_name(provider)}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
     body |= _chat_tools(request)
-    if (shape := shape_of(request.raw)) is not None:
+    if (shape := response_format_of(request.raw)) is not None:
         body["response_format"] = shape
     if request.n > 1:
         body["n"] = request.n
@@ -70,12 +70,12 @@ def _on_the_wire(name: str, value: Any) -> Any:
 
 def _limit_name(provider: Provider) -> str:
     host = urlsplit(provider.base_urls[0]).hostname or ""
-    return "max_completion_tokens" if host.endswith(_NEW_NAME) else "max_tokens"
+    return "max_completion_tokens" if host.endswith(_NEW_LIMIT_HOSTS) else "max_tokens"
 
 
-def _chat_messages(messages: Sequence[Message], thoughts: bool) -> list[Json]:
-    """Images in the result of a tool follow it as a message of the user: a tool's message holds text only."""
-    known = _CHAT_KEYS | ({"reasoning_content"} if thoughts else set())
+def _chat_messages(messages: Sequence[Message], with_reasoning: bool) -> list[Json]:
+    """Images in a tool result follow it as a user message, since tool messages hold text only."""
+    known = _CHAT_KEYS | ({"reasoning_content"} if with_reasoning else set())
     sent: list[Json] = []
     shown: list[Json] = []
     for message in results_first(messages):
@@ -109,17 +109,17 @@ def _chat_choice(constraint: Constraint) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-# -- beside the conversation -------------------------------------------------------------------------------------------
+# -- other fields -----------------------------------------------------------------------------------------------------
 
 
 def chat_extras(request: Request, model: str) -> Extras:
-    """For chat completions, of a request for messages or a response."""
+    """The other fields for chat completions, from a request for messages or a response."""
     asked = request.raw
     body: Json = {name: asked[name] for name in _SAME_AT_OPENAI if isinstance(asked.get(name), str)}
     taken = set(body)
     user = object_of(asked, "metadata").get("user_id")
     if "messages" in asked and isinstance(user, str) and user:
-        body["user"] = user if len(user) <= _LONGEST_USER else hashlib.sha256(user.encode()).hexdigest()
+        body["user"] = user if len(user) <= _MAX_USER_ID else hashlib.sha256(user.encode()).hexdigest()
         taken.add("metadata")
     if "messages" not in asked:
         for name, (outer, inner) in _RESPONSES.items():
@@ -135,4 +135,4 @@ def chat_extras(request: Request, model: str) -> Extras:
 
 
 _RESPONSES: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}
-"""Where a request for a response has what chat completions calls so."""
+"""Field of chat completions -> where a request for a response has it."""

@@ -1,4 +1,4 @@
-"""The body for Anthropic's messages."""
+"""Writes the body for Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from agentlightning.gateway.translation.requests.base import (
     Extras,
     Json,
     TurnLookup,
-    foreign,
     object_of,
     reject_unsupported,
-    shape_of,
+    response_format_of,
     split_stops,
     turns_of,
+    unknown_params,
 )
 from agentlightning.gateway.upstream.provider import Provider
 
@@ -37,27 +37,27 @@ _EFFORTS: Final[Mapping[str, tuple[str, int]]] = {
     "xhigh": ("xhigh", 32768),
     "max": ("max", 32768),
 }
-"""How hard to think -> Anthropic's word for it, and the tokens of thoughts that models get who know no word."""
-_ANTHROPICS_OWN: Final = ("thinking", "output_config", "cache_control")
-"""Fields that callers of other dialects send who know whom they talk to."""
-_THINKS_BY_TOKENS: Final = re.compile(r"claude-(3-7-|(opus|sonnet|haiku)-4(-[015])?(-\d{8}|-latest)?$)")
-"""Models from before adaptive thinking."""
-_THINKS_NOT: Final = re.compile(r"claude-(2|instant|3-(opus|sonnet|haiku|5)-)")
-_LEAST_THOUGHT: Final = 1024
-"""Tokens; Anthropic takes no smaller budget."""
+"""Reasoning effort -> Anthropic's name for it, and the thinking budget for models that take a number of tokens."""
+_ANTHROPIC_FIELDS: Final = ("thinking", "output_config", "cache_control")
+"""Anthropic's fields that callers of other dialects may send as well."""
+_BUDGET_MODELS: Final = re.compile(r"claude-(3-7-|(opus|sonnet|haiku)-4(-[015])?(-\d{8}|-latest)?$)")
+"""Models with a thinking budget instead of adaptive thinking."""
+_NON_THINKING_MODELS: Final = re.compile(r"claude-(2|instant|3-(opus|sonnet|haiku|5)-)")
+_MIN_THINKING_TOKENS: Final = 1024
+"""Anthropic's smallest thinking budget."""
 
 
-def messages_body(request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
-    """The body of POST /v1/messages. Raises ApiError 400 naming what Anthropic cannot be asked."""
-    _refuse_foreign(request, provider, params)
-    system, messages = _turns(turns_of(request.messages), blocks)
+def messages_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/messages. Raises ApiError 400 naming an unsupported field."""
+    _reject_unsupported(request, provider, params)
+    system, messages = _turns(turns_of(request.messages), find_turn)
     if messages and messages[-1]["role"] == "assistant":
-        messages.append(_asked_on(messages[-1], request, provider))
+        messages.append(_continuation(messages[-1], request, provider))
     most = params.get("max_tokens") or provider.max_output_tokens
     body: Json = {"model": model, "messages": messages, "max_tokens": most}
-    shape = shape_of(request.raw)
+    shape = response_format_of(request.raw)
     if shape is not None and shape["type"] == "json_object":
-        system, shape = "\n\n".join(filter(None, (system, _AS_JSON))), None
+        system, shape = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION))), None
     if system:
         body["system"] = system
     body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
@@ -71,41 +71,41 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     return body
 
 
-_GO_ON: Final = "Continue."
-"""Said by the user after a turn of the assistant's: elsewhere such a conversation is answered with another turn, and
-here the last one would be gone on with, which later models refuse."""
-_AS_JSON: Final = "Answer with one JSON object and nothing else: no text around it, and no code fence."
-"""Anthropic knows JSON only with a schema that names all its fields."""
+_CONTINUE: Final = "Continue."
+"""A user message after a last turn of the assistant: other APIs answer such a conversation with a new turn, whereas
+Anthropic's would continue the last one, which later models reject."""
+_JSON_INSTRUCTION: Final = "Answer with one JSON object and nothing else: no text around it, and no code fence."
+"""Anthropic supports JSON output only with a schema that names all fields."""
 
 
-def _asked_on(last: Json, request: Request, provider: Provider) -> Json:
+def _continuation(last: Json, request: Request, provider: Provider) -> Json:
     """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
     not there."""
     if any(block.get("type") == "tool_use" for block in last["content"]):
         name = "messages" if "messages" in request.raw else "input"
         message = "the last message calls tools, and their results do not follow"
         raise bad_request(name, f"{message}, as the provider {provider.name!r} demands; add them")
-    return {"role": "user", "content": [{"type": "text", "text": _GO_ON}]}
+    return {"role": "user", "content": [{"type": "text", "text": _CONTINUE}]}
 
 
-_ANTHROPICS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
-"""Sampling parameters it has a word for."""
+_PARAMS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
+"""The sampling parameters of the API."""
 
 
-def _refuse_foreign(request: Request, provider: Provider, params: Json) -> None:
-    shape = shape_of(request.raw)
+def _reject_unsupported(request: Request, provider: Provider, params: Json) -> None:
+    shape = response_format_of(request.raw)
     asked: list[tuple[str, Any, bool]] = [
         ("n", request.n, request.n == 1),
         ("logprobs", request.logprobs, not request.logprobs),
         ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
         ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
     ]
-    reject_unsupported([*asked, *foreign(params, _ANTHROPICS)], request, provider, "messages")
+    reject_unsupported([*asked, *unknown_params(params, _PARAMS)], request, provider, "messages")
 
 
-def _turns(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[Json]]:
-    """(the system prompt, turns of user and assistant by turns). Results of tools are the user's; what the system says
-    later on is told by the user."""
+def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
+    """(system prompt, alternating turns of user and assistant). Tool results and later system messages become part of
+    the user's turns."""
     system: list[str] = []
     turns: list[Json] = []
     for index, message in enumerate(messages):
@@ -114,17 +114,17 @@ def _turns(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[J
             continue
         if message["role"] == "assistant":
             previous = messages[index - 1] if index else None
-            role, content = "assistant", _said(message, blocks(turn_key(previous, message)))
+            role, content = "assistant", _assistant_content(message, find_turn(turn_key(previous, message)))
         else:
-            role, content = "user", _heard(message)
+            role, content = "user", _user_content(message)
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += content
         elif content:
-            turns.append({"role": role, "content": [*content]})  # A turn that is kept is not to grow.
+            turns.append({"role": role, "content": [*content]})  # A copy: stored turns must not grow.
     return "\n\n".join(filter(None, system)), turns
 
 
-def _heard(message: Message) -> list[Json]:
+def _user_content(message: Message) -> list[Json]:
     content = message.get("content") or ""
     if message["role"] != "tool":
         return as_blocks(content)
@@ -132,8 +132,8 @@ def _heard(message: Message) -> list[Json]:
     return [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": result}]
 
 
-def _said(message: Message, before: list[Json]) -> list[Json]:
-    """A turn of the assistant: as the provider said it, where it is still the same; else with its thoughts first."""
+def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
+    """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
     if before and same_meaning(_message_of(before)) == same_meaning(message):
         return before
     thoughts = [block for block in before if block["type"] in _THOUGHTS] or message.get("sealed") or []
@@ -145,7 +145,7 @@ _THOUGHTS: Final = ("thinking", "redacted_thinking")
 
 
 def _message_of(blocks: Sequence[Json]) -> Message:
-    """Anthropic's blocks as a message: its words and its calls."""
+    """Anthropic's blocks as a message with its text and tool calls."""
     texts = [block["text"] for block in blocks if block["type"] == "text"]
     uses = [block for block in blocks if block["type"] == "tool_use"]
     calls = [
@@ -170,7 +170,7 @@ def _tools(request: Request) -> Json:
         tools = [_tool(tool["function"]) for tool in request.forbidden_tools]
         return {"tools": tools, "tool_choice": {"type": "none"}}
     if not request.tools:
-        return _tools_of_old(request.messages)
+        return _tools_of_history(request.messages)
     constraint = request.constraint
     tools = [tool["function"] for tool in request.tools]
     if constraint.names is not None:
@@ -184,8 +184,8 @@ def _tools(request: Request) -> Json:
     return {"tools": [_tool(tool) for tool in tools]} | asked
 
 
-def _tools_of_old(messages: Sequence[Message]) -> Json:
-    """A conversation in which tools were called must name them, even where none may be called now."""
+def _tools_of_history(messages: Sequence[Message]) -> Json:
+    """A conversation with tool calls must define the tools, even if none may be called now."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     names = dict.fromkeys(call["function"]["name"] for call in calls)
     if not names:
@@ -199,7 +199,7 @@ def _tool(function: Mapping[str, Any]) -> Json:
     return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}
 
 
-# -- beside the conversation -------------------------------------------------------------------------------------------
+# -- other fields -----------------------------------------------------------------------------------------------------
 
 
 def messages_extras(request: Request, model: str) -> Extras:
@@ -216,7 +216,7 @@ def messages_extras(request: Request, model: str) -> Extras:
     if tier in ("auto", "default"):
         taken.add("service_tier")
         body |= {"service_tier": "standard_only"} if tier == "default" else {}
-    for name in _ANTHROPICS_OWN:
+    for name in _ANTHROPIC_FIELDS:
         if isinstance(value := asked.get(name), dict):
             body[name] = value
             taken.add(name)
@@ -229,25 +229,25 @@ def messages_extras(request: Request, model: str) -> Extras:
 
 
 def _effort(asked: Mapping[str, Any]) -> tuple[str, Any]:
-    """(the field that says how hard to think, what it says)."""
+    """(the field with the reasoning effort, its value)."""
     if asked.get("reasoning_effort") is not None:
         return "reasoning_effort", asked["reasoning_effort"]
     return "reasoning", object_of(asked, "reasoning").get("effort")
 
 
 def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
-    """How hard to think, as the model knows it: later ones by a word, earlier ones by tokens, the earliest not at all.
-    Anthropic refuses thoughts before a tool call that is demanded."""
+    """The reasoning effort as the model takes it: by name, as a number of tokens, or not at all. Anthropic rejects
+    thinking before a required tool call."""
     if effort != "none" and (not isinstance(effort, str) or effort not in _EFFORTS):
         raise bad_request(name, f"{name}={effort!r} is not known; use none, {', '.join(_EFFORTS)}")
-    if _THINKS_NOT.match(model):
+    if _NON_THINKING_MODELS.match(model):
         return {}
     if effort == "none":
         return {"thinking": {"type": "disabled"}}
     word, most = _EFFORTS[effort]
     free = not request.constraint.requires_tool_call
-    if not _THINKS_BY_TOKENS.match(model):
+    if not _BUDGET_MODELS.match(model):
         return ({"thinking": {"type": "adaptive"}} if free else {}) | {"output_config": {"effort": word}}
     if (limit := request.params.max_tokens) is not None:
         most = min(most, limit - 1)
-    return {"thinking": {"type": "enabled", "budget_tokens": most}} if free and most >= _LEAST_THOUGHT else {}
+    return {"thinking": {"type": "enabled", "budget_tokens": most}} if free and most >= _MIN_THINKING_TOKENS else {}

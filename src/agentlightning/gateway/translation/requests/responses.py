@@ -1,7 +1,7 @@
-"""The body for OpenAI's responses, for models that are served nowhere else.
+"""Writes the body for OpenAI's responses, for models that no other API serves.
 
-Nothing is kept at the provider (`store` is false): the history is sent whole, and the reasoning items of earlier turns
-with it, as their `encrypted_content` came.
+Nothing is stored at the provider (`store` is false): the history is sent whole, with the reasoning items of earlier
+turns and their `encrypted_content`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from agentlightning.gateway.translation.requests.base import (
     Extras,
     Json,
     TurnLookup,
-    foreign,
     object_of,
     reject_unsupported,
-    shape_of,
+    response_format_of,
     turns_of,
+    unknown_params,
 )
 from agentlightning.gateway.translation.requests.chat import chat_extras
 from agentlightning.gateway.upstream.provider import Provider
 
 _NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
-"""Sampling parameters it has a word for."""
+"""The sampling parameters of the API, by their names in `SamplingParams`."""
 
 
-def responses_body(request: Request, provider: Provider, model: str, params: Json, blocks: TurnLookup) -> Json:
-    """The body of POST /v1/responses. Raises ApiError 400 naming what it cannot be asked."""
-    known = {*_NAMES, "stop"}  # its answer is ended here
-    reject_unsupported([("n", request.n, request.n == 1), *foreign(params, known)], request, provider, "responses")
-    instructions, items = _items(turns_of(request.messages), blocks)
+def responses_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/responses. Raises ApiError 400 naming an unsupported field."""
+    known = {*_NAMES, "stop"}  # Stop strings are applied here.
+    reject_unsupported(
+        [("n", request.n, request.n == 1), *unknown_params(params, known)], request, provider, "responses"
+    )
+    instructions, items = _items(turns_of(request.messages), find_turn)
     body: Json = {"model": model, "input": items, "store": False}
     if instructions:
         body["instructions"] = instructions
     body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
     body |= _tools(request)
-    if (shape := shape_of(request.raw)) is not None:
+    if (shape := response_format_of(request.raw)) is not None:
         inner = object_of(shape, "json_schema")
         body["text"] = {"format": {"type": shape["type"], **inner}}
     if request.logprobs:
@@ -53,8 +55,8 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
     return body
 
 
-def _items(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[Json]]:
-    """(the system prompt, the items of the conversation)."""
+def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
+    """(system prompt, items of the conversation)."""
     instructions: list[str] = []
     items: list[Json] = []
     for index, message in enumerate(messages):
@@ -63,7 +65,9 @@ def _items(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[J
             case "system" if not items:
                 instructions.append(as_text(content, "the system prompt"))
             case "assistant":
-                items += _said(message, blocks(turn_key(messages[index - 1] if index else None, message)))
+                items += _assistant_content(
+                    message, find_turn(turn_key(messages[index - 1] if index else None, message))
+                )
             case "tool":
                 call_id = message.get("tool_call_id")
                 items.append({"type": "function_call_output", "call_id": call_id, "output": as_items(content)})
@@ -72,8 +76,8 @@ def _items(messages: Sequence[Message], blocks: TurnLookup) -> tuple[str, list[J
     return "\n\n".join(filter(None, instructions)), items
 
 
-def _said(message: Message, before: list[Json]) -> list[Json]:
-    """A turn of the assistant: as the provider said it, where it is still the same; else with its thoughts first."""
+def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
+    """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
     if before and same_meaning(message_of(before)) == same_meaning(message):
         return before
     items = [item for item in before if item["type"] == "reasoning"]
@@ -83,7 +87,7 @@ def _said(message: Message, before: list[Json]) -> list[Json]:
 
 
 def message_of(items: Sequence[Json]) -> Message:
-    """The items of a turn as a message: its words and its calls."""
+    """The items of a turn as a message with its text and tool calls."""
     texts: list[str] = []
     calls: list[Json] = []
     for item in items:
@@ -107,7 +111,7 @@ def _call(call: Json) -> Json:
 
 
 def _tools(request: Request) -> Json:
-    """A tool that does not say whether it is strict is strict here, and is not in chat completions."""
+    """Tools default to strict here, unlike in chat completions, so that `strict` is always set."""
     if request.forbidden_tools:
         return {"tools": [_tool(tool["function"]) for tool in request.forbidden_tools], "tool_choice": "none"}
     if not request.tools:
@@ -136,11 +140,11 @@ def _choice(constraint: Constraint) -> Any:
     return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
 
 
-# -- beside the conversation -------------------------------------------------------------------------------------------
+# -- other fields -----------------------------------------------------------------------------------------------------
 
 
 def responses_extras(request: Request, model: str) -> Extras:
-    """Who asks, how hard to think, which service, which cache."""
+    """The other fields: user, reasoning effort, service tier, cache."""
     asked = request.raw
     body, taken = chat_extras(request, model)
     names = set(taken)
