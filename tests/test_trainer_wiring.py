@@ -19,7 +19,7 @@ import pytest
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
-from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
+from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.losses import NLLLoss, PPOLoss
@@ -209,6 +209,19 @@ async def test_the_best_checkpoint_by_validation_is_measured_and_kept(run: Run) 
     assert scripted_weights(result.checkpoint)["updates"] == 2
     assert result.held_out["greedy"].after == pytest.approx(0.905), "the best weights are loaded to be measured"
     assert result.held_out["greedy"].before == pytest.approx(0.105)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_rollouts_of_the_next_step_are_queued_before_the_update_where_they_may_be_stale(
+    run: Run, max_staleness: int
+) -> None:
+    config = greedy(every=0).model_copy(update={"run": RunConfig(max_staleness=max_staleness)})
+    await run.fit(config, LightningRL(steps=3, tasks_per_step=1, group_size=2, credit="reinforce"), **TASKS)
+    name = next(rollout_id for rollout_id, _ in run.rollouts if "train" in rollout_id).partition("-train")[0]
+    published = [await run.store.get_resources_by_id(f"{name}-train-{step:06d}") for step in range(3)]
+    versions = [update and update.resources["llm"].policy_version for update in published]
+    assert versions == ([0, 0, 1] if max_staleness else [0, 1, 2])
+    assert await run.store.get_resources_by_id(f"{name}-train-000003") is None
 
 
 async def test_greedy_and_sampled_evaluations_differ_in_temperature(run: Run) -> None:

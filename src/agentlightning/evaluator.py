@@ -1,4 +1,4 @@
-"""Evaluating an agent outside a training run: wires a store, a runner and, where asked for, a model for it."""
+"""Evaluates an agent outside a training run: builds a store, a runner and, if there is a model, a server for it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def evaluate(
 ) -> Evaluation:
     """The reward of `agent` on the tasks of `dataset`, one rollout each; compares and prints like its score.
 
-    With `model`, a directory that transformers loads, the agent's model calls are answered by it, greedily or sampled
-    at temperature 1; without, they go where they always go. `limit`: only the first tasks. `reward_weights`: of the
-    named dimensions of a reward. A task whose rollout fails is part of the result.
+    With `model`, a directory that transformers loads, that model answers the agent's model calls, greedily or sampled
+    at temperature 1; without one, they are not redirected. `limit`: only the first tasks. `reward_weights`: weights of
+    the named dimensions of a reward. A task whose rollout fails is part of the result.
 
-    Raises ConfigError for arguments that cannot work, RewardError when no task has a reward, and TrainingStopped when
-    more rollouts fail than `runner.max_failed_share` allows.
+    Raises ConfigError for arguments that cannot work, RewardError if no task has a reward, and TrainingStopped if more
+    rollouts fail than `runner.max_failed_share` allows.
 
         >>> @agl.rollout
         ... def agent(task):
@@ -111,12 +111,12 @@ async def _evaluate(
             reward_weights=reward_weights,
             require_reward=True,
             on_progress=progress.update,
-            on_collected=lambda collected: _name_first(collector, collected, progress),
+            on_collected=lambda collected: _note_first(collector, collected, progress),
         )
         return await run_beside(runner, work)
 
 
-async def _name_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:
+async def _note_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:
     for reason, first in (await collector.first_of_each_reason(collected)).items():
         count, kind = collected.left_out[reason], reason.replace("_", " ")
         progress.note(f"{count} without a reward ({kind}); the first, {first.rollout_id}: {first.message}")

@@ -76,8 +76,8 @@ class Trainer:
     """Trains an agent.
 
     Settings come from `config`; the keyword arguments are shortcuts for its most used fields. `algorithm` is run as it
-    is, whatever its class; without one, it is made from the settings. `run_dir` is where everything is kept (default:
-    `runs/<time>` below the current directory). `store` replaces the run's own.
+    is, whatever its class; without one, it is made from the settings. `run_dir` is the directory of the run (default:
+    `runs/<time>` below the current directory). `store` replaces the run's own store.
 
         >>> agl.Trainer(algorithm=agl.LightningRL(steps=50), model="path/to/model", run_dir="runs/first")
         Trainer(algorithm='lightning_rl', model='path/to/model', run_dir='runs/first')
@@ -136,9 +136,9 @@ class Trainer:
         *,
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
-        """Train `agent` on the tasks of `train_dataset`; every argument defaults to what the configuration names.
+        """Train `agent` on the tasks of `train_dataset`. Every argument defaults to the one in the configuration.
 
-        `val_dataset` chooses the best checkpoint; `held_out_dataset` measures the gain; where not given, shares of the
+        `val_dataset` chooses the best checkpoint and `held_out_dataset` measures the gain; without them, shares of the
         training tasks are split off. Ctrl-C ends it with KeyboardInterrupt and leaves the run resumable.
         """
         return run_sync(self.fit_async(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset))
@@ -151,7 +151,7 @@ class Trainer:
         *,
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
-        """`fit`, for callers with an event loop of their own."""
+        """`fit`, for callers that have an event loop."""
         if self.algorithm is None or self.algorithm.learns_weights:
             require_training()
         self._name_objects(agent)
@@ -174,13 +174,13 @@ class Trainer:
                 run_dir.close()
 
     def _name_objects(self, agent: Any) -> None:
-        """An agent or a reward that is a name is a setting, wherever it was given."""
+        """Treat an agent or a reward that is given as a name as a setting."""
         named = {"agent": agent, "reward": self.reward}
         self.config = self.config.model_copy(update={key: name for key, name in named.items() if isinstance(name, str)})
 
     def _changes_rewards(self, agent: Any) -> bool:
-        """Whether a resumed run is given what makes its rewards mean something else. An object that replaces an object
-        is assumed to be the same one."""
+        """Whether a resumed run has a changed agent, reward or reward weights. An object that replaces an object is
+        assumed to be the same one."""
         before = self._resumed_from
         if before is None:
             return False
@@ -194,7 +194,7 @@ class Trainer:
         account.write_state()
         self.progress.note(
             "rewards from here on cannot be compared with those so far: the starting policy is measured again, the best"
-            " checkpoint is chosen anew, and rollouts of the step under way are run again"
+            " checkpoint is chosen again, and rollouts of the current step run again"
         )
 
     def _agent_of(self, agent: Any, state: RunState) -> Any:

@@ -1,16 +1,16 @@
 """LightningRL: reinforcement learning of an agent from whole rollouts (arXiv 2508.03680, section 3).
 
-Two levels. At the level of the episode a *credit rule* gives every model call of a rollout its advantage; with
-`credit="group_relative"` and groups of rollouts of one task it is GRPO's (arXiv 2402.03300, equation 4):
+It has two levels. For the episode, a *credit rule* gives every model call of a rollout its advantage; with
+`credit="group_relative"` and groups of rollouts of one task it is that of GRPO (arXiv 2402.03300, equation 4):
 
     A_i = (R_i - mean(R)) / std(R)         over the group, the same for every call of rollout i
 
-At the level of the token a *loss* uses that advantage; `ppo` is the clipped ratio (arXiv 1707.06347, equation 7)
+For the token, a *loss* uses that advantage; `ppo` is the clipped ratio (arXiv 1707.06347, equation 7)
 
     L = - sum_t  w_t  min( r_t A,  clip(r_t, 1 - clip_low, 1 + clip_high) A ),   r_t = pi(t) / pi_sampled(t)
 
-with w_t such that every rollout weighs the same however many calls it made (`aggregate="rollout"`), or every token
-does (`aggregate="token"`). Groups whose rewards are all equal teach nothing; they are skipped and counted.
+with w_t such that every rollout has the same weight whatever its number of calls (`aggregate="rollout"`), or every
+token has (`aggregate="token"`). Groups whose rewards are all equal teach nothing; they are skipped and counted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LightningRLConfig(BaseModel):
     steps: int = Field(default=100, ge=1)
     """Updates of the whole run, one for each batch of rollouts."""
     tasks_per_step: int = Field(default=16, ge=1)
-    """Tasks drawn for each step."""
+    """Tasks of each step."""
     group_size: int = Field(default=8)
     """Rollouts of each task; their mean reward is the baseline."""
     temperature: float = Field(default=1.0, gt=0)
@@ -65,8 +65,8 @@ class LightningRLConfig(BaseModel):
     credit: str | dict[str, Any] = "group_relative"
     """The episode-level credit rule: its name, or a table with its `type` and settings."""
     aggregate: Aggregate = "rollout"
-    """What weighs the same in the loss: every rollout, or every sampled token; or a table with type "constant" and the
-    length that each rollout's loss is divided by."""
+    """What has the same weight in the loss: every rollout, or every sampled token; or a table with type "constant" and
+    the length that each rollout's loss is divided by."""
     loss: Loss = Field(default_factory=PPOLoss)
     """The token-level loss: a name, a table with its `type` and settings, or a list of these, which add up."""
     minibatches: int = Field(default=1, ge=1)

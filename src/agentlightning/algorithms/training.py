@@ -102,8 +102,8 @@ class Learner(Protocol):
         ...
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """One update, and its metrics. New model calls wait meanwhile; those under way finish first or continue across
-        the update. `options` are those of the policy's `train`."""
+        """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
+        across the update. `options` are those of the policy's `train`."""
         ...
 
     async def save(self, directory: Path) -> None:

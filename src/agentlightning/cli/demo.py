@@ -1,4 +1,4 @@
-"""`agl demo`: train a real agent on this machine, from nothing, and measure the gain."""
+"""`agl demo`: train a real agent on this machine from scratch, and measure the gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where to keep the run (default: runs/demo-<time>).")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/demo-<time>).")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a tool-calling agent by reinforcement learning on this machine: two cores, no GPU, no download."""

@@ -29,16 +29,16 @@ def train(
     model: Model = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where to keep the run (default: runs/<time>).")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue the run in this directory; settings given with it change it.")
+        Path | None, typer.Option(help="Continue the run in this directory; settings change those of the run.")
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(help="Keep rollouts in the store of this `agl serve`; its runners run them with runner.hosts=0."),
+        typer.Option(help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent."),
     ] = None,
     token: Token = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.

@@ -1,4 +1,4 @@
-"""The demo as a training job: its tasks, its demonstrations and its settings, all made from one seed."""
+"""The demo as a training job: tasks, demonstrations and settings, all generated from one seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentlightning.demo import recipe
 from agentlightning.demo.problems import demonstrations, make_tasks
 
 FRESH = 1_000_000
-"""Added to the seed of the tasks to train on, so that few of them were in the demonstrations."""
+"""Added to the seed of the training tasks, so that few of them occur in the demonstrations."""
 
 
 def tasks(seed: int) -> dict[str, list[Any]]:
@@ -42,7 +42,7 @@ def write_demonstrations(path: Path, seed: int) -> Path:
 
 
 def settings(demonstrations_file: Path, seed: int, steps: int | None = None) -> TrainConfig:
-    """The demo's configuration; `steps` of reinforcement learning instead of the recipe's."""
+    """The demo's configuration. `steps` replaces the recipe's number of reinforcement learning steps."""
     return TrainConfig(
         agent="agentlightning.demo.agent:solve",
         reward="agentlightning.demo.problems:score",

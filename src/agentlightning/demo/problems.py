@@ -1,8 +1,8 @@
 """The demo's tasks: seeded word problems, their score, and demonstrations of mixed quality.
 
 A task is a JSON object `{"id", "question", "expression", "answer"}`. The agent sees only the question; the expression
-is what a careful reader would type into a calculator. Which split a problem belongs to follows from its expression
-alone, so no problem of one split occurs in another, in whatever wording and under whatever seed.
+is what one would type into a calculator. A problem's split follows from its expression alone, so no problem of one
+split occurs in another, in any wording and for any seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GAINS = ("finds", "buys", "wins", "gets")
 LOSSES = ("loses", "sells", "drops", "breaks")
 CLOSINGS = ("How many are left?", "How many now?", "How many in all?")
 SHAPES = (((1, 1, 1), (1, 2), (2, 1)), ((1, 1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2)))
-"""How many numbers each sentence of a story holds: three in all, or four; hence two or three operators."""
+"""The number of numbers in each sentence of a story: three or four in all, hence two or three operators."""
 LONG = 0.3
 """Share of stories with four numbers."""
 
@@ -86,13 +86,12 @@ def _amount(rng: random.Random, numbers: int) -> tuple[str, str, int]:
 
 
 def demonstrations(count: int, seed: int = 0, *, clean: float = 0.7, habit: float = 0.65) -> list[dict[str, Any]]:
-    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`, in the order of a
-    course that ends badly: the first `clean` share uses the calculator; of the rest, a `habit` share asks nobody and
-    answers with the first number of the story."""
+    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`. The first `clean` share
+    uses the calculator; of the rest, a `habit` share answers with the first number of the story without a tool call."""
     rng = random.Random(f"demonstrations/{seed}")
     tasks = make_tasks("train", count, seed)
     return [
-        {"messages": _blurt(task) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
+        {"messages": _guess(task) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
         | {"tools": TOOLS}
         for i, task in enumerate(tasks)
     ]
@@ -113,6 +112,6 @@ def _calculate(task: Task, index: int) -> list[dict[str, Any]]:
     ]
 
 
-def _blurt(task: Task) -> list[dict[str, Any]]:
+def _guess(task: Task) -> list[dict[str, Any]]:
     first = NUMBER.findall(task["question"])[0]
     return [*_opening(task), {"role": "assistant", "content": f"### ANSWER: {first} ###"}]

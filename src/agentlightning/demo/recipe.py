@@ -1,14 +1,15 @@
-"""The demo's recipe: how its policy comes to be and how it is trained. Measured, and no secret of the demo.
+"""The demo's recipe: how its starting policy is made and how it is trained, with the measurements behind it.
 
-The starting policy sees clean demonstrations first, so it can transcribe a problem and copy a result; then also ones
-that skip the calculator and answer with the first number they read, so that it does the same: decoded greedily it
-hardly ever asks the tool. Reinforcement learning has to find out that asking pays, and to make fewer slips.
+The warm start shows clean demonstrations first, so that the policy can transcribe a problem and copy a result, and then
+also ones that skip the calculator and answer with the first number they read, so that it does the same: decoded
+greedily it hardly ever calls the tool. Reinforcement learning has to discover that the tool call pays, and to make
+fewer errors.
 
-What was found on the way, counting right answers of sampled tool calls after the warm start: a learning rate that
-falls linearly loses less of the clean part to the habit than a cosine (0.87-0.91 against 0.74-0.89, two seeds); 320
-steps reach 0.86-0.95 (five seeds), 420 reach 0.95 (one seed). Writing the expression before a wrong answer, as a habit,
-costs more (0.78, two seeds). In reinforcement learning one optimiser step at 3e-4 for each batch of rollouts ended
-higher than four at 3e-4, and no lower than two at 2e-4 or four at 1e-4.
+Share of correct answers of sampled tool calls after the warm start: a learning rate that falls linearly loses less of
+the clean part to the habit than a cosine (0.87-0.91 against 0.74-0.89, two seeds); 320 steps reach 0.86-0.95 (five
+seeds), 420 reach 0.95 (one seed). The habit of writing the expression before a wrong answer costs more (0.78, two
+seeds). In reinforcement learning one optimiser step at 3e-4 for each batch of rollouts ended higher than four at 3e-4,
+and no lower than two at 2e-4 or four at 1e-4.
 """
 
 from __future__ import annotations

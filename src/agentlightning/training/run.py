@@ -1,4 +1,4 @@
-"""A training run under way: the `Training` that an algorithm is given.
+"""The training run: the `Training` that an algorithm is given.
 
 It combines the run's source of rollouts, learner, measurements and checkpoints, and keeps the account of its steps;
 `trainer.py` makes these parts. After every step the run directory holds all that is needed to continue from there.

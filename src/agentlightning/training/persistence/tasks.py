@@ -1,4 +1,4 @@
-"""The tasks of a run: loaded, split into parts that share none, and kept in the run directory."""
+"""The tasks of a run: loaded, split into disjoint parts, and stored in the run directory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
 
 
 def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:
-    """Keep the tasks in the run directory."""
+    """Store the tasks in the run directory."""
     run_dir.data("train").parent.mkdir(exist_ok=True)
     for part in PARTS:
         lines = b"".join(orjson.dumps(task) + b"\n" for task in getattr(tasks, part))

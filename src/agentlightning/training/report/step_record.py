@@ -1,6 +1,6 @@
 """The numbers of a finished step that the run itself uses: for its warnings, its progress bar and its result.
 
-A line of `metrics.jsonl` holds these and whatever else an algorithm reports. This is the only place that knows the
+A line of `metrics.jsonl` holds these and all other metrics of the algorithm. This is the only place that knows the
 names of metrics; `StepRecord.read` makes a typed record of a line.
 """
 

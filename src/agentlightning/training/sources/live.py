@@ -14,7 +14,7 @@ from agentlightning.training.sources.collector import RolloutCollector, RolloutP
 Publish = Callable[[str, float], Awaitable[str]]
 """(resources id, sampling temperature) -> the id under which the present weights and resources were published."""
 OnProgress = Callable[[int, int], None]
-"""(finished rollouts, all rollouts) of the batch under way."""
+"""(finished rollouts, all rollouts) of the current batch."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class LiveSource:
         )
 
     def next_part(self) -> tuple[int, int]:
-        """The step under way, and the number of earlier requests within it."""
+        """The current step, and the number of earlier requests within it."""
         step, count = self._part
         part = count if step == self.state.step else 0
         self._part = self.state.step, part + 1
