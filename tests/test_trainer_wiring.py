@@ -215,6 +215,7 @@ async def test_the_best_checkpoint_by_validation_is_measured_and_kept(run: Run) 
 async def test_rollouts_of_the_next_step_are_queued_before_the_update_where_they_may_be_stale(
     run: Run, max_staleness: int
 ) -> None:
+    run.reward = lambda task, answer: 1.0
     config = greedy(every=0).model_copy(update={"run": RunConfig(max_staleness=max_staleness)})
     await run.fit(config, LightningRL(steps=3, tasks_per_step=1, group_size=2, credit="reinforce"), **TASKS)
     name = next(rollout_id for rollout_id, _ in run.rollouts if "train" in rollout_id).partition("-train")[0]

@@ -6,19 +6,16 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.settings import settings_from
-
-if TYPE_CHECKING:
-    from agentlightning.policy.local_config import LocalPolicyConfig
 
 
 def check_model(model: object) -> None:
@@ -42,8 +39,6 @@ def policy_config(
     """The configuration of a local policy for `steps` optimiser steps. Raises MissingExtraError, and ConfigError for a
     warmup that is longer."""
     require_training()
-    from agentlightning.policy.local_config import LocalPolicyConfig
-
     return LocalPolicyConfig(
         model=path,
         name=settings.name,
