@@ -1,4 +1,4 @@
-"""Where everything meets: rollouts, attempts, spans, resources. `LightningStore()` opens one."""
+"""The store of rollouts, attempts, spans and resources, through which all parts communicate."""
 
 from __future__ import annotations
 

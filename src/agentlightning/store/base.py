@@ -1,16 +1,16 @@
-"""The contract of a store, stated once. Every part meets the others here and nowhere else.
+"""The contract of a store. All other parts communicate through it, and only through it.
 
-What every implementation promises:
+Every implementation guarantees:
 
-- A write that returned survives `kill -9` of the process (unless the store lives in memory).
+- A write that has returned survives `kill -9` of the process (unless the store is in memory).
 - The status of rollouts and attempts changes only along the tables in `rollouts.py`; anything else is a ConflictError.
-- An attempt id is a fence: what a superseded attempt still writes is kept and marked (`agentlightning.superseded`),
-  and changes the status of nothing.
-- Timeouts, lost heartbeats and retries are enforced by a clock inside the store, not by luck of the next call.
-- `wait_for_rollouts` and `dequeue_rollout(timeout=...)` are woken by events.
-- Unknown ids raise NotFoundError, naming the id. Lists are returned in order of creation unless said otherwise.
+- An attempt id is a fencing token: what a superseded attempt still writes is stored and marked
+  (`agentlightning.superseded`), and changes no status.
+- Timeouts, missing heartbeats and retries are enforced by a clock in the store, without any further call.
+- `wait_for_rollouts` and `dequeue_rollout(timeout=...)` are driven by events.
+- An unknown id raises NotFoundError, which names it. Lists are in order of creation unless stated otherwise.
 
-How the status of a rollout follows its latest attempt:
+How the status of a rollout follows from its latest attempt:
 
     attempt preparing               -> rollout preparing
     attempt running                 -> rollout running     (first heartbeat, first span, or an explicit update)
@@ -18,21 +18,21 @@ How the status of a rollout follows its latest attempt:
     attempt failed/timeout/unresponsive
         in config.retry_condition and attempts are left  -> rollout requeuing, else failed
 
-How a rollout is chosen to be claimed: by priority, higher first, then by order of creation, among the queues whose
-limit of open (claimed and unfinished) rollouts is not reached. A rollout's queue is the one named when it was enqueued,
-else its mode, else "default"; so a limit on "train" keeps room for "val". A queue whose name begins with an underscore
-is private: only claims that name it take from it.
+Claims take rollouts by priority, higher first, then by order of creation, from the queues whose limit of open (claimed
+and unfinished) rollouts is not reached. The queue of a rollout is the one named when it was enqueued, else its mode,
+else "default", so a limit on "train" leaves room for "val". A queue whose name begins with an underscore is private:
+only claims that name it take from it.
 
-Calls that can be repeated after a lost answer, without doing anything twice: with a `rollout_id`, a `claim_id`, the
-`span_id` of each span or the `resources_id` made by the caller, a repeat returns what the first call made.
+A call may be repeated after a lost response without taking effect twice: with a `rollout_id`, a `claim_id`, the
+`span_id` of each span or the `resources_id` chosen by the caller, the repeat returns what the first call created.
 
-Lists take `after`: the id of the last item the caller has. Together with `limit` it pages through any number of them
-at a constant cost per page, whatever is added meanwhile. `sort_by` names a field to sort by instead (a missing value
-comes first), `sort_order` "desc" turns the order round; then pages are taken by `offset`. Where `filter_logic` is "or",
-one of the filters given is enough.
+Lists take `after`, the id of the last item that the caller has. Together with `limit` it pages through any number of
+items at a constant cost per page, whatever is added meanwhile. `sort_by` names a field to sort by instead (None comes
+first), `sort_order` "desc" reverses the order; both are paged by `offset`. If `filter_logic` is "or", one matching
+filter is enough.
 """
 
-# `LightningStore(url)` opens a store, so that type checkers must not take the class for an abstract one.
+# `LightningStore(url)` opens a store, so type checkers must not treat the class as abstract.
 # pyright: reportReturnType=false
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     Method = TypeVar("Method")
 
     def abstractmethod(method: Method) -> Method:
-        """Every kind of store has it: checked when one is made, and by the tests."""
+        """For type checkers, methods are not abstract; at runtime they are."""
         return method
 else:
     from abc import abstractmethod
@@ -86,7 +86,7 @@ EMBEDDED_STORE: Final = "agentlightning.store.sql.store:SqlStore"
 
 
 class _OpeningSignature:
-    """What `LightningStore(` completes to. Each kind of store has a signature of its own."""
+    """The signature of `LightningStore(`. Subclasses have signatures of their own."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if owner is not LightningStore:
@@ -98,12 +98,12 @@ class _OpeningSignature:
 
 
 class LightningStore(ABC):
-    """A store: what every part meets the others in. Each kind of store is one of these, and is annotated as one.
+    """A store of rollouts, attempts, spans and resources. The base class of every kind of store.
 
-    `LightningStore(url)` opens a store that is embedded in this process and durable. url: None for
-    `.agentlightning/store.db` under the current directory, a path, `sqlite:///PATH`, `postgresql://...`, or `:memory:`
-    for one that is gone with the process. Directories are made as needed. Raises ConfigError for a url that is none of
-    these, StoreError where the database cannot be opened.
+    `LightningStore(url)` opens a durable store embedded in this process. url: None for `.agentlightning/store.db` in
+    the current directory, a path, `sqlite:///PATH`, `postgresql://...`, or `:memory:` for a store that ends with the
+    process. Directories are created as needed. Raises ConfigError for any other url, StoreError if the database cannot
+    be opened.
 
         >>> store = agl.LightningStore("hub.db")
         >>> asyncio.run(store.enqueue_rollout({"question": "6 x 7"}, mode="train")).queue
@@ -125,10 +125,10 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what is under way, release everything. Safe to call twice."""
+        """Finish running calls and release all resources. Idempotent."""
 
     async def check_health(self) -> None:
-        """Raises StoreError where the store can neither be read nor written."""
+        """Raises StoreError if the store can neither be read nor written."""
         await self.get_worker("health")
 
     @abstractmethod
@@ -152,8 +152,8 @@ class LightningStore(ABC):
         queue: str | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout:
-        """A rollout that the caller executes itself: made and claimed in one step, never waiting. It counts as open
-        in its queue, and is not held back by its limit."""
+        """Create a rollout that the caller executes itself, and claim it in the same step. It counts as open in its
+        queue, but the limit of the queue does not apply."""
 
     @abstractmethod
     async def enqueue_rollout(
@@ -168,7 +168,7 @@ class LightningStore(ABC):
         queue: str | None = None,
         priority: int = 0,
     ) -> Rollout:
-        """Queue a rollout. With a `rollout_id` that exists already, returns the existing one unchanged."""
+        """Queue a rollout. If the `rollout_id` exists already, the existing rollout is returned unchanged."""
 
     @abstractmethod
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
@@ -183,8 +183,8 @@ class LightningStore(ABC):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        """Claim the next waiting rollout (of `queues`; without, of every queue that is not private) and start an
-        attempt. Waits up to `timeout` seconds; None if there is none."""
+        """Claim the next waiting rollout (from `queues`; default: every queue that is not private) and start an
+        attempt. Waits up to `timeout` seconds; returns None if there is none."""
 
     @abstractmethod
     async def dequeue_many_rollouts(
@@ -197,26 +197,26 @@ class LightningStore(ABC):
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
         """Claim up to `limit` waiting rollouts. Waits only while there is none at all. With the `claim_id` of an
-        earlier call that claimed something, returns what that one claimed; the ids of the attempts follow from it."""
+        earlier call that claimed something, returns what that call claimed; the attempt ids derive from it."""
 
     @abstractmethod
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
-        """Start another attempt of a rollout, whatever its state unless it has succeeded (a ConflictError); earlier
-        ones are superseded."""
+        """Start another attempt of a rollout in any state but succeeded (a ConflictError); earlier attempts are
+        superseded."""
 
     @abstractmethod
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
         """Queue a claimed, failed or cancelled rollout again; one that waits is returned unchanged. Its attempts are
-        fenced off, and one still open becomes `unresponsive`, for `reason`."""
+        superseded, and an open one becomes `unresponsive` with `reason` as its error."""
 
     @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        """Cancel a waiting or running rollout; its attempts are fenced off, and one still open becomes
-        `unresponsive`. A finished one is returned unchanged."""
+        """Cancel a waiting or running rollout; its attempts are superseded, and an open one becomes `unresponsive`. A
+        finished rollout is returned unchanged."""
 
-    # -- rollouts: looking and changing ----------------------------------------------------------------------------
+    # -- rollouts: queries and changes -----------------------------------------------------------------------------
 
     @abstractmethod
     async def query_rollouts(
@@ -235,8 +235,8 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        """Rollouts that fit every filter given. limit -1: no limit. `after` is a rollout_id. `newest_first` is
-        sort_order "desc" of the order of creation."""
+        """Rollouts that match every filter. limit -1: no limit. `after` is a rollout_id. `newest_first` reverses the
+        order of creation."""
 
     @abstractmethod
     async def count_rollouts(
@@ -249,7 +249,7 @@ class LightningStore(ABC):
         mode_in: Sequence[RolloutMode] | None = None,
         filter_logic: FilterLogic = "and",
     ) -> int:
-        """How many `query_rollouts` would return without a limit."""
+        """How many rollouts `query_rollouts` would return without a limit."""
 
     @abstractmethod
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
@@ -267,15 +267,15 @@ class LightningStore(ABC):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Rollout:
-        """Change what is given. `metadata` replaces the old. A status set by hand is also that of the open attempt,
-        and is not followed by a retry; a rollout is claimed with `dequeue_rollout` or `start_attempt` only."""
+        """Change the given fields. `metadata` is replaced. A status set here also becomes that of the open attempt,
+        and is not retried; only `dequeue_rollout` and `start_attempt` claim a rollout."""
 
     @abstractmethod
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
-        """Wait until `minimum` (default: all) of the rollouts have finished, or `timeout` seconds have passed;
-        returns the finished ones, in the order asked for. timeout 0 does not wait."""
+        """Wait until `minimum` (default: all) of the rollouts have finished, or `timeout` seconds have passed; returns
+        the finished ones, in the order of `rollout_ids`. timeout 0 does not wait."""
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
@@ -293,11 +293,11 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
-        """By its id alone; the attempt names its rollout."""
+        """Find an attempt by its id alone; its `rollout_id` is that of its rollout."""
 
     @abstractmethod
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """None where there is none yet."""
+        """None if the rollout has none yet."""
 
     @abstractmethod
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
@@ -314,14 +314,14 @@ class LightningStore(ABC):
         last_heartbeat_time: float | Unset = UNSET,
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Attempt:
-        """Change what is given (attempt_id may be "latest"); metadata is merged. A superseded attempt, and a lost one
-        whose rollout has finished without it, are returned as they stand, with `superseded: True` in the metadata."""
+        """Change the given fields (attempt_id may be "latest"); metadata is merged. A superseded attempt, and an
+        unresponsive one whose rollout has finished, are returned unchanged, with `superseded: True` in the metadata."""
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def add_span(self, span: Span) -> Span:
-        """Keep a span; returns it as kept, with its sequence number. The same span_id again changes nothing."""
+        """Store a span; returns it as stored, with its sequence number. A known span_id changes nothing."""
 
     @abstractmethod
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
@@ -329,7 +329,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        """Reserve a sequence number: larger than every one given before for this attempt."""
+        """Reserve a sequence number, larger than every one assigned before in this attempt."""
 
     @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
@@ -365,28 +365,28 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Span]:
-        """Spans of a rollout by (attempt, sequence_id), those that fit every filter given. attempt_id "latest": only
-        those of the latest attempt. `after` is a span_id."""
+        """Spans of a rollout that match every filter, by (attempt, sequence_id). attempt_id "latest": only those of
+        the latest attempt. `after` is a span_id."""
 
     @abstractmethod
     def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
-        """(rollout_id, spans of its latest attempt) for each id, read in few queries and bounded memory."""
+        """(rollout_id, spans of its latest attempt) for each id, with few queries and bounded memory."""
 
     # -- resources -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
-        """Publish a new version; it becomes the latest. With a `resources_id` that exists, a ConflictError, unless its
-        content is the same: then that one is returned."""
+        """Publish a new version, which becomes the latest. A `resources_id` that exists is a ConflictError, unless the
+        content is the same: then the existing version is returned."""
 
     @abstractmethod
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        """Replace the content of one version, which becomes the latest; with an id that is new, publish it. The time of
-        its creation stays."""
+        """Replace the content of one version, which becomes the latest and keeps its creation time; a new id is
+        published."""
 
     @abstractmethod
     async def delete_resources(self, resources_id: str) -> int:
-        """Remove one version, readable or not; returns how many there were. Rollouts that name it find none."""
+        """Remove one version, readable or not; returns how many were removed. Rollouts that refer to it find none."""
 
     @abstractmethod
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
@@ -394,7 +394,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        """The version that was published last; None where there is none."""
+        """The version that was published last; None if there is none."""
 
     @abstractmethod
     async def query_resources(
@@ -408,7 +408,7 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> list[ResourcesUpdate]:
-        """Versions of the resources that fit every filter given. `after` is a resources_id."""
+        """Versions of the resources that match every filter. `after` is a resources_id."""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -416,12 +416,12 @@ class LightningStore(ABC):
     async def update_worker(
         self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
     ) -> Worker:
-        """A heartbeat of a worker; it also keeps the worker's open attempts alive. `lease_seconds` stays as it was
-        where it is not given. A worker that was lost is back with its next heartbeat."""
+        """Record a heartbeat of a worker, which also counts for its open attempts. Without `lease_seconds`, the lease
+        stays as it was. A lost worker is back with its next heartbeat."""
 
     @abstractmethod
     async def get_worker(self, worker_id: str) -> Worker | None:
-        """None for one that was never heard of."""
+        """None for an unknown id."""
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         """`get_worker`, as 0.x calls it."""
@@ -440,7 +440,7 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Worker]:
-        """Workers that fit every filter given, in order of first appearance. `after` is a worker_id."""
+        """Workers that match every filter, in order of their first heartbeat or claim. `after` is a worker_id."""
 
     # -- queues ----------------------------------------------------------------------------------------------------
 
@@ -450,9 +450,9 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def query_queues(self) -> list[Queue]:
-        """Every queue that was ever named or given a limit, by name."""
+        """Every queue that was ever used or given a limit, by name."""
 
-    # -- keeping the store small -----------------------------------------------------------------------------------
+    # -- retention, export and import ------------------------------------------------------------------------------
 
     @abstractmethod
     async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
@@ -465,19 +465,19 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def vacuum(self) -> None:
-        """Drop tokens nothing refers to any more, and give free space back to the system, while others read and write.
-        PostgreSQL uses most of it again instead."""
+        """Delete unused token blocks and return free space to the file system, while others read and write. PostgreSQL
+        reuses most of the space instead."""
 
     @abstractmethod
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
-        """Everything about these rollouts, in the order asked for."""
+        """These rollouts with their attempts and spans, in the order of `rollout_ids`."""
 
     @abstractmethod
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
-        """Keep rollouts as another store recorded them, in one transaction; returns how many are new. One whose id is
-        known is skipped. An unfinished one waits again: its attempts are fenced off and one still open becomes
+        """Add rollouts as another store recorded them, in one transaction; returns how many are new. A known id is
+        skipped. An unfinished rollout waits again: its attempts are superseded, and an open one becomes
         `unresponsive`."""
 
 
 LightningStoreBase = LightningStore
-"""The contract, under the name that its implementations know."""
+"""An alias, which implementations subclass."""

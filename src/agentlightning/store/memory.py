@@ -1,4 +1,4 @@
-"""A store that lives in memory."""
+"""A store in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agentlightning.store.sql.store import SqlStore
 
 
 class InMemoryLightningStore(SqlStore):
-    """A store that is gone with the process: for tests and quick tries. It does all that a durable one does.
+    """A store that ends with the process, for tests and experiments. It supports everything a durable store does.
 
     >>> store = agl.InMemoryLightningStore()
     >>> asyncio.run(store.enqueue_rollout({"question": "6 x 7"})).status

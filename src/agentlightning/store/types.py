@@ -14,7 +14,7 @@ WorkerStatus = Literal["idle", "busy", "lost"]
 
 
 class Unset:
-    """The type of UNSET: an argument that was not given, where None means something.
+    """The type of UNSET: the default of an argument for which None is a value.
 
     >>> isinstance(agl.UNSET, agl.Unset)
     True
@@ -29,7 +29,7 @@ UNSET: Final = Unset()
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One place where agents run.
+    """A place where agents run.
 
     >>> agl.Worker("w1").status
     'idle'
@@ -42,18 +42,18 @@ class Worker:
     """The newest of its open attempts."""
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
     status: WorkerStatus = "idle"
-    """busy: it has an open attempt; lost: its lease has run out."""
+    """busy: it has an open attempt; lost: its lease has expired."""
     lease_seconds: float | None = None
-    """Silent for longer than this, the worker is lost and its open attempts become unresponsive. None: never."""
+    """After this time without a heartbeat, the worker is lost and its open attempts become unresponsive. None: never."""
     last_error: dict[str, Any] | None = None
-    """Of the last attempt of this worker that failed: rollout_id, attempt_id, type, message, time."""
+    """Of its last failed attempt: rollout_id, attempt_id, type, message, time."""
     open_attempts: int = 0
     """How many attempts it is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One of the queues that rollouts wait in. It exists once it was named.
+    """A queue of rollouts. It exists once a rollout or a limit has named it.
 
     >>> agl.Queue("train", limit=8).waiting
     0
@@ -61,14 +61,14 @@ class Queue:
 
     name: str
     limit: int | None = None
-    """How many of its rollouts may be open at once; None: any number."""
+    """How many of its rollouts may be open (claimed and unfinished) at once; None: any number."""
     waiting: int = 0
     open: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What `prune` keeps of the finished rollouts; None: no limit. The oldest go first.
+    """Limits on the finished rollouts, which `prune` enforces; None: no limit. The oldest are removed first.
 
     >>> store = agl.InMemoryLightningStore()
     >>> asyncio.run(store.prune(agl.Retention(max_age_seconds=7 * 86400))).rollouts
@@ -82,12 +82,12 @@ class Retention:
     max_bytes: int | None = None
     """Of rollouts, attempts and spans, as stored."""
     spare: tuple[str, ...] = ()
-    """Rollouts whose ids begin with one of these stay, whatever the limits say."""
+    """Rollouts whose ids begin with one of these prefixes are never removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` removed, or would remove.
+    """What `prune` removed, or would remove in a dry run.
 
     >>> agl.Pruned(rollouts=1, spans=2, bytes=300).spans
     2
@@ -100,7 +100,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """Everything about one rollout: what is exported and imported.
+    """A rollout with its attempts and spans, as exported and imported.
 
     >>> agl.RolloutRecord(agl.Rollout("ro-1", "a task", start_time=0.0)).attempts
     ()

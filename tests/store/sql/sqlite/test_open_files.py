@@ -1,4 +1,4 @@
-"""Files of a database that are deleted, replaced or damaged under those who have it open."""
+"""Files of a database that are deleted, replaced or damaged while it is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that writes: claims whose callers are gone, transactions that are undone, and its own end."""
+"""The writer: claims whose callers are gone, transactions that are rolled back, and a crash of the thread."""
 
 from __future__ import annotations
 

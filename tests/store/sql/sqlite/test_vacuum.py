@@ -1,4 +1,4 @@
-"""What prompts take in a database: each block of tokens once, and nothing once nobody needs it."""
+"""The size of a SQLite file: each token block is stored once, and vacuum returns free pages while others write."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkey
 async def test_a_store_of_an_older_version_is_rewritten_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store.db"
     connection = sqlite3.connect(path)
-    connection.executescript((Path(__file__).parent / "version_3.sql").read_text())
+    connection.executescript((Path(__file__).parents[1] / "migrations" / "version_3.sql").read_text())
     connection.close()
     assert pragma(path, "auto_vacuum") == 0
     for rewritten in (1, 1):

@@ -1,4 +1,4 @@
-"""What time limits count: the time in which a server is alive to hear of those they are for."""
+"""Deadlines count the time in which a server is alive to receive heartbeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removing rollouts removes the tokens that only they had: what the rest shares stays, in every kind of database."""
+"""Deleting rollouts deletes the token blocks that only they referred to, in every kind of database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Databases of other versions: older ones are brought up to date whole or not at all, newer ones are refused."""
+"""Databases of other versions: older ones are migrated whole or not at all, newer ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core of the SQL store: batches, what is kept in memory between them, and what other processes change."""
+"""The unit of work: batches of commands, rows cached between transactions, and changes by other processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.sql.lifecycle import transitions
-from agentlightning.store.sql.session.claim_queue import HEAD_SIZE, ClaimQueue
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.store import SqlStore
 
@@ -196,27 +193,6 @@ async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
     await store.close()
 
 
-async def test_the_log_beside_the_database_does_not_grow_with_what_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.sqlite.checkpointer.LOG_BYTES", 500_000)
-    store = SqlStore(tmp_path / "store.db")
-    ids = await started(store)
-    for _ in range(60):
-        await store.add_many_spans([a_span(ids, attributes={"text": "x" * 10_000}) for _ in range(10)])
-    assert (tmp_path / "store.db-wal").stat().st_size < 4_000_000
-    assert (await store.statistics())["spans"] == 600
-    await store.close()
-
-
-async def test_a_store_closes_while_its_log_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.sqlite.checkpointer.LOG_BYTES", 0)
-    for number in range(20):
-        store = SqlStore(tmp_path / "store.db")
-        await store.enqueue_rollout(number)
-        await asyncio.wait_for(store.close(), 30)
-
-
 async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None:
     store = LightningStore(tmp_path / "store.db")
     await store.update_queue("slow", 1)
@@ -235,26 +211,3 @@ async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None
         late.rollout_id
     ]
     await store.close()
-
-
-# -- the window of a queue -------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 10_000)), unique_by=lambda entry: entry[1]))
-def test_a_window_holds_every_entry_below_its_edge(places: list[tuple[int, int]]) -> None:
-    queue = ClaimQueue("q", None)
-    queue.head_end = (float("inf"), 0.0)
-    entries = [(-priority, key, str(key)) for priority, key in places]
-    for entry in entries:
-        queue.push(entry)
-    assert sorted(queue.head) == sorted(entry for entry in entries if entry[:2] < queue.head_end)
-
-
-def test_a_window_lets_go_of_its_end_when_it_grows() -> None:
-    queue = ClaimQueue("q", None)
-    queue.head_end = (float("inf"), 0.0)
-    entries = [(0, key, str(key)) for key in range(5 * HEAD_SIZE, 0, -1)]
-    for entry in entries:
-        queue.push(entry)
-    assert len(queue.head) <= 4 * HEAD_SIZE + 1
-    assert sorted(queue.head) == sorted(entry for entry in entries if entry[:2] < queue.head_end)
