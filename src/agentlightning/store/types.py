@@ -44,7 +44,7 @@ class Worker:
     status: WorkerStatus = "idle"
     """busy: it has an open attempt; lost: its lease has expired."""
     lease_seconds: float | None = None
-    """After this time without a heartbeat, the worker is lost and its open attempts become unresponsive. None: never."""
+    """After this time without a heartbeat it is lost, and its open attempts become unresponsive. None: never."""
     last_error: dict[str, Any] | None = None
     """Of its last failed attempt: rollout_id, attempt_id, type, message, time."""
     open_attempts: int = 0
