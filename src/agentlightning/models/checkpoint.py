@@ -1,4 +1,4 @@
-"""Checkpoints of a local policy: directories that `transformers` loads, written whole or not at all."""
+"""Checkpoints of a local policy: directories that `transformers` loads, written atomically."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TRAINING_STATE = "training_state.pt"
 
 
 @contextmanager
-def without_bars() -> Generator[None]:
-    """transformers draws a progress bar for each file, across whatever else is on the terminal."""
+def without_progress_bars() -> Generator[None]:
+    """Hide the progress bars of transformers, which write over other output of the terminal."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -38,16 +38,16 @@ def without_bars() -> Generator[None]:
 def save(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None
 ) -> None:
-    """Write model, tokenizer and, where given, the training state; an older checkpoint there is replaced.
+    """Write model, tokenizer and any training state; an older checkpoint there is replaced.
 
-    Raises PolicyError where the disk refuses; `directory` is then as it was.
+    Raises PolicyError if writing fails; `directory` is then unchanged.
     """
     directory = directory.absolute()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
             new = Path(beside) / "new"
-            with without_bars():
+            with without_progress_bars():
                 model.save_pretrained(new)
                 tokenizer.save_pretrained(new)
             if state is not None:
@@ -62,14 +62,14 @@ def save(
 
 
 def read_weights(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights saved in `directory`, which fit `model`. Raises PolicyError where they are damaged or do not."""
+    """The weights saved in `directory`, which fit `model`. Raises PolicyError if they are damaged or do not fit."""
     return read_model(directory, model).state_dict()
 
 
 def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     """The model saved in `directory`, of the shape and dtype of `model`. Raises as `read_weights` does."""
     try:
-        with without_bars():
+        with without_progress_bars():
             saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise PolicyError(
@@ -85,9 +85,9 @@ def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `model` holds, under the names it has there: not copied where the model keeps it as such.
+    """The tensors of a checkpoint of `model`, by their names there; copied only where the model has them in another form.
 
-    A tied output layer comes under its own name too, see `policy.weights`."""
+    A tied output layer is included under its own name, too (`weight_sync.disk`)."""
     state = dict(model.state_dict())
     has_output = OUTPUT_HEAD in state
     for name in model._keys_to_ignore_on_save or ():  # pyright: ignore[reportPrivateUsage]
@@ -100,7 +100,7 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    """The training state saved in `directory`. Raises PolicyError where there is none."""
+    """The training state saved in `directory`. Raises PolicyError if there is none."""
     path = directory / TRAINING_STATE
     if not path.is_file():
         raise PolicyError(
@@ -120,7 +120,7 @@ def _flush(directory: Path) -> None:
 
 
 def _flush_one(path: Path) -> None:
-    """Make what was written survive a power failure."""
+    """Make a file survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

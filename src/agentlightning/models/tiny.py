@@ -1,10 +1,9 @@
-"""A policy small enough to train on one CPU core: a Llama of about 0.4M parameters and its tokenizer, made on the spot.
+"""A model small enough to train on one CPU core: a Llama of about 0.4M parameters with random weights.
 
-Nothing is downloaded. What `make_tiny` writes is an ordinary Hugging Face checkpoint: any other causal language model
-with a chat template may take its place. The tokenizer is a byte-level BPE learned from the texts it is given, on top
-of all 256 bytes, so every text can be written; digits are always single tokens. The chat template is ChatML with
-Hermes tool calls; a system turn lists the tools as signatures, because a long JSON schema would be most of what so
-small a model reads.
+Nothing is downloaded. `make_tiny` writes an ordinary Hugging Face checkpoint; any other causal language model with a
+chat template can replace it. The tokenizer is a byte-level BPE trained on the given texts, so it can encode any text;
+digits are always single tokens. The chat template is ChatML with Hermes tool calls; a system turn lists the tools as
+signatures, because JSON schemas would fill most of the context of so small a model.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agentlightning.models.checkpoint import without_bars
+from agentlightning.models.checkpoint import without_progress_bars
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 MARKERS = re.compile(rf"{re.escape(START)}(\w+\n)|{'|'.join(map(re.escape, (PAD, END, CALL, CALL_END)))}")
-"""Where rendered text is cut into what is encoded by itself: at the special tokens, and where an answer begins."""
+"""Where rendered text is divided before BPE is trained on it: at special tokens, and where an answer begins."""
 ROPE_THETA = 500.0
-"""Lower than usual: with turns this short, positions must differ where the policy learns to copy."""
+"""Lower than usual: turns are short, and copying from them needs positions that differ clearly."""
 MOST_RECORDS = 2000
-"""BPE learns from this many records at most, evenly spread."""
+"""The most records that BPE is trained on, evenly spread."""
 
 PIECES = r"\d|[^A-Za-z\d]*[A-Za-z]+(?: (?=\d))?|[^A-Za-z\d]+"
-"""What BPE may merge: one digit; a word with the marks before it and a space between it and a digit; other marks."""
+"""What BPE may merge: a single digit; a word with preceding punctuation, and a space if a digit follows; other
+punctuation."""
 
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -78,10 +78,10 @@ def make_tiny(
     vocabulary: int = 1024,
     context_length: int = 2048,
 ) -> Path:
-    """Write an untrained policy into `directory`: its tokenizer learned from `records`, its weights drawn from `seed`.
+    """Write an untrained model to `directory`, with a tokenizer trained on `records` and random weights of `seed`.
 
-    A record is a text, a conversation (`{"messages": [...], "tools": [...]}`), or any JSON value, whose strings count.
-    With the defaults about 0.4M parameters. `vocabulary` is the most tokens there may be; few texts need fewer."""
+    A record is a text, a conversation (`{"messages": [...], "tools": [...]}`), or any JSON value, whose strings are
+    used. The defaults give about 0.4M parameters. `vocabulary` is the most tokens; few texts need fewer."""
     directory = Path(directory)
     tokenizer = make_tokenizer(records, vocabulary=vocabulary, context_length=context_length)
     config = LlamaConfig(
@@ -100,7 +100,7 @@ def make_tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    with without_bars():
+    with without_progress_bars():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -109,7 +109,7 @@ def make_tiny(
 def make_tokenizer(
     records: Iterable[Any], *, vocabulary: int = 1024, context_length: int = 2048
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE learned from `records`, with the chat template above. The same records give the same tokens."""
+    """A byte-level BPE trained on `records`, with the chat template above. The same records give the same tokens."""
     known = list(records)
     texts = [text for record in known[:: -(-len(known) // MOST_RECORDS) or 1] for text in _texts(record)]
     core = Tokenizer(models.BPE())
@@ -150,7 +150,7 @@ def _renderer() -> PreTrainedTokenizerFast:
 
 
 def _texts(record: Any) -> Iterator[str]:
-    """What BPE learns from: a conversation as the template writes it, cut at its markers; else all strings."""
+    """The texts to train BPE on: a conversation as the template renders it, divided at markers; else all strings."""
     match record:
         case str():
             yield record

@@ -1,0 +1,1 @@
+"""The model that learns: the policy, its settings, and its updates."""

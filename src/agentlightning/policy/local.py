@@ -1,8 +1,8 @@
 """A policy on one device of this machine: sampling and training on the same weights, in place.
 
-`LocalPolicy` fulfils `policy.base.Policy`. All torch work happens in one thread (`policy.engine`), so sampling and
-training never meet: an update happens between two tokens. Callers stay in their event loops. With each change of the
-weights everything computed with the old ones is forgotten.
+`LocalPolicy` implements `policy.base.Policy`. All torch work runs in one thread (`engine.local.worker`): sampling and
+training never overlap, an update happens between two tokens. Callers stay in their event loops. Whenever the weights
+change, everything computed with the old ones is discarded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LocalPolicy:
         self.context_length = usable_context_length(config, model, tokenizer)
         self.vocab_size = vocab_size(model)
         self._model = model
-        self._tokenizer = tokenizer  # Used in the engine's thread alone; `chat` has its own copy.
+        self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
         self._version = 0
         self._reference: tuple[Path, Forward] | None = None
         optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
@@ -96,7 +96,7 @@ class LocalPolicy:
         *,
         affinity: str = "",
     ) -> Sample:
-        """See `Engine.sample`. Raises ConfigError for impossible params, PolicyError where the model failed."""
+        """See `Engine.sample`. Raises ConfigError for invalid params, and PolicyError if the model failed."""
         request = await self._engine.sample(prompt_token_ids, params, on_tokens)
         assert request.finish_reason is not None
         return Sample(
@@ -113,8 +113,8 @@ class LocalPolicy:
         return str(self._model.device)
 
     async def lend(self, use: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-        """`use(weights)`, named as in a checkpoint, in the engine's thread: nothing changes them meanwhile. Raises
-        PolicyError for whatever it raises."""
+        """Call `use(weights)`, named as in a checkpoint, in the worker thread, where nothing changes them meanwhile.
+        Raises PolicyError for whatever it raises."""
         await self._engine.run(lambda: use(checkpoint.named_weights(self._model)))
 
     @property
@@ -130,7 +130,7 @@ class LocalPolicy:
     async def score(
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
     ) -> Columns:
-        """See `Policy.score`. The model of `reference` is loaded beside the policy and stays until another one is."""
+        """See `Policy.score`. The model in `reference` is loaded beside the policy, and stays until another one is."""
         if "values" in what:
             raise PolicyError('"values" need a value head, which a local policy does not have; ask for other columns')
         if "ref_logprobs" in what and reference is None:
@@ -141,34 +141,34 @@ class LocalPolicy:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
-        """See `Policy.load`. What is damaged or does not fit is refused with PolicyError or ConfigError, and nothing
-        has changed then."""
+        """See `Policy.load`. Raises PolicyError or ConfigError for a checkpoint that is damaged or incompatible, before
+        anything changes."""
         await self._engine.run(lambda: self._load(Path(directory), in_flight, above))
 
     async def close(self) -> None:
         await self._engine.close()
 
-    # -- in the engine's thread ------------------------------------------------------------------------------------
+    # -- in the worker thread --------------------------------------------------------------------------------------
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
-    def _weights_change(self, in_flight: bool) -> None:
+    def _prepare_weight_change(self, in_flight: bool) -> None:
         self._generator.invalidate_cache(in_flight=in_flight)
-        if self._model.device.type != "cpu":  # Training needs the memory more.
+        if self._model.device.type != "cpu":  # Training needs this memory.
             self._generator.release_memory()
 
     def _train(
         self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]
     ) -> dict[str, float]:
-        self._weights_change(in_flight)
+        self._prepare_weight_change(in_flight)
         steps = self._updater.optimizer.steps
         try:
             metrics = self._updater.step(samples, **options)
         except BaseException:
-            self._updater.optimizer.zero_grad()  # What was accumulated must not leak into the next step.
-            if self._updater.optimizer.steps > steps:  # A later minibatch failed: the weights are new ones.
+            self._updater.optimizer.zero_grad()  # The next step must not start from these gradients.
+            if self._updater.optimizer.steps > steps:  # A later minibatch failed: the weights have changed.
                 self._set_version(self._version + 1)
             raise
         self._set_version(self._version + 1)
@@ -185,7 +185,7 @@ class LocalPolicy:
     def _reference_at(self, directory: Path) -> Forward:
         directory = directory.absolute()
         if self._reference is None or self._reference[0] != directory:
-            self._reference = None  # Its memory is free before the next one is loaded.
+            self._reference = None  # Frees its memory before the next one is loaded.
             model = cast("torch.nn.Module", checkpoint.read_model(directory, self._model).eval())
             self._reference = directory, Forward(cast(PreTrainedModel, model.to(self._model.device)))
         return self._reference[1]
@@ -210,8 +210,8 @@ class LocalPolicy:
         updater, generator, random = state["updater"], state["generator"], state["torch_random"]
         version = max(self._version, int(state["policy_version"]), above) + 1
         self._updater.check_state_dict(updater)
-        # Nothing has changed so far: what is refused above leaves the policy as it was.
-        self._weights_change(in_flight)
+        # Everything that can be rejected is checked above, before anything changes.
+        self._prepare_weight_change(in_flight)
         try:
             self._model.load_state_dict(weights)
             self._updater.load_state_dict(updater)

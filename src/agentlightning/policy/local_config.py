@@ -11,7 +11,7 @@ from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 
 class LocalPolicyConfig(BaseModel):
-    """What model to open, and what it may use."""
+    """A model to open, and the resources it may use."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,21 +25,21 @@ class LocalPolicyConfig(BaseModel):
     """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
     in float32, which cost 4 bytes a weight more."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of torch. More than 1 pays only on cores that nothing else uses."""
+    """CPU threads of torch. More than 1 helps only on cores that nothing else uses."""
     max_batch_size: int = Field(default=128, ge=1)
-    """How many answers are drawn at the same time; further requests wait."""
+    """Answers sampled at the same time; further requests wait."""
     kv_cache_bytes: int = Field(default=4 << 30, ge=1)
-    """Memory for the keys and values of these answers; further requests wait. One answer is always drawn."""
+    """Memory for the keys and values of these answers; further requests wait. One answer always fits."""
     prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
-    """Memory for keys and values of earlier prompts and answers, so that they are not computed again."""
+    """Memory for the cached keys and values of earlier prompts and answers."""
     prefill_tokens: int = Field(default=2048, ge=1)
-    """Prompt tokens computed before those who are answering get their next token."""
+    """Prompt tokens computed in one step, before running answers get their next token."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and answer together, in tokens; None: all that the model can hold."""
     tool_calls: str | None = None
-    """The format of its tool calls, a key of `policy.tool_calls.FORMATS`; None: as its chat template shows."""
+    """The format of its tool calls, a key of `chat.tool_calls.FORMATS`. None: as its chat template shows."""
     seed: int = 0
-    """Of the draws that have no seed of their own."""
+    """Of samples without a seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     objective: Objective = "reinforcement"
-    """What it is opened for: decides the learning rate where the optimiser's is left open."""
+    """What it is trained for, which decides the default learning rate."""

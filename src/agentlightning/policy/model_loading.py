@@ -38,7 +38,7 @@ def load_model(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreT
     source = str(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        with checkpoint.without_bars():
+        with checkpoint.without_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise PolicyError(
@@ -53,24 +53,24 @@ def usable_context_length(config: LocalPolicyConfig, model: PreTrainedModel, tok
     most = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
     faithful, kind = _faithful_length(text_config, most)
     if config.max_context is not None and config.max_context > faithful:
-        reason = f" faithfully: beyond, {kind} RoPE changes what was computed before" if faithful < most else ""
+        reason = f" faithfully: beyond, {kind} RoPE changes the keys of earlier positions" if faithful < most else ""
         raise ConfigError(
             f"max_context={config.max_context} exceeds what {config.model} can hold{reason}; use at most {faithful}"
         )
     if config.max_context is None and faithful < most:
         logger.warning(
-            "%s is used up to %d of its %d tokens: beyond, %s RoPE turns every earlier position otherwise, so that "
-            "tokens would be drawn from one distribution and trained under another",
+            "%s is used up to %d of its %d tokens: beyond, %s RoPE changes every earlier position, and tokens would be "
+            "sampled from one distribution and trained under another",
             config.model, faithful, most, kind,
         )  # fmt: skip
     return min(config.max_context or faithful, faithful)
 
 
 def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
-    """How long a sequence may be while every key stays what it was when it was computed, and the kind of RoPE.
+    """The longest sequence for which cached keys stay valid, and the kind of RoPE.
 
-    LongRoPE has other frequencies for all positions once a sequence is past the original length, those of keys in a
-    cache included. Dynamic RoPE has them past `max_position_embeddings`, which no sequence is here.
+    LongRoPE changes the frequencies of all positions, those of cached keys included, once a sequence exceeds the
+    original length. Dynamic RoPE does so beyond `max_position_embeddings`, which no sequence exceeds here.
     """
     parameters: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
     for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:

@@ -1,4 +1,4 @@
-"""What a policy on this machine needs installed. Imports none of it."""
+"""The packages that a policy on this machine needs. Imports none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def require_training() -> None:
-    """Raises MissingExtraError where a package that models are sampled and trained with here is not installed."""
+    """Raises MissingExtraError if a package for sampling or training is not installed."""
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtraError(package, "train")
