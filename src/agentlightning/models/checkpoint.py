@@ -85,7 +85,7 @@ def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of `model`, by their names there; copied only where the model has them in another form.
+    """The tensors of a checkpoint of `model`, by their names there; copied only if the model has another form of them.
 
     A tied output layer is included under its own name, too (`weight_sync.disk`)."""
     state = dict(model.state_dict())
