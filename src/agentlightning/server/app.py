@@ -1,7 +1,6 @@
-"""One server: the store's routes, OTLP, metrics and the gateway in one ASGI application, on one port, in the running
-loop.
+"""The HTTP server: routes of store, traces, metrics and gateway in one ASGI application, in the running event loop.
 
-Wiring and nothing else. The trainer and `agl serve` start it; it handles no signals and writes no access log.
+It only wires these parts, handles no signals and writes no access log.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from agentlightning.store.http.server.routes import store_routes
 
 
 class Server:
-    """Serves a store, and a gateway where one is given.
+    """Serves a store, and optionally a gateway.
 
-    `port` 0 takes a free one; `url` then says which. `secret` is the one the attempts' keys are made with. With a
-    `token`, the store, traces and metrics are for those who present it. With `metrics` there is `/metrics`; `slow`
-    mentions slow requests; `adopt_traces` keeps traces of unknown programs as rollouts of their own. Requests to the
-    store, traces among them, are refused over `max_body_bytes`. It listens at `host` and `port`, or with the
-    `listener` that `listen` has made there. A request that does not come to its end for `stalled_seconds` is answered
-    with 408, and its connection closed; bodies that have not come to their end have `max_unfinished_bytes` in all.
+    It listens at `host` and `port`, of which 0 takes a free one (see `url`), or on a socket made by `listen`. `secret`
+    signs the keys of attempts. With a `token`, requests to the store, for traces and metrics must carry it. `metrics`
+    enables `/metrics`, `slow` logs slow requests, `adopt_traces` stores traces of unknown programs as rollouts of their
+    own. Requests to the store and of traces may have up to `max_body_bytes`. A request that stalls for
+    `stalled_seconds` before its end gets a 408, and its connection is closed; incomplete request bodies take at most
+    `max_unfinished_bytes` together.
 
-    Pages of other sites are refused but for those of `allowed_origins` (CORS): `https://name:port`, or "*" where there
-    is a token; ConfigError for anything else. Without a token, so is a request whose `Host` is not an address,
-    `localhost`, a name without a domain, this machine's or `host`'s, or one of `allowed_hosts`; where the gateway asks
-    for no key, so is a page of such a name, token or not.
+    Pages of other sites are rejected, except those of `allowed_origins` (CORS): `https://name:port`, or "*" if there is
+    a token; anything else is a ConfigError. Against DNS rebinding, a server without a token accepts only requests whose
+    `Host` is an address, `localhost`, a name without a domain, the name of this machine, `host`, or one of
+    `allowed_hosts`. If the gateway requires no key, that holds for pages of such names even with a token.
     """
 
     def __init__(
@@ -86,15 +85,13 @@ class Server:
                 *calls,
             ],
             middleware=_cross_origin(origins, token),
-            exception_handlers={HTTPException: _refused, Exception: _failed},
+            exception_handlers={HTTPException: _http_error, Exception: _server_error},
         )
-        self.app.router.redirect_slashes = False  # it would lead to whatever address the request says it was sent to
-        if metrics is not None:
-            metrics.add_source(lambda: counters("otlp", "Traces taken in", asdict(self.traces.counts)))
+        self.app.router.redirect_slashes = False  # it would redirect to the Host of the request
         if gateway is not None:
             gateway.attribution.traces = self.traces
-            if metrics is not None:
-                metrics.add_source(partial(_gateway_counters, gateway))
+        if metrics is not None:
+            metrics.add_source(partial(_counters, gateway, self.traces))
         self.host = host
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
@@ -109,11 +106,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where agents reach it. A server that listens on every address is reached on this machine's own."""
+        """The URL for agents on this machine, also if the server listens on all addresses."""
         return url_of(self.host, self.port)
 
     async def start(self) -> Self:
-        """Listen. Raises ServerError where the address cannot be had."""
+        """Start listening. Raises ServerError if the address is not available."""
         if self._serving is not None:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
         listener, self._listener = self._listener or listen(self.host, self.port), None
@@ -145,12 +142,12 @@ class Server:
         return self
 
     async def stop(self) -> None:
-        """Finish what is under way (for at most `grace_seconds`; those who wait for rollouts are sent away at once),
-        then close. Safe to call twice."""
+        """Finish requests in progress, for at most `grace_seconds`, then close. Requests that wait for rollouts end at
+        once. Safe to call twice."""
         if self._serving is None or self._uvicorn is None:
             return
         self._door.close()
-        self._uvicorn.leave()
+        self._uvicorn.request_exit()
         serving, self._serving = self._serving, None
         await serving
         await self.traces.__aexit__()
@@ -158,7 +155,7 @@ class Server:
             await self.gateway.close()
 
     async def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the server has stopped."""
         if self._serving is not None:
             await asyncio.wait({self._serving})
 
@@ -170,24 +167,24 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn as a guest: it says when it listens, leaves when told, and leaves signals to the host."""
+    """uvicorn embedded in our event loop: `ready` when it listens, exits on request, handles no signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
-        self._leaving = asyncio.Event()
+        self._exit_requested = asyncio.Event()
 
-    def leave(self) -> None:
+    def request_exit(self) -> None:
         self.should_exit = True
-        self._leaving.set()
+        self._exit_requested.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
 
     async def main_loop(self) -> None:
-        """Its ten ticks a second serve only the Date header, which we do not send."""
-        await self._leaving.wait()
+        """Without uvicorn's ten ticks a second, which only serve the Date header; we do not send it."""
+        await self._exit_requested.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -195,7 +192,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach a server that listens there."""
+    """Whether only this machine can reach a server that listens there."""
     if host == "localhost":
         return True
     try:
@@ -205,15 +202,17 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a server that listens there is reached from this machine."""
+    """The URL, on this machine, of a server that listens there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """An address, taken: whoever calls there before a server is given it waits. Raises ServerError."""
+    """Bind and listen. Connections wait until a server is started with the socket. Raises ServerError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sends without delay
+    listener = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # with this protocol number asyncio sets TCP_NODELAY
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -221,26 +220,30 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise ServerError(
-            f"cannot listen on {host}:{port}: {error}; stop what uses it, or choose another port (0 takes a free one)"
+            f"cannot listen on {host}:{port}: {error}; stop the program that uses it, or choose another port (0 takes a free one)"
         ) from error
     return listener
 
 
-def _gateway_counters(gateway: Gateway) -> Iterable[Metric]:
-    return counters("gateway", "Model calls", gateway.figures())
+def _counters(gateway: Gateway | None, traces: OtlpReceiver) -> Iterable[Metric]:
+    yield from counters("otlp", "Traces taken in", asdict(traces.counts))
+    if gateway is not None:
+        yield from counters("gateway", "Model calls", gateway.figures())
 
 
 def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:
-    """What tells browsers that pages of these origins may read the answers. Model calls then take the common way."""
+    """The CORS middleware for these origins. Model calls then do not use their fast path."""
     for origin in origins:
         scheme, _, rest = origin.partition("://")
         if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest):
-            raise ConfigError(f"origin {origin!r} is no site; write https://name or https://name:port, without a path")
+            raise ConfigError(
+                f"origin {origin!r} is not a site; write https://name or https://name:port, without a path"
+            )
     if "*" in origins and token is None:
-        raise ConfigError("origin '*' would let every page of the web in; name the sites, or set an access token")
+        raise ConfigError("origin '*' would allow every web page; name the sites, or set an access token")
     if not origins:
         return []
-    cross = Middleware(
+    cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
         allow_methods=["*"],
@@ -248,11 +251,11 @@ def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]
         expose_headers=["*"],
         allow_credentials="*" not in origins,
     )
-    return [cross]
+    return [cors]
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """A path or a verb that is not served, in the shape of every other error."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """The response for an unknown path or method, in the shape of every other error."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{request.method} {request.url.path} is not served here ({error.detail})"
@@ -260,12 +263,12 @@ async def _refused(request: Request, error: Exception) -> Response:
     return _error(status, kind, message, error.headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """Starlette raises the error again after this, so that it is logged with its traceback."""
+async def _server_error(request: Request, error: Exception) -> Response:
+    """The response for an exception; Starlette raises it again, so that it is logged with its traceback."""
     return _error(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}", None)
 
 
 def _error(status: int, kind: str, message: str, headers: object) -> Response:
     body = orjson.dumps({"error": {"type": kind, "message": message}, "detail": message})
-    given = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else None
-    return Response(body, status, given, media_type="application/json")
+    more = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else None
+    return Response(body, status, more, media_type="application/json")
