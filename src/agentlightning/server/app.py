@@ -220,7 +220,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise ServerError(
-            f"cannot listen on {host}:{port}: {error}; stop the program that uses it, or choose another port (0 takes a free one)"
+            f"cannot listen on {host}:{port}: {error}; stop its user, or choose another port (0 takes a free one)"
         ) from error
     return listener
 
