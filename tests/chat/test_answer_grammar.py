@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
+from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
+from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.reasoning import Markers
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.templates import FAMILIES
 from agentlightning.testing.tokenizer import tiny_tokenizer
@@ -48,8 +48,7 @@ class Model:
         return drawn, False
 
     def read(self, drawn, tools, thought):
-        marks = Markers(thought.start, thought.end, thought.opened) if thought else None
-        answer = Answer(0, self.chat, tools=tools, thinks=marks)
+        answer = Answer(0, self.chat, tools=tools, reasoning_markers=thought)
         answer.finish(Sample(tuple(drawn), (0.0,) * len(drawn), "stop", 0))
         return answer
 
@@ -106,7 +105,7 @@ NESTED = st.one_of(
 DEFINED = {"$defs": {"Size": {"type": "object", "properties": {"w": {"enum": [1, 2.5]}}, "required": ["w"]}}}
 DEFINED["$defs"]["Size"]["additionalProperties"] = False
 CONTENT = an_object(ANY_NAME, NESTED).map(lambda schema: {**schema, **DEFINED})
-THOUGHTS = [Thought(start, end, opened) for start, end in (THINKS, ("[?]", "]")) for opened in (False, True)]
+THOUGHTS = [ThoughtMarkers(start, end, opened) for start, end in (THINKS, ("[?]", "]")) for opened in (False, True)]
 
 
 def tools_of(name):
@@ -130,7 +129,7 @@ def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
         nonlocal ended
         named = tuple((name, json.dumps(schema)) for name, schema in tools.items())
         shape = None if content is None else json.dumps(content)
-        grammar = answer_grammar(model.chat, Outline(named, needs_call, one_call, shape, thought))
+        grammar = answer_grammar(model.chat, AnswerShape(named, needs_call, one_call, shape, thought))
         if grammar is None:
             return
         assert model.grammars.can_compile(grammar, "grammar")
@@ -160,14 +159,19 @@ TWO = (("f", PLAIN), ("g", "{}"))
 @pytest.mark.parametrize("name", KINDS)
 def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models, name):
     model = models[name]
-    for outline in (Outline(TWO, True), Outline(TWO, True, True), Outline(TWO), Outline(TWO, False, True)):
-        grammar = answer_grammar(model.chat, outline)
+    for shape in (
+        AnswerShape(TWO, True),
+        AnswerShape(TWO, True, True),
+        AnswerShape(TWO),
+        AnswerShape(TWO, False, True),
+    ):
+        grammar = answer_grammar(model.chat, shape)
         assert model.grammars.can_compile(grammar, "grammar")
     bare = not model.chat.tool_calls.layout.opening.startswith(model.chat.tool_calls.opening)
-    assert (answer_grammar(model.chat, Outline(TWO, content=PLAIN)) is None) == bare
+    assert (answer_grammar(model.chat, AnswerShape(TWO, content=PLAIN)) is None) == bare
     texts = ["", "So: ", " \n", "né 🎉"]
     for text in texts:
-        matcher = model.grammars.matcher(answer_grammar(model.chat, Outline(TWO)), "grammar")
+        matcher = model.grammars.matcher(answer_grammar(model.chat, AnswerShape(TWO)), "grammar")
         for token in model.chat.encode(text):
             assert matcher.token_mask(len(model.weights))[token]
             matcher.push(token)
@@ -175,14 +179,14 @@ def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models,
         assert all(may[token] for token in model.chat.eos_token_ids)
 
 
-def written(model, outline, seeds=range(10)):
-    grammar = answer_grammar(model.chat, outline)
+def written(model, shape, seeds=range(10)):
+    grammar = answer_grammar(model.chat, shape)
     drawn = [model.draw(grammar, seed) for seed in seeds]
-    return [model.read(tokens, None, outline.thought) for tokens, whole in drawn if whole]
+    return [model.read(tokens, None, shape.thought) for tokens, whole in drawn if whole]
 
 
 def test_several_calls_are_drawn_where_they_may_be_and_one_where_not(models):
-    asked = Outline((("g", NOTHING),), True)
+    asked = AnswerShape((("g", NOTHING),), True)
     for name, model in models.items():
         counts = {len(answer.tool_calls) for answer in written(model, asked)}
         assert (max(counts) > 1) == (name != "llama3")
@@ -190,8 +194,8 @@ def test_several_calls_are_drawn_where_they_may_be_and_one_where_not(models):
 
 def test_a_model_that_thinks_does_so_first_and_a_call_in_its_thought_is_none(models):
     for thought in THOUGHTS:
-        answers = written(models["hermes"], Outline((("g", NOTHING),), True, True, thought=thought))
-        assert any(answer.thought for answer in answers)
+        answers = written(models["hermes"], AnswerShape((("g", NOTHING),), True, True, thought=thought))
+        assert any(answer.reasoning for answer in answers)
         assert all(len(answer.tool_calls) == 1 and not answer.content for answer in answers)
 
 
@@ -210,7 +214,7 @@ UNWRITABLE = {
 @pytest.mark.parametrize("why", UNWRITABLE)
 def test_what_a_format_cannot_promise_has_no_grammar(models, why):
     name, tools = UNWRITABLE[why]
-    assert answer_grammar(models[name].chat, Outline(tools, True)) is None
+    assert answer_grammar(models[name].chat, AnswerShape(tools, True)) is None
 
 
 def test_a_format_that_its_tokenizer_declares_is_checked_and_not_held():
@@ -226,20 +230,20 @@ def test_a_format_that_its_tokenizer_declares_is_checked_and_not_held():
     }
     chat = HFChatFormat(tokenizer)
     assert (chat.tool_calls.name, chat.tool_calls.layout.opening) == ("declared", "<<")
-    assert answer_grammar(chat, Outline(TWO, True)) is None
+    assert answer_grammar(chat, AnswerShape(TWO, True)) is None
 
 
 def test_no_grammar_without_knowing_the_markers_or_how_a_template_writes_calls():
-    assert answer_grammar(ByteChatFormat(), Outline(TWO, True)) is None
+    assert answer_grammar(ByteChatFormat(), AnswerShape(TWO, True)) is None
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     chat = HFChatFormat(tiny_tokenizer(template))
     assert chat.tool_calls.layout is None
-    assert answer_grammar(chat, Outline(TWO, True)) is None
+    assert answer_grammar(chat, AnswerShape(TWO, True)) is None
 
 
-def goes_on(model, outline, spelled, before=""):
+def goes_on(model, shape, spelled, before=""):
     """What may follow when a text is written letter by letter: None where it cannot be."""
-    matcher = model.grammars.matcher(answer_grammar(model.chat, outline), "grammar")
+    matcher = model.grammars.matcher(answer_grammar(model.chat, shape), "grammar")
     letters = [token for letter in spelled for token in model.chat.encode(letter)]
     for token in model.chat.encode(before) + letters:
         if not matcher.token_mask(len(model.weights))[token]:
@@ -248,47 +252,47 @@ def goes_on(model, outline, spelled, before=""):
     return matcher.token_mask(len(model.weights))
 
 
-def may_end(model, outline, text):
-    may = goes_on(model, outline, text)
+def may_end(model, shape, text):
+    may = goes_on(model, shape, text)
     return may is not None and all(may[token] for token in model.chat.eos_token_ids)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_free_text_cannot_be_spelled_like_a_call_that_is_none(models, name):
-    model, outline = models[name], Outline(TWO)
+    model, shape = models[name], AnswerShape(TWO)
     marker, layout = model.chat.tool_calls.opening, model.chat.tool_calls.layout
-    assert may_end(model, outline, "So " + marker[:-1])
-    assert not may_end(model, outline, "So " + marker)
-    assert not may_end(model, outline, marker)
-    assert may_end(model, outline, "So {[")
+    assert may_end(model, shape, "So " + marker[:-1])
+    assert not may_end(model, shape, "So " + marker)
+    assert not may_end(model, shape, marker)
+    assert may_end(model, shape, "So {[")
     begins = not layout.opening.startswith(marker)
-    assert may_end(model, outline, f" {layout.opening[0]}") == (not begins)
+    assert may_end(model, shape, f" {layout.opening[0]}") == (not begins)
 
 
 def test_free_text_of_a_model_that_thinks_cannot_begin_like_a_thought_that_does_not_end(models):
-    outline = Outline(TWO, thought=THOUGHTS[2])
-    assert not may_end(models["hermes"], outline, "[?] hm")
-    assert may_end(models["hermes"], outline, "[?] hm]")
-    assert may_end(models["hermes"], outline, "[?] hm] So")
-    assert may_end(models["hermes"], outline, "So [?]")
-    assert not may_end(models["hermes"], outline, " [?]")
+    shape = AnswerShape(TWO, thought=THOUGHTS[2])
+    assert not may_end(models["hermes"], shape, "[?] hm")
+    assert may_end(models["hermes"], shape, "[?] hm]")
+    assert may_end(models["hermes"], shape, "[?] hm] So")
+    assert may_end(models["hermes"], shape, "So [?]")
+    assert not may_end(models["hermes"], shape, " [?]")
 
 
 TEXT_NEEDED = '{"properties": {"x": {"type": "string"}}, "required": ["x"]}'
 
 
 def test_a_bare_value_cannot_be_spelled_like_its_end(models):
-    outline, model = Outline((("f", TEXT_NEEDED),), True), models["qwen_coder"]
+    shape, model = AnswerShape((("f", TEXT_NEEDED),), True), models["qwen_coder"]
     call = "<tool_call>\n<function=f><parameter=x>\n"
-    assert goes_on(model, outline, "a</parameter", call) is not None
-    assert goes_on(model, outline, "a</parameter>", call) is None
-    assert goes_on(model, outline, "a\n</parameter>", call) is not None
-    may = goes_on(model, outline, "", call + "a\n b\n</parameter></function>\n</tool_call>")
+    assert goes_on(model, shape, "a</parameter", call) is not None
+    assert goes_on(model, shape, "a</parameter>", call) is None
+    assert goes_on(model, shape, "a\n</parameter>", call) is not None
+    may = goes_on(model, shape, "", call + "a\n b\n</parameter></function>\n</tool_call>")
     assert all(may[token] for token in model.chat.eos_token_ids)
 
 
 def test_an_id_may_be_written_where_the_template_writes_one(models):
-    asked, model = Outline((("g", NOTHING),), True, True), models["mistral"]
+    asked, model = AnswerShape((("g", NOTHING),), True, True), models["mistral"]
     for rest in ("}]", ', "id": "abcdefgh1"}]'):
         may = goes_on(model, asked, "", '[TOOL_CALLS] [{"name": "g", "arguments": {}' + rest)
         assert may is not None
@@ -299,12 +303,12 @@ def test_arguments_hold_what_a_schema_names_unless_it_asks_for_more(models):
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1'
     one = {"properties": {"x": {"const": 1}}, "required": ["x"]}
     for schema, more in ((one, False), ({**one, "additionalProperties": {"type": "integer"}}, True)):
-        asked = Outline((("f", json.dumps(schema)),), True)
+        asked = AnswerShape((("f", json.dumps(schema)),), True)
         assert (goes_on(models["hermes"], asked, "", call + ', "') is not None) == more
 
 
 def test_what_a_schema_says_to_people_may_be_spelled_like_a_marker(models):
     schema = {"description": "Ends with <|im_end|>.", "properties": {"title": {"type": "integer"}}}
-    assert answer_grammar(models["hermes"].chat, Outline((("f", json.dumps(schema)),), True)) is not None
+    assert answer_grammar(models["hermes"].chat, AnswerShape((("f", json.dumps(schema)),), True)) is not None
     schema["properties"]["<|im_end|>"] = {"type": "integer"}
-    assert answer_grammar(models["hermes"].chat, Outline((("f", json.dumps(schema)),), True)) is None
+    assert answer_grammar(models["hermes"].chat, AnswerShape((("f", json.dumps(schema)),), True)) is None

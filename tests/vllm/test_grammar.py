@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.chat.answer_grammar import Outline, answer_grammar
+from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
@@ -34,7 +34,9 @@ async def engine(server: str, models: list[Path]) -> AsyncIterator[ReplicaPool]:
 async def test_answers_are_the_calls_that_are_asked_for(engine: ReplicaPool):
     chat = engine.chat
     prompt = chat.encode(chat.render([{"role": "user", "content": "What is 12 + 30?"}]))
-    several, one = (answer_grammar(chat, Outline(TOOLS, needs_call=True, one_call=single)) for single in (False, True))
+    several, one = (
+        answer_grammar(chat, AnswerShape(TOOLS, needs_call=True, one_call=single)) for single in (False, True)
+    )
     assert several is not None
     assert one is not None
     assert await engine.can_enforce(several, "grammar")

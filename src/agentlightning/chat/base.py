@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall
 from agentlightning.errors import ConfigError
 
-__all__ = ["CallFormat", "ChatFormat", "Message", "ParsedMessage", "ParsedToolCall"]
+__all__ = ["CallFormat", "ChatFormat", "Message", "ParsedMessage", "ParsedToolCall", "ThoughtMarkers"]
 
 Message = dict[str, Any]
 """A chat message of the OpenAI chat completions API: role, content, tool_calls, tool_call_id, name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarkers:
+    """The texts around the thought of a reasoning model, such as `<think>` and `</think>`."""
+
+    start: str
+    end: str
+    opened: bool
+    """Whether the chat template begins the thought, so that an answer starts inside it."""
 
 
 class ChatFormat(Protocol):

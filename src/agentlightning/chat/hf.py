@@ -1,12 +1,10 @@
-"""A chat format over a Hugging Face tokenizer: text by its chat template, tool calls as that template writes them.
+"""The chat format of a Hugging Face tokenizer: its chat template, and the tool-call format detected from it.
 
-Responsible for turning messages into text, text into tokens, and an answer back into content and tool calls. It
-never samples and never guesses: a tokenizer without a chat template is refused, and what is not a well-formed tool
-call stays in the content.
+It never guesses: a tokenizer without a chat template is rejected, and a malformed tool call stays in the content.
 
-Which format of tool calls a model has, its template shows: it is given a conversation with a call, and the format that
-reads this very call back is the one. A tokenizer that declares how its answers are read is believed before that, and
-an option before both. Of a template that writes no call for us we take the format whose marker it mentions, or Hermes.
+The tool-call format is detected by rendering a conversation with a call: the format that parses this call is the
+model's. A tokenizer that declares its response format takes precedence, and an explicit option over both. If the
+template renders no call, it is the format whose marker the template mentions, or Hermes.
 """
 
 from __future__ import annotations
@@ -24,20 +22,21 @@ from typing import Any, Final
 import jinja2
 
 from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
-from agentlightning.chat.literals import Literals
 from agentlightning.chat.text_encoder import TextEncoder
-from agentlightning.chat.tool_calls import FORMATS, named
-from agentlightning.chat.tool_calls.format import CallFormat, MarkedFormat, Tools, read_whole
+from agentlightning.chat.token_escaping import TokenEscaper
+from agentlightning.chat.tool_calls import FORMATS, call_format
+from agentlightning.chat.tool_calls.format import CallFormat, MarkedFormat, Tools
 from agentlightning.chat.tool_calls.hermes import HERMES
-from agentlightning.chat.tool_calls.response_template import declared
-from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, find_layout
+from agentlightning.chat.tool_calls.reader import parse_answer
+from agentlightning.chat.tool_calls.response_template import response_template_format
+from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, probe_layout
 from agentlightning.errors import ConfigError
 
 _PROBE: Final = KEY
 _TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
 _SHORT_IDS: Final = IDS
-_BEGUN: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
-"""The marker that a prompt ends with."""
+_TRAILING_MARKER: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
+"""A marker at the end of a prompt."""
 _RESERVED: Final = frozenset(
     {
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
@@ -45,17 +44,17 @@ _RESERVED: Final = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
 )
-"""What transformers takes for itself, beside the variables of a template."""
-_MOST_VIEWS: Final = 64
+"""Parameters of transformers that are no template variables."""
+_MAX_VIEWS: Final = 64
 _LONG_IDS: Final = ("call_probe1",)
 
 
 class HFChatFormat(ChatFormat):
     """`ChatFormat` over a transformers tokenizer.
 
-    `eos_token_ids` are added to what the tokenizer, the `generation_config.json` beside it and its template say.
-    `tool_calls` names the format of tool calls (a key of `tool_calls.FORMATS`); None finds it out.
-    Raises ConfigError where the tokenizer has no chat template or no token that ends a turn, and for an unknown format.
+    `eos_token_ids` are added to those of the tokenizer, its `generation_config.json` and its template. `tool_calls`
+    names the tool-call format (a key of `tool_calls.FORMATS`); None detects it. Raises ConfigError if the tokenizer has
+    no chat template or no end-of-turn token, and for an unknown format.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tool_calls: str | None = None) -> None:
@@ -65,23 +64,22 @@ class HFChatFormat(ChatFormat):
                 f"the tokenizer of {self._name} has no chat template; use an instruction-tuned model, or set "
                 "`chat_template` in its tokenizer_config.json (or put a chat_template.jinja beside it)"
             )
-        # Ours is not the trainer's, which may change what it pads and cuts. It is read from several threads.
+        # A copy: the trainer may change padding and truncation of its own, and several threads read this one.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = TextEncoder(self._tokenizer)
         self.template_kwargs: Mapping[str, Any] = {}
         self._views: dict[str, HFChatFormat] = {}
-        self._literals: Literals | None = None
-        """None while the template is still being looked at."""
+        self._escaper: TokenEscaper | None = None
+        """None while the template is probed."""
         self._backend = self._encoder.backend
-        self.tool_calls: CallFormat = HERMES if tool_calls is None else named(tool_calls)
-        """How the model writes tool calls; `tool_calls.name` says which format was found."""
+        self.tool_calls: CallFormat = HERMES if tool_calls is None else call_format(tool_calls)
+        """The detected format; `tool_calls.name` names it."""
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
         self.markers: Mapping[str, int] | None = _markers(self._tokenizer)
-        """Text -> id of the tokens that are no part of a text."""
-        self._find_tool_calls(tool_calls is not None)
+        self._detect_tool_calls(tool_calls is not None)
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         turns = self._turn_markers()
-        self._literals = Literals(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
+        self._escaper = TokenEscaper(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
 
     def render(
         self,
@@ -89,36 +87,33 @@ class HFChatFormat(ChatFormat):
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation as text. Raises ConfigError, in the template's words, on messages it cannot hold."""
+        """See `ChatFormat.render`. The error quotes the template's message."""
         if self.tool_calls.short_ids:
             messages = [_with_ids(message, self.tool_calls) for message in messages]
         if any("tool_calls" in message for message in messages) and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
-        if self._literals is not None:
-            messages, tools = self._literals.guard(messages, tools)
+        if self._escaper is not None:
+            messages, tools = self._escaper.escape_messages(messages, tools)
         try:
             return self._apply(messages, tools, add_generation_prompt)
         except _TEMPLATE_ERRORS as error:
             raise ConfigError(f"the chat template of {self._name} cannot hold these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of rendered text: special tokens are recognised, none is added. What looks like one in the messages
-        that were rendered is text (`policy.literals`)."""
-        return self._literals.encode(text) if self._literals is not None else self._encoder.encode(text)
+        """See `ChatFormat.encode`. Special tokens in message text are encoded as text (`chat.token_escaping`)."""
+        return self._escaper.encode(text) if self._escaper is not None else self._encoder.encode(text)
 
     def escape(self, text: str) -> str:
-        """A text to be put into a rendered one, in which nothing is a special token."""
-        return self._literals.literal(text) if self._literals is not None else text
+        return self._escaper.escape(text) if self._escaper is not None else text
 
     def unescape(self, text: str) -> str:
-        """A rendered text as people read it."""
-        return self._literals.plain(text) if self._literals is not None else text
+        return self._escaper.unescape(text) if self._escaper is not None else text
 
     def min_token_count(self, text: str, limit: int) -> int:
-        return self._encoder.least(self.unescape(text), limit)
+        return self._encoder.min_token_count(self.unescape(text), limit)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """See `ChatFormat.decode`. Invalid UTF-8 becomes U+FFFD."""
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode(
@@ -126,21 +121,20 @@ class HFChatFormat(ChatFormat):
         )
 
     def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> HFChatFormat:
-        """The same format, with variables for its template: `enable_thinking`, say. Raises ConfigError for a name that
-        is not the template's to read."""
-        if taken := sorted(_RESERVED & kwargs.keys()):
-            raise ConfigError(f"chat_template_kwargs sets {', '.join(taken)}, which is no variable of a template")
+        """See `ChatFormat.with_template_kwargs`. Raises ConfigError for a name that transformers reserves."""
+        if reserved := sorted(_RESERVED & kwargs.keys()):
+            raise ConfigError(f"chat_template_kwargs sets {', '.join(reserved)}, which is no variable of a template")
         key = json.dumps(kwargs, sort_keys=True)
         if (view := self._views.get(key)) is None:
             view = copy.copy(self)
             view.template_kwargs = dict(kwargs)
-            if len(self._views) < _MOST_VIEWS:
+            if len(self._views) < _MAX_VIEWS:
                 self._views[key] = view
         return view
 
     def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
-        """Content and tool calls of an answer; `tools` say what type an argument has, where its text does not."""
-        return read_whole(self.tool_calls, self.unescape(text), tools)
+        """See `ChatFormat.parse`. `tools` give the types of arguments whose text is ambiguous."""
+        return parse_answer(self.tool_calls, self.unescape(text), tools)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         return self._tokenizer.apply_chat_template(
@@ -153,12 +147,12 @@ class HFChatFormat(ChatFormat):
 
     @cached_property
     def _wants_objects(self) -> bool:
-        """Whether the template writes tool-call arguments given as an object (most) or as JSON text (a few)."""
-        text = self._probed({_PROBE: 1})
+        """Whether the template takes tool-call arguments as an object (most do) or as JSON text."""
+        text = self._render_probe({_PROBE: 1})
         return _PROBE in text and f"'{_PROBE}'" not in text
 
-    def _probed(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
-        """What the template writes for a turn of one call for each id; "" where it refuses."""
+    def _render_probe(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
+        """What the template writes for a turn with one call per id; "" if it refuses."""
         function = {"name": NAME, "arguments": arguments}
         calls = [{"id": name, "type": "function", "function": function} for name in ids]
         asked: Message = {"role": "user", "content": "?"}
@@ -168,40 +162,42 @@ class HFChatFormat(ChatFormat):
             text = self._apply([asked, turn], None, False)
         except _TEMPLATE_ERRORS:
             return ""
-        # Some templates begin a thought for the model that they leave out of a turn without one.
-        return text.removeprefix(before if text.startswith(before) else _BEGUN.sub("", before))
+        # Some templates begin a thought in the prompt and omit it from a turn without one.
+        return text.removeprefix(before if text.startswith(before) else _TRAILING_MARKER.sub("", before))
 
-    def _find_tool_calls(self, chosen: bool) -> None:
-        """See the module. `chosen`: which format it is, an option says."""
+    def _detect_tool_calls(self, configured: bool) -> None:
+        """See the module. `configured`: an option names the format."""
         arguments = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
-        text = self._probed(arguments)
-        if not chosen:
-            read = (format for format in FORMATS.values() if self._reads(format, text))
-            self.tool_calls = declared(self._tokenizer) or next(read, None) or self._mentioned()
+        text = self._render_probe(arguments)
+        if not configured:
+            parsing = (format for format in FORMATS.values() if self._parses(format, text))
+            self.tool_calls = (
+                response_template_format(self._tokenizer) or next(parsing, None) or self._mentioned_format()
+            )
         if _PROBE in text:
-            two = self._probed(arguments, _SHORT_IDS)
-            long = self._probed(arguments, _LONG_IDS) != ""
+            two = self._render_probe(arguments, _SHORT_IDS)
+            long = self._render_probe(arguments, _LONG_IDS) != ""
             found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
-            self.tool_calls = replace(found, layout=find_layout(found, text, two, self._ends()))
+            self.tool_calls = replace(found, layout=probe_layout(found, text, two, self._turn_ends()))
 
-    def _mentioned(self) -> CallFormat:
-        """The format whose marker stands in the template, where no call could be had from it."""
+    def _mentioned_format(self) -> CallFormat:
+        """The format whose marker the template mentions, for a template that renders no call."""
         template = str(self._tokenizer.chat_template)
         marked = (format for format in FORMATS.values() if isinstance(format, MarkedFormat))
         return next((format for format in marked if format.opening in template), HERMES)
 
-    def _reads(self, format: CallFormat, text: str) -> bool:
-        for end in self._ends():
+    def _parses(self, format: CallFormat, text: str) -> bool:
+        for end in self._turn_ends():
             text = text.partition(end)[0]
-        calls = read_whole(format, text).tool_calls
+        calls = parse_answer(format, text).tool_calls
         return [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]
 
-    def _ends(self) -> list[str]:
-        """What ends a turn, as text."""
+    def _turn_ends(self) -> list[str]:
+        """The texts that end a turn."""
         return [end for token in self.eos_token_ids if (end := self.decode([token]))]
 
     def _turn_markers(self) -> frozenset[str]:
-        """What the template writes around turns, and what ends one."""
+        """Markers that the template writes around turns, and the texts that end a turn."""
         asked: Message = {"role": "user", "content": _PROBE}
         said: Message = {"role": "assistant", "content": _PROBE}
         try:
@@ -210,7 +206,7 @@ class HFChatFormat(ChatFormat):
             text = ""
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         found = [marker for marker in added if marker.strip() and marker in text]
-        return frozenset([*_unpaired(self._tokenizer, found), *self._ends()])
+        return frozenset([*_unpaired(self._tokenizer, found), *self._turn_ends()])
 
     def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
         found = {*given, *self._generation_eos(), *self._template_eos()}
@@ -239,15 +235,15 @@ class HFChatFormat(ChatFormat):
 
 
 def _unpaired(tokenizer: Any, markers: Iterable[str]) -> list[str]:
-    """Without tags that come in pairs; `<s>` and `</s>` are none."""
+    """`markers` without paired tags; `<s>` and `</s>` are no pair."""
     known: set[str] = {*tokenizer.get_added_vocab()}
     tags = {name for marker in known if len(name := marker.removeprefix("</")) > len("s>") and marker != name}
     return [each for each in markers if each.removeprefix("</") not in tags and each[1:] not in tags]
 
 
 def _markers(tokenizer: Any) -> dict[str, int]:
-    """Those that llguidance takes for such: special tokens, and others that look like them. Some tokenizers add runs of
-    spaces as tokens too, which are text."""
+    """The tokens that llguidance treats as special: special tokens, and others that look like them. Runs of spaces,
+    which some tokenizers add as tokens, are text."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     return {
         token.content: number
@@ -257,11 +253,11 @@ def _markers(tokenizer: Any) -> dict[str, int]:
 
 
 def _with_ids(message: Message, format: CallFormat) -> Message:
-    """With ids that the template takes, the same ones for calls and their results."""
+    """With call ids that the template accepts, consistent between calls and results."""
     if isinstance(name := message.get("tool_call_id"), str):
-        message = {**message, "tool_call_id": format.fit_id(name)}
+        message = {**message, "tool_call_id": format.convert_id(name)}
     if calls := message.get("tool_calls"):
-        calls = [{**call, "id": format.fit_id(call.get("id") or "")} for call in calls]
+        calls = [{**call, "id": format.convert_id(call.get("id") or "")} for call in calls]
         message = {**message, "tool_calls": calls}
     return message
 
@@ -272,7 +268,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as an object. What is not a JSON object stays the text it is: the model did write that."""
+    """Arguments as an object. Text that is not a JSON object stays as the model wrote it."""
     arguments = call["function"].get("arguments")
     if not isinstance(arguments, str):
         return call

@@ -1,8 +1,8 @@
-"""Text into tokens for a Hugging Face tokenizer, and how many it will at least be.
+"""Text to tokens with a Hugging Face tokenizer, and a lower bound on the number of tokens.
 
-Long texts are encoded without the interpreter's lock, so that a thread that does so stops nobody. `least` says early
-that a text is too long: it encodes piece by piece and stops at a limit, so that a prompt of 20 MB costs no more than
-one that just fits.
+Long texts are encoded without the interpreter lock, so that other threads are not blocked. `min_token_count` detects
+early that a text is too long: it encodes piece by piece and stops at a limit, so that a prompt of 20 MB costs no more
+than one that just fits.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, Final, TypeVar, cast
 T = TypeVar("T")
 
 LONG: Final = 4096
-"""Characters from which a text is encoded without the lock; below, giving it up costs more."""
+"""Characters from which a text is encoded without the lock; for shorter texts, releasing it costs more."""
 PIECE: Final = 32 * 1024
-"""Characters encoded at once where tokens are only counted."""
+"""Characters encoded at once when tokens are only counted."""
 _SLACK: Final = 16
-"""Tokens that a cut between two pieces adds at most."""
+"""The most tokens that a cut between two pieces adds."""
 _PROBE: Final = "x \n\t  y\n\n\n z"
 
 
 class TextEncoder:
-    """Over the tokenizer of transformers, and the Rust one inside where there is one."""
+    """Wraps a tokenizer of transformers, and the Rust tokenizer inside if there is one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class TextEncoder:
 
     @property
     def backend(self) -> Any | None:
-        """Called directly, it takes half the time for a short text."""
+        """The Rust tokenizer. Calling it directly takes half the time for a short text."""
         return self._backend
 
     def encode(self, text: str) -> list[int]:
@@ -44,33 +44,33 @@ class TextEncoder:
             return self._backend.encode(text, add_special_tokens=False).ids
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def least(self, text: str, most: int) -> int:
-        """A number of tokens that `text` has at least; exact enough to say whether it has more than `most`, and never
-        more work than for that many. 0 for a text that is surely no longer, as its characters are few."""
-        if len(text) <= most:
+    def min_token_count(self, text: str, limit: int) -> int:
+        """A lower bound, exact enough to tell whether `text` has more than `limit` tokens, at the cost of encoding no
+        more than that. 0 for a text with too few characters."""
+        if len(text) <= limit:
             return 0
-        certain = len(text) // self._longest if self._longest else 0
-        if certain > most:
-            return certain
-        count, place = 0, 0
-        while place < len(text) and count <= most:
-            end = _cut(text, place)
-            count += max(0, len(self.encode(text[place:end])) - _SLACK)
-            place = end
+        bound = len(text) // self._max_token_length if self._max_token_length else 0
+        if bound > limit:
+            return bound
+        count, position = 0, 0
+        while position < len(text) and count <= limit:
+            end = _piece_end(text, position)
+            count += max(0, len(self.encode(text[position:end])) - _SLACK)
+            position = end
         return count
 
     @cached_property
-    def _longest(self) -> int:
-        """Characters of the longest token, with room for what normalisation takes away; 0 where whitespace may vanish,
-        so that characters say nothing of tokens."""
+    def _max_token_length(self) -> int:
+        """Characters of the longest token, with a margin for normalisation; 0 if whitespace may vanish, so that the
+        number of characters bounds nothing."""
         if _PROBE not in cast("str", self._tokenizer.decode(self.encode(_PROBE))):
             return 0
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         return longest if self._backend is not None and self._backend.normalizer is None else 4 * longest
 
 
-def _cut(text: str, start: int) -> int:
-    """Where the piece from `start` ends: between two words, where there are any."""
+def _piece_end(text: str, start: int) -> int:
+    """End of the piece from `start`: between two words, if there are any."""
     end = start + PIECE
     if end >= len(text):
         return len(text)

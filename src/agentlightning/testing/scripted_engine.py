@@ -17,8 +17,9 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
-from agentlightning.chat.tool_calls.format import CallFormat, Tools, read_whole
+from agentlightning.chat.tool_calls.format import CallFormat, Tools
 from agentlightning.chat.tool_calls.hermes import CALL_END, CALL_START, HERMES
+from agentlightning.chat.tool_calls.reader import parse_answer
 from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 
@@ -51,7 +52,7 @@ class ByteChatFormat(ChatFormat):
         return data.decode("utf-8", errors="replace")
 
     def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
-        return read_whole(self.tool_calls, text, tools)
+        return parse_answer(self.tool_calls, text, tools)
 
 
 class ScriptedEngine:

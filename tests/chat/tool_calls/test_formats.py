@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.chat.tool_calls import FORMATS, named
-from agentlightning.chat.tool_calls.format import CallReader, ParsedToolCall, is_short_id, read_whole
+from agentlightning.chat.tool_calls import FORMATS, call_format
+from agentlightning.chat.tool_calls.format import ParsedToolCall, is_short_id
+from agentlightning.chat.tool_calls.reader import CallReader, parse_answer
 from agentlightning.errors import ConfigError
 from agentlightning.testing.templates import FAMILIES
 from agentlightning.testing.tokenizer import tiny_tokenizer
@@ -97,13 +98,13 @@ def test_an_option_wins_over_what_the_template_writes_and_an_unknown_one_is_refu
 
 def test_a_template_that_writes_no_calls_is_taken_for_hermes():
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == named("hermes")
+    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("hermes")
 
 
 def test_a_template_that_only_mentions_a_format_is_taken_for_it():
     mentions = "{% if false %}[TOOL_CALLS]{% endif %}"
     template = mentions + "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == named("mistral")
+    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("mistral")
 
 
 SPECIAL = [
@@ -245,7 +246,7 @@ PARTS = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("parallel", "examples"), [(True, 20), (False, 8), SLOWLY])
 def test_however_a_text_is_cut_it_is_read_as_it_is_whole(name, parallel, examples):
-    format = replace(named(name), parallel=parallel)
+    format = replace(call_format(name), parallel=parallel)
     pieces = [*PARTS[name] * 2, CALLED[name], CALLED[name], " ", "\n", "hello", "{", "<", "é"]
 
     @settings(max_examples=examples, deadline=None)
@@ -257,7 +258,7 @@ def test_however_a_text_is_cut_it_is_read_as_it_is_whole(name, parallel, example
             shown += reader.feed(text[position : position + size])
             position += size
         shown += reader.finish()
-        parsed = read_whole(format, text)
+        parsed = parse_answer(format, text)
         assert "".join(piece for piece in shown if isinstance(piece, str)) == (parsed.content or "")
         assert tuple(piece for piece in shown if isinstance(piece, ParsedToolCall)) == parsed.tool_calls
         assert parallel or len(parsed.tool_calls) <= 1
@@ -269,15 +270,15 @@ def test_however_a_text_is_cut_it_is_read_as_it_is_whole(name, parallel, example
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_that_cannot_become_a_call_is_shown_at_once(name):
-    reader = CallReader(named(name))
+    reader = CallReader(call_format(name))
     assert reader.feed("The answer") == ["The answer"]
     assert reader.feed(" is {") == [" is {"]
-    assert CallReader(named(name)).feed('{"answer": 4') == ['{"answer": 4']
+    assert CallReader(call_format(name)).feed('{"answer": 4') == ['{"answer": 4']
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_is_given_once_it_is_whole(name):
-    reader = CallReader(named(name))
+    reader = CallReader(call_format(name))
     assert reader.feed(CALLED[name][:-20]) == []
     (call,) = reader.feed(CALLED[name][-20:] + (" " if name == "pythonic" else ""))
     assert call.name == "f"
@@ -290,7 +291,7 @@ def test_a_template_that_takes_one_call_gets_one_and_the_rest_is_text(chats):
     one = '{"name": "f", "parameters": {}}'
     parsed = chats["llama3"].parse(f"{one}; {one}")
     assert (meant(parsed), parsed.content) == ([("f", {})], f"; {one}")
-    assert meant(read_whole(named("llama3"), f"{one}; {one}\n{one}")) == [("f", {})] * 3
+    assert meant(parse_answer(call_format("llama3"), f"{one}; {one}\n{one}")) == [("f", {})] * 3
 
 
 @pytest.mark.parametrize(
@@ -302,12 +303,12 @@ def test_a_template_that_takes_one_call_gets_one_and_the_rest_is_text(chats):
     ],
 )
 def test_llama_calls_come_in_several_shapes(text, arguments):
-    assert read_whole(named("llama3"), text).tool_calls == (ParsedToolCall("f", arguments),)
+    assert parse_answer(call_format("llama3"), text).tool_calls == (ParsedToolCall("f", arguments),)
 
 
 @pytest.mark.parametrize("text", ['{"name": "Ann"}', '{"name": "f", "parameters": {}, "age": 3}', "[1, 2]", "{"])
 def test_a_json_answer_that_is_no_call_stays_text_for_llama(text):
-    assert read_whole(named("llama3"), text).content == text
+    assert parse_answer(call_format("llama3"), text).content == text
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_a_json_answer_that_is_no_call_stays_text_for_llama(text):
     ],
 )
 def test_python_constants_become_json(text, arguments):
-    (call,) = read_whole(named("pythonic"), text).tool_calls
+    (call,) = parse_answer(call_format("pythonic"), text).tool_calls
     if arguments is None:
         assert call.arguments == '{"a": true, "b": null, "c": false, "d": -1.50, "e": {"k": [1]}}'
     else:
@@ -330,14 +331,16 @@ def test_python_constants_become_json(text, arguments):
     "text", ["[f(1)]", "[f(x=y)]", "[f(x=g())]", "[]", "[f]", "[f(x=01)]", "[f(x='\\ud800')]", "[" * 999]
 )
 def test_python_that_is_no_list_of_calls_with_constants_stays_text(text):
-    assert read_whole(named("pythonic"), text).content == text
+    assert parse_answer(call_format("pythonic"), text).content == text
 
 
 def test_a_mistral_call_keeps_the_id_the_model_gave_it_where_it_is_one():
     call = '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "%s"}]'
-    assert read_whole(named("mistral"), call % "abc123XYZ").tool_calls[0].id == "abc123XYZ"
-    assert read_whole(named("mistral"), call % "short").tool_calls[0].id is None
-    assert read_whole(named("mistral"), "[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}").tool_calls[0].id == "abc123XYZ"
+    assert parse_answer(call_format("mistral"), call % "abc123XYZ").tool_calls[0].id == "abc123XYZ"
+    assert parse_answer(call_format("mistral"), call % "short").tool_calls[0].id is None
+    assert (
+        parse_answer(call_format("mistral"), "[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}").tool_calls[0].id == "abc123XYZ"
+    )
 
 
 @pytest.mark.parametrize("name", ["mistral", "mistral_named"])
@@ -347,7 +350,7 @@ def test_ids_are_made_in_the_familys_form_and_those_of_others_are_brought_into_i
     message = turn(("f", "{}"))
     message["tool_calls"][0]["id"] = "toolu_from_elsewhere"
     text = chat.render([ASKED, message, {"role": "tool", "tool_call_id": "toolu_from_elsewhere", "content": "42"}])
-    assert text.count(chat.tool_calls.fit_id("toolu_from_elsewhere")) == 2
+    assert text.count(chat.tool_calls.convert_id("toolu_from_elsewhere")) == 2
 
 
 def test_ids_elsewhere_begin_as_the_callers_wire_begins_them(chats):
@@ -383,7 +386,7 @@ SCHEMA = {
 def test_the_tools_schema_says_what_bare_text_is(key, value, json_value):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}]
     text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    (call,) = read_whole(named("qwen_coder"), text, tools).tool_calls
+    (call,) = parse_answer(call_format("qwen_coder"), text, tools).tool_calls
     assert call.arguments == f'{{"{key}": {json_value}}}'
 
 
@@ -402,7 +405,7 @@ def test_a_schema_that_refers_to_another_means_that_one(name, value, json_value)
     schema = {"properties": {"x": {"$ref": f"#/$defs/{name}"}}, "$defs": DEFINED}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    (call,) = read_whole(named("qwen_coder"), text, tools).tool_calls
+    (call,) = parse_answer(call_format("qwen_coder"), text, tools).tool_calls
     assert call.arguments == f'{{"x": {json_value}}}'
 
 
@@ -413,7 +416,7 @@ def test_a_schema_that_refers_to_another_means_that_one(name, value, json_value)
 def test_a_schema_that_is_none_says_nothing(schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}, "$defs": 5}}}]
     text = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
-    (call,) = read_whole(named("qwen_coder"), text, tools).tool_calls
+    (call,) = parse_answer(call_format("qwen_coder"), text, tools).tool_calls
     assert call.arguments == '{"x": "1"}'
 
 

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.chat.tool_calls.format import ParsedToolCall, read_whole
+from agentlightning.chat.tool_calls.format import ParsedToolCall
 from agentlightning.chat.tool_calls.hermes import HERMES
+from agentlightning.chat.tool_calls.reader import parse_answer
 
 
 def read_hermes(text):
-    return read_whole(HERMES, text)
+    return parse_answer(HERMES, text)
 
 
 def test_tool_calls_are_read_with_their_arguments_as_they_were_written():

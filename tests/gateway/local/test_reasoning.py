@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning import span as names
+from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import ReasoningDelta
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.reasoning import Markers, thought_markers
+from agentlightning.gateway.local.reasoning import thought_markers
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.tokenizer import tiny_tokenizer
@@ -26,7 +27,7 @@ LATE = """\
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 OPENED = LATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-THINK = Markers("<think>", "</think>", False)
+THINK = ThoughtMarkers("<think>", "</think>", False)
 
 
 def chat_of(template):
@@ -48,10 +49,10 @@ def opened():
 
 def test_markers_are_read_off_the_template(late, opened, bpe_chat):
     assert thought_markers(late) == THINK
-    assert thought_markers(opened) == Markers("<think>", "</think>", True)
-    assert thought_markers(chat_of(LATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"))) == Markers(
-        "[THINK]", "[/THINK]", False
-    )
+    assert thought_markers(opened) == ThoughtMarkers("<think>", "</think>", True)
+    assert thought_markers(
+        chat_of(LATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"))
+    ) == ThoughtMarkers("[THINK]", "[/THINK]", False)
     assert thought_markers(bpe_chat) is None
     assert thought_markers(ByteChatFormat()) is None
 
@@ -92,7 +93,7 @@ def test_a_thought_at_the_beginning_is_told_from_the_rest(text, thought, content
 
 
 def test_an_answer_begins_inside_the_thought_its_template_opens():
-    _, answer = show("Hm.\n</think>\n\nHello.", Markers("<think>", "</think>", True))
+    _, answer = show("Hm.\n</think>\n\nHello.", ThoughtMarkers("<think>", "</think>", True))
     assert (answer.reasoning, answer.content) == ("Hm.", "Hello.")
 
 
@@ -109,7 +110,7 @@ PARTS = st.lists(
 
 @given(PARTS.map("".join), st.booleans(), st.integers(1, 7))
 def test_what_is_shown_piece_by_piece_is_the_thought_and_the_content_however_it_is_cut(text, opened, size):
-    markers = Markers("<think>", "</think>", opened)
+    markers = ThoughtMarkers("<think>", "</think>", opened)
     pieces, answer = show(text, markers, size)
     _, whole = show(text, markers, 10_000)
     assert (

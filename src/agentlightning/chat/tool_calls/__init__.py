@@ -1,8 +1,4 @@
-"""The formats models write tool calls in, by name.
-
-Called by a chat format, which finds out which one a template writes (`agentlightning.chat.hf`). Nothing here
-knows a template or a tokenizer, but for `declared`, which reads what a tokenizer says of itself.
-"""
+"""Tool-call formats of model families, by name; `agentlightning.chat.hf` detects which one a template uses."""
 
 from typing import Final
 
@@ -20,8 +16,8 @@ FORMATS: Final[dict[str, CallFormat]] = {
 }
 
 
-def named(name: str) -> CallFormat:
-    """The format of that name. Raises ConfigError, listing them."""
+def call_format(name: str) -> CallFormat:
+    """The format of this name. Raises ConfigError that lists the known ones."""
     if name not in FORMATS:
         raise ConfigError(f"tool_calls={name!r} is not a format of tool calls; use one of {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -1,7 +1,7 @@
-"""DeepSeek V3, R1 and V3.1: calls between markers of their own, all of them between two more.
+"""DeepSeek V3, R1 and V3.1: each call between two markers, and all calls between two more.
 
-V3 and R1 write `function`, a separator, the name and a fenced block of JSON; V3.1 the name, the separator and the
-JSON.
+V3 and R1 write `function`, a separator, the name and a fenced block of JSON; V3.1 writes the name, the separator and
+the JSON.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from typing import Final
 
 from agentlightning.chat.tool_calls.format import (
-    Before,
-    Malformed,
+    IncompleteCall,
+    MalformedCall,
     MarkedFormat,
+    Parsed,
     ParsedToolCall,
-    Reading,
+    Preceding,
     Tools,
-    Unfinished,
 )
-from agentlightning.chat.tool_calls.partial_json import is_object, is_text, outside_strings, skip_space
+from agentlightning.chat.tool_calls.partial_json import is_object, is_utf8, outside_strings, skip_space
 
 CALLS_BEGIN: Final = "<｜tool▁calls▁begin｜>"
 CALLS_END: Final = "<｜tool▁calls▁end｜>"
@@ -36,31 +36,31 @@ class DeepSeek(MarkedFormat):
     def opening(self) -> str:
         return CALLS_BEGIN
 
-    def read_unmarked(self, text: str, before: Before) -> Reading:
-        """After a call: another one, or the end of all."""
-        if before != "call":
-            raise Malformed("the first call begins with a marker for all")
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
+        """After a call: another call, or the end of all calls."""
+        if preceding != "call":
+            raise MalformedCall("the first call begins with a marker for all")
         if text.startswith(CALLS_END):
-            return Reading(0, (), len(CALLS_END))
+            return Parsed(0, (), len(CALLS_END))
         if CALLS_END.startswith(text):
-            raise Unfinished(f"{CALLS_END} may follow")
-        return Reading(0, *_call(text, 0))
+            raise IncompleteCall(f"{CALLS_END} may follow")
+        return Parsed(0, *_call(text, 0))
 
-    def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         return _call(text, skip_space(text, start))
 
 
 def _call(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
     if not text.startswith(CALL_BEGIN, start):
-        raise (Unfinished if CALL_BEGIN.startswith(text[start:]) else Malformed)(f"{CALL_BEGIN} is missing")
+        raise (IncompleteCall if CALL_BEGIN.startswith(text[start:]) else MalformedCall)(f"{CALL_BEGIN} is missing")
     body = start + len(CALL_BEGIN)
     end = outside_strings(text, body, CALL_END, CALL_BEGIN)
     head, _, rest = text[body:end].partition(SEPARATOR)
     name, arguments = head.strip(), rest.strip()
     if name == "function" and (fenced := _FENCED.fullmatch(rest)):
         name, arguments = fenced.groups()
-    if not name or not is_text(name) or not is_object(arguments):
-        raise Malformed("a call is a name and a JSON object")
+    if not name or not is_utf8(name) or not is_object(arguments):
+        raise MalformedCall("a call is a name and a JSON object")
     return (ParsedToolCall(name, arguments),), end + len(CALL_END)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from agentlightning.chat.tool_calls.format import Malformed, MarkedFormat, ParsedToolCall, Tools, Unfinished
+from agentlightning.chat.tool_calls.format import IncompleteCall, MalformedCall, MarkedFormat, ParsedToolCall, Tools
 from agentlightning.chat.tool_calls.partial_json import object_call, outside_strings, skip_space
 
 CALL_START: Final = "<tool_call>"
@@ -18,12 +18,12 @@ class Hermes(MarkedFormat):
     def opening(self) -> str:
         return CALL_START
 
-    def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         body = skip_space(text, start)
         if body == len(text):
-            raise Unfinished("nothing follows")
+            raise IncompleteCall("nothing follows")
         if text[body] != "{":
-            raise Malformed("a call is a JSON object")
+            raise MalformedCall("a call is a JSON object")
         end = outside_strings(text, body, CALL_END, CALL_START)
         return (object_call(text[body:end]),), end + len(CALL_END)
 

@@ -1,4 +1,4 @@
-"""The parameters of a tool one by one, for formats that write each by itself instead of an object of all."""
+"""The parameters of a tool's JSON schema, for formats that write each argument separately instead of one object."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-SAYS_NOTHING: Final = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
-"""Keywords of a schema that forbid no value."""
+ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
+"""Keywords of a schema that constrain no value."""
 DEFINITIONS: Final = ("$defs", "definitions")
 _PARAMETERS: Final = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
-_KNOWN: Final = SAYS_NOTHING.union(DEFINITIONS, _PARAMETERS)
+_KNOWN: Final = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
 _REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
 
 
@@ -20,21 +20,21 @@ _REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\
 class Parameter:
     name: str
     schema: dict[str, Any]
-    needed: bool
+    required: bool
 
 
 def read_parameters(schema: Mapping[str, Any]) -> list[Parameter] | None:
-    """Those of an object's schema, in its order; None where it asks for more than properties one by one."""
+    """The parameters of an object's schema, in order; None if it constrains more than individual properties."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not schema.keys() <= _KNOWN or schema.get("type") not in (None, "object"):
         return None
     if not isinstance(properties, dict) or _REFERENCE.search(json.dumps(schema)):
         return None
-    found: list[Parameter] = []
-    defined = {key: schema[key] for key in DEFINITIONS if key in schema}
-    for name, given in cast("dict[str, Any]", properties).items():
-        if given is not True and not isinstance(given, dict):
+    parameters: list[Parameter] = []
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    for name, property_schema in cast("dict[str, Any]", properties).items():
+        if property_schema is not True and not isinstance(property_schema, dict):
             return None
-        own: dict[str, Any] = {} if given is True else given
-        found.append(Parameter(name, {**defined, **own}, name in required))
-    return found if set(required) <= set(properties) else None
+        own: dict[str, Any] = {} if property_schema is True else property_schema
+        parameters.append(Parameter(name, {**definitions, **own}, name in required))
+    return parameters if set(required) <= set(properties) else None

@@ -1,7 +1,8 @@
 """Calls written as Python: `[get(city="Bern"), wait()]`, as Llama 4 and small Llama 3.2 models write them.
 
-The list is the whole answer, bare or between `<|python_start|>` and `<|python_end|>`. Arguments are named, and
-constants; they are given as JSON, numbers spelled as they were. JSON's words for constants are taken too.
+The list is the whole answer, bare or between `<|python_start|>` and `<|python_end|>`. Arguments are keyword arguments
+with constant values; they are converted to JSON with the original spelling of numbers. JSON's constants are accepted
+too.
 """
 
 from __future__ import annotations
@@ -11,31 +12,31 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agentlightning.chat.lark import Lark
+from agentlightning.chat.lark_grammar import LarkGrammar
 from agentlightning.chat.tool_calls.format import (
-    Before,
+    IncompleteCall,
     Layout,
-    Malformed,
+    MalformedCall,
     MarkedFormat,
+    Parsed,
     ParsedToolCall,
-    Reading,
+    Preceding,
     Tools,
-    Unfinished,
 )
 from agentlightning.chat.tool_calls.parameters import read_parameters
-from agentlightning.chat.tool_calls.partial_json import is_text, skip_space
+from agentlightning.chat.tool_calls.partial_json import is_utf8, skip_space
 
 START: Final = "<|python_start|>"
 END: Final = "<|python_end|>"
-MOST_NESTED: Final = 100
-"""Lists and objects within each other."""
+MAX_DEPTH: Final = 100
+"""Nesting depth of lists and objects."""
 
-LONG: Final = 1000
-"""Characters."""
+LONG_LIST: Final = 1000
+"""Characters from which an unterminated list is not parsed again for every token."""
 
 _NAME: Final = re.compile(r"[^\W\d]\w*(?:[.\-]\w+)*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
-_CUT_NUMBER: Final = re.compile(r"-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z")
+_INCOMPLETE_NUMBER: Final = re.compile(r"-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z")
 _WORDS: Final = {
     **{"True": "true", "False": "false", "None": "null"},
     **{"true": "true", "false": "false", "null": "null"},
@@ -52,66 +53,68 @@ class Pythonic(MarkedFormat):
     def opening(self) -> str:
         return START
 
-    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
         parameters = read_parameters(schema)
         if parameters is None or not all(_NAME.fullmatch(each.name) for each in parameters):
             return None
-        written = [(f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.needed) for each in parameters]
-        return _listed(lark, written)
+        written = [
+            (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
+        ]
+        return _argument_list(lark, written)
 
-    def read_unmarked(self, text: str, before: Before) -> Reading:
-        if before != "start":
-            raise Malformed("only an answer that begins so is a list of calls")
-        return Reading(0, *_read_list(text, skip_space(text, 0)))
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
+        if preceding != "start":
+            raise MalformedCall("a list of calls must start the answer")
+        return Parsed(0, *_parse_list(text, skip_space(text, 0)))
 
-    def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
-        calls, end = _read_list(text, skip_space(text, start))
+    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+        calls, end = _parse_list(text, skip_space(text, start))
         after = skip_space(text, end)
         if text.startswith(END, after):
             return calls, after + len(END)
         if END.startswith(text[after:]):
-            raise Unfinished(f"{END} may follow")
+            raise IncompleteCall(f"{END} may follow")
         return calls, end
 
 
-def _value(lark: Lark, schema: Mapping[str, Any]) -> str:
-    """A constant. JSON is one that is read, but Python has other words for a few."""
+def _value(lark: LarkGrammar, schema: Mapping[str, Any]) -> str:
+    """A constant as JSON, except for the words that differ in Python."""
     if schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}:
         return lark.rule('"True"', '"False"')
     return lark.json(schema)
 
 
-def _listed(lark: Lark, items: list[tuple[str, bool]]) -> str:
-    """Items in their order with commas between them; those that are not needed may be left out."""
+def _argument_list(lark: LarkGrammar, items: list[tuple[str, bool]]) -> str:
+    """Comma-separated (expression, required) items in their order; optional ones may be omitted."""
     first, later = '""', '""'
-    for item, needed in reversed(items):
-        # `first`: what may come where nothing has come yet; `later`: where something has.
+    for item, required in reversed(items):
+        # `first`: the rest if no item has been written yet; `later`: if one has.
         alone = f"{item} {later}"
-        first = alone if needed else lark.rule(alone, first)
-        later = lark.rule(f'", " {alone}') if needed else lark.rule(f'", " {alone}', later)
+        first = alone if required else lark.rule(alone, first)
+        later = lark.rule(f'", " {alone}') if required else lark.rule(f'", " {alone}', later)
     return first
 
 
-def _read_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
-    """The calls in the list at `start`, and where it ends; an empty list calls nothing, and is none."""
-    if len(text) - start > LONG and "]" not in text[start:]:
-        raise Unfinished("a long list has no end yet")  # Not to read it from its start with every token.
-    reader = _Reader(text, start)
-    reader.take("[")
-    calls = [reader.call()]
-    while reader.more("]"):
-        calls.append(reader.call())
-    return tuple(calls), reader.position
+def _parse_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
+    """The calls in the list at `start`, and its end. An empty list is malformed."""
+    if len(text) - start > LONG_LIST and "]" not in text[start:]:
+        raise IncompleteCall("a long list has no end yet")
+    parser = _Parser(text, start)
+    parser.take("[")
+    calls = [parser.call()]
+    while parser.more("]"):
+        calls.append(parser.call())
+    return tuple(calls), parser.position
 
 
-def read_python_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
-    """The one call at `start`, and where it ends. Raises Malformed or Unfinished."""
-    reader = _Reader(text, start)
-    return reader.call(), reader.position
+def parse_python_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
+    """The call at `start`, and its end. Raises MalformedCall or IncompleteCall."""
+    parser = _Parser(text, start)
+    return parser.call(), parser.position
 
 
-class _Reader:
-    """Reads forward from a position. Every method raises Malformed, or Unfinished where the text ends too early."""
+class _Parser:
+    """Recursive-descent parser. Methods raise MalformedCall, or IncompleteCall where the text ends too early."""
 
     def __init__(self, text: str, position: int) -> None:
         self._text = text
@@ -130,11 +133,11 @@ class _Reader:
 
     def take(self, character: str) -> None:
         if self._peek() != character:
-            raise Malformed(f"{character} is missing")
+            raise MalformedCall(f"{character} is missing")
         self.position += 1
 
     def more(self, end: str) -> bool:
-        """Take a comma, and whether another element follows; else `end` is taken."""
+        """Consume a comma or `end`; whether another element follows."""
         if self._ends(end):
             return False
         self.take(",")
@@ -149,15 +152,15 @@ class _Reader:
     def _peek(self) -> str:
         self.position = skip_space(self._text, self.position)
         if self.position == len(self._text):
-            raise Unfinished("more must follow")
+            raise IncompleteCall("more must follow")
         return self._text[self.position]
 
     def _match(self, pattern: re.Pattern[str], what: str) -> str:
         self._peek()
         if (found := pattern.match(self._text, self.position)) is None:
-            raise Malformed(f"{what} is missing")
-        if self._text[found.end() :] in ("", ".", "-"):  # A name goes on after these.
-            raise Unfinished(f"{what} may go on")
+            raise MalformedCall(f"{what} is missing")
+        if self._text[found.end() :] in ("", ".", "-"):  # A name may continue after these.
+            raise IncompleteCall(f"{what} may continue")
         self.position = found.end()
         return found[0]
 
@@ -168,8 +171,8 @@ class _Reader:
 
     def _value(self, depth: int) -> str:
         """A constant, as JSON."""
-        if depth > MOST_NESTED:
-            raise Malformed("it is nested too deeply")
+        if depth > MAX_DEPTH:
+            raise MalformedCall("it is nested too deeply")
         match self._peek():
             case "'" | '"':
                 return json.dumps(self._string(), ensure_ascii=False)
@@ -182,23 +185,23 @@ class _Reader:
             case _:
                 word = self._match(_NAME, "a value")
         if word not in _WORDS:
-            raise Malformed(f"{word} is no constant")
+            raise MalformedCall(f"{word} is not a constant")
         return _WORDS[word]
 
     def _number(self) -> str:
-        if _CUT_NUMBER.match(self._text, self.position):
-            raise Unfinished("the number may go on")
+        if _INCOMPLETE_NUMBER.match(self._text, self.position):
+            raise IncompleteCall("the number may continue")
         return self._match(_NUMBER, "a number")
 
     def _string(self) -> str:
         if (found := _STRING.match(self._text, self.position)) is None:
-            raise Unfinished("a string is not closed")
+            raise IncompleteCall("a string is not closed")
         self.position = found.end()
-        # Two escapes may spell the two halves of one character.
+        # Two escapes may spell the two surrogates of one character.
         written = _ESCAPE.sub(_unescape, found[1] or found[2] or "")
         text = written.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-        if not is_text(text):
-            raise Malformed("it holds half a character")
+        if not is_utf8(text):
+            raise MalformedCall("it contains a lone surrogate")
         return text
 
     def _list(self, depth: int) -> str:
@@ -221,7 +224,7 @@ class _Reader:
 
     def _item(self, depth: int) -> str:
         if self._peek() not in "'\"":
-            raise Malformed("a key is a string")
+            raise MalformedCall("a key is a string")
         key = json.dumps(self._string(), ensure_ascii=False)
         self.take(":")
         return f"{key}: {self._value(depth + 1)}"

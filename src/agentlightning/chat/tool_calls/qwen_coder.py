@@ -1,7 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-A value is bare text between two line ends, so what it is, the tool's schema must say: a string where the schema has
-one, or has nothing to say of the parameter; else JSON where it is JSON of a type the schema has.
+A value is bare text between two newlines, so the tool's schema decides its type: a string if the schema allows one or
+does not mention the parameter; otherwise JSON, if the text is JSON of a type that the schema allows.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
-from agentlightning.chat.lark import ANY, Lark, escaped, optional
-from agentlightning.chat.tool_calls.format import Layout, Malformed, MarkedFormat, ParsedToolCall, Tools, Unfinished
+from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
+from agentlightning.chat.tool_calls.format import (
+    IncompleteCall,
+    Layout,
+    MalformedCall,
+    MarkedFormat,
+    ParsedToolCall,
+    Tools,
+)
 from agentlightning.chat.tool_calls.hermes import CALL_END, CALL_START
-from agentlightning.chat.tool_calls.parameters import DEFINITIONS, SAYS_NOTHING, read_parameters
-from agentlightning.chat.tool_calls.partial_json import is_text, skip_space
+from agentlightning.chat.tool_calls.parameters import ANNOTATIONS, DEFINITIONS, read_parameters
+from agentlightning.chat.tool_calls.partial_json import is_utf8, skip_space
 from agentlightning.chat.tool_calls.template_probe import KEY, NAME
 
 _FUNCTION: Final = re.compile(r"<function=([^<>\n]+)>")
@@ -23,9 +30,9 @@ _PARAMETER: Final = re.compile(r"<parameter=([^<>\n]+)>")
 _VALUE_END: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 _FUNCTION_END: Final = "</function>"
 _VALUE_CLOSING: Final = "</parameter>"
-_SAYS_NOTHING: Final = SAYS_NOTHING.union(DEFINITIONS)
-_MOST_STEPS: Final = 10
-"""From one reference to the next."""
+_IGNORED_KEYWORDS: Final = ANNOTATIONS.union(DEFINITIONS)
+_MAX_REFERENCES: Final = 10
+"""Length of a chain of references."""
 _NULLS: Final = ("null", "None")
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
@@ -38,7 +45,7 @@ class QwenCoder(MarkedFormat):
     def opening(self) -> str:
         return CALL_START
 
-    def write_arguments(self, lark: Lark, schema: Mapping[str, Any], layout: Layout) -> str | None:
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
         parameters = read_parameters(schema)
         if parameters is None:
             return None
@@ -50,79 +57,79 @@ class QwenCoder(MarkedFormat):
             if _PARAMETER.fullmatch(tag) is None or (value := _value(lark, each.schema, after)) is None:
                 return None
             whole = f"{lark.literal(before + each.name + middle)} {value}"
-            written.append(whole if each.needed else optional(whole))
+            written.append(whole if each.required else optional(whole))
         return " ".join(written) or '""'
 
-    def read_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
-        named, position = _tag(text, skip_space(text, start), _FUNCTION, "<function=")
-        root = _schema(tools, named)
+    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+        name, position = _tag(text, skip_space(text, start), _FUNCTION, "<function=")
+        root = _argument_schema(tools, name)
         schemas = root.get("properties") or {}
         values: dict[str, str] = {}
-        while not _follows(text, position := skip_space(text, position), _FUNCTION_END):
+        while not _has_marker(text, position := skip_space(text, position), _FUNCTION_END):
             key, position = _tag(text, position, _PARAMETER, "<parameter=")
             if (end := _VALUE_END.search(text, position)) is None:
-                raise Unfinished("a parameter is not closed")
-            values[key] = _typed(_bare(text[position : end.start()]), schemas.get(key), root)
+                raise IncompleteCall("a parameter is not closed")
+            values[key] = _typed(_strip_newlines(text[position : end.start()]), schemas.get(key), root)
             position = end.end()
         position = skip_space(text, position + len(_FUNCTION_END))
-        if not _follows(text, position, CALL_END):
-            raise Malformed("the call is not closed")
+        if not _has_marker(text, position, CALL_END):
+            raise MalformedCall("the call is not closed")
         arguments = ", ".join(f"{_json(key)}: {value}" for key, value in values.items())
-        return (ParsedToolCall(named, "{" + arguments + "}"),), position + len(CALL_END)
+        return (ParsedToolCall(name, "{" + arguments + "}"),), position + len(CALL_END)
 
 
-def _value(lark: Lark, schema: Mapping[str, Any], after: str) -> str | None:
-    """What is read as a value that fits, and what follows it; None where that would take more than JSON or words."""
+def _value(lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
+    """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
     types = set(_types_of(schema, schema))
     if types and "string" not in types:
         return f"{lark.json(schema)} {lark.literal(after)}"
-    said = {key: value for key, value in _resolved(schema, schema).items() if key not in _SAYS_NOTHING}
-    if (values := [said["const"]] if "const" in said else said.get("enum")) is None:
+    keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
+    if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
         closed_before = ANY + escaped(_VALUE_CLOSING) + "(?s:.+)"
-        return lark.until(after, [closed_before]) if _takes_any_text(said, schema) else None
+        return lark.until(after, [closed_before]) if _accepts_any_text(keywords, schema) else None
     words = [
         value for value in values if isinstance(value, str) and _VALUE_CLOSING not in value and value not in _NULLS
     ]
-    if not words or not said.keys() <= {"type", "const", "enum"}:
+    if not words or not keywords.keys() <= {"type", "const", "enum"}:
         return None
     return lark.rule(*(lark.literal(word + after) for word in words))
 
 
-def _takes_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Whether every text fits, as the string that it is read as."""
-    said = {key: value for key, value in _resolved(schema, root).items() if key not in _SAYS_NOTHING}
+def _accepts_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether every text is valid, as the string that it is parsed as."""
+    keywords = {key: value for key, value in _resolved(schema, root).items() if key not in _IGNORED_KEYWORDS}
     for key in ("anyOf", "oneOf"):
-        if said.keys() == {key}:
-            texts = [choice for choice in said[key] if "string" in set(_types_of(choice, root))]
-            return len(texts) == 1 and _takes_any_text(texts[0], root)
-    return said.keys() <= {"type"}
+        if keywords.keys() == {key}:
+            texts = [choice for choice in keywords[key] if "string" in set(_types_of(choice, root))]
+            return len(texts) == 1 and _accepts_any_text(texts[0], root)
+    return keywords.keys() <= {"type"}
 
 
 def _tag(text: str, position: int, pattern: re.Pattern[str], begins: str) -> tuple[str, int]:
-    """(the name in the tag at `position`, where the tag ends)."""
+    """(name in the tag at `position`, end of the tag)."""
     if found := pattern.match(text, position):
         return found[1].strip(), found.end()
     rest = text[position:]
     unfinished = begins.startswith(rest) or (rest.startswith(begins) and not re.search(r"[<>\n]", rest[len(begins) :]))
-    raise (Unfinished if unfinished else Malformed)(f"{begins} is missing")
+    raise (IncompleteCall if unfinished else MalformedCall)(f"{begins} is missing")
 
 
-def _follows(text: str, position: int, marker: str) -> bool:
-    """Whether `marker` stands at `position`. Raises Unfinished where it may yet."""
+def _has_marker(text: str, position: int, marker: str) -> bool:
+    """Whether `marker` is at `position`. Raises IncompleteCall if it may follow."""
     if text.startswith(marker, position):
         return True
     if marker.startswith(text[position:]):
-        raise Unfinished(f"{marker} is cut")
+        raise IncompleteCall(f"{marker} is cut")
     return False
 
 
-def _bare(value: str) -> str:
-    """Without the line ends that the template writes around a value."""
+def _strip_newlines(value: str) -> str:
+    """Without the newlines that the template writes around a value."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def _schema(tools: Tools, name: str) -> dict[str, Any]:
-    """Of a tool's arguments."""
+def _argument_schema(tools: Tools, name: str) -> dict[str, Any]:
+    """Schema of a tool's arguments."""
     for tool in tools or ():
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -133,7 +140,7 @@ def _schema(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """The value as JSON."""
+    """The value as JSON of the type that the schema allows."""
     types = set(_types_of(schema, root))
     if not types or "string" in types:
         return "null" if "null" in types and value in _NULLS else _json(value)
@@ -150,8 +157,8 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(schema, dict):
         return
     schema = _resolved(schema, root)
-    said = schema.get("type")
-    yield from (kind for kind in [said, *_list(said)] if isinstance(kind, str))
+    types = schema.get("type")
+    yield from (kind for kind in [types, *_list(types)] if isinstance(kind, str))
     for choice in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]:
         yield from _types_of(choice, root)
     for value in [schema["const"]] if "const" in schema else _list(schema.get("enum")):
@@ -159,8 +166,8 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a schema refers to, where that is defined beside the parameters."""
-    for _ in range(_MOST_STEPS):
+    """The schema that a reference leads to, if it is defined next to the parameters."""
+    for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             break
@@ -178,8 +185,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _json(text: str) -> str:
-    if not is_text(text):
-        raise Malformed("it holds half a character")
+    if not is_utf8(text):
+        raise MalformedCall("it contains a lone surrogate")
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall
-from agentlightning.chat.tool_calls.format import CallReader, held_back
+from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall, ThoughtMarkers
+from agentlightning.chat.tool_calls.format import partial_marker_length
+from agentlightning.chat.tool_calls.reader import CallReader
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, ToolCall, assistant_message
 from agentlightning.gateway.local.logprobs import Drawn, Likeliest, Token, token_logprobs
-from agentlightning.gateway.local.reasoning import Markers
 
 
 class Detokenizer:
@@ -77,7 +77,7 @@ class StopFilter:
         if found:
             place, self.found = min(found)
             return self._held[:place]
-        return self._release(len(self._held) - max(held_back(self._held, stop) for stop in self._stops))
+        return self._release(len(self._held) - max(partial_marker_length(self._held, stop) for stop in self._stops))
 
     def finish(self) -> str:
         return "" if self.stopped else self._release(len(self._held))
@@ -90,7 +90,7 @@ class StopFilter:
 class ThoughtFilter:
     """Tells the thought an answer may begin with from the rest; whitespace beside the markers is dropped."""
 
-    def __init__(self, markers: Markers | None) -> None:
+    def __init__(self, markers: ThoughtMarkers | None) -> None:
         self._markers = markers
         self._held = ""
         self._thinks = markers is not None and markers.opened
@@ -126,7 +126,7 @@ class ThoughtFilter:
         end = self._markers.end if self._markers else ""
         place = self._held.find(end)
         if place < 0:
-            return self._take(len(self._held[: len(self._held) - held_back(self._held, end)].rstrip()))
+            return self._take(len(self._held[: len(self._held) - partial_marker_length(self._held, end)].rstrip()))
         thought = self._take(place).rstrip()
         self._held = self._held[len(end) :]
         self._thinks, self._trims = False, True
@@ -166,7 +166,7 @@ class Answer:
     """What the caller wrote of it: it goes on after that."""
     uses_functions: bool = False
     """The caller knows calls by their names alone (`dialects.legacy`)."""
-    reasoning_markers: Markers | None = None
+    reasoning_markers: ThoughtMarkers | None = None
     """How the model marks a thought; None: nothing is told apart."""
     reasoning: str = ""
     content: str = ""

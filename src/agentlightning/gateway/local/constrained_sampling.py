@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from agentlightning.chat.answer_grammar import Outline, Thought, answer_grammar
-from agentlightning.chat.base import ChatFormat
+from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
+from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.local.reasoning import Markers, thought_markers
+from agentlightning.gateway.local.reasoning import thought_markers
 from agentlightning.gateway.offload import offload
 
 EnforcementMode = Literal["auto", "always", "never"]
@@ -50,25 +50,27 @@ async def hold(
     return params
 
 
-def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: Markers | None) -> bool:
+def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: ThoughtMarkers | None) -> bool:
     """Whether anything is asked for that an end of the drawing after the first call does not see to."""
     ends = chat.tool_calls.closing is not None and thought is None
     asks = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
     return bool(asks) or (constraint.single_tool_call and not ends)
 
 
-def _outlines(constraint: Constraint, tools: Sequence[dict[str, Any]], thought: Markers | None) -> Iterator[Outline]:
+def _outlines(
+    constraint: Constraint, tools: Sequence[dict[str, Any]], thought: ThoughtMarkers | None
+) -> Iterator[AnswerShape]:
     """What an answer is to be; then the same with any arguments for tools that are not strict, since their schemas may
     hold what no answer can be held to."""
     schemas = _argument_schemas(constraint, tools)
     loose = {name: schema if name in constraint.arguments else "{}" for name, schema in schemas.items()}
     for each in (schemas,) if loose == schemas else (schemas, loose):
-        yield Outline(
+        yield AnswerShape(
             tools=tuple(each.items()),
             needs_call=constraint.requires_tool_call,
             one_call=constraint.single_tool_call,
             content=constraint.content.schema if constraint.content else None,
-            thought=Thought(thought.start, thought.end, thought.opened) if thought else None,
+            thought=thought,
         )
 
 

@@ -7,11 +7,10 @@ that knows none has no markers, and then nothing is told apart.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.chat.base import ChatFormat, Message, ThoughtMarkers
 from agentlightning.errors import ConfigError
 
 _PROBE: Final = "agentlightning probe"
@@ -20,18 +19,8 @@ _BEFORE: Final = re.compile(_TAG + r"\s*\Z")
 _AFTER: Final = re.compile(r"\A\s*" + _TAG)
 
 
-@dataclass(frozen=True, slots=True)
-class Markers:
-    """What stands before and after a thought, `<think>` and `</think>` as a rule."""
-
-    start: str
-    end: str
-    opened: bool
-    """The template itself begins a thought, so that an answer begins inside it."""
-
-
 @lru_cache(maxsize=64)
-def thought_markers(chat: ChatFormat) -> Markers | None:
+def thought_markers(chat: ChatFormat) -> ThoughtMarkers | None:
     """How a model marks its thoughts; None where its template does not say."""
     asked: Message = {"role": "user", "content": "?"}
     said: Message = {"role": "assistant", "content": "!", "reasoning_content": _PROBE}
@@ -45,10 +34,10 @@ def thought_markers(chat: ChatFormat) -> Markers | None:
     # Only a pair: some templates mark a thought as a message of its own.
     if not found or not start or not end or end[1] != f"{start[1][0]}/{start[1][1:]}":
         return None
-    return Markers(start[1], end[1], opening.rstrip().endswith(start[1]))
+    return ThoughtMarkers(start[1], end[1], opening.rstrip().endswith(start[1]))
 
 
-def without_thought(markers: Markers | None, text: str) -> str:
+def without_thought(markers: ThoughtMarkers | None, text: str) -> str:
     """The rest of a written answer that may begin with a thought."""
     begins = text.lstrip()
     if markers is None or not begins.startswith(markers.start):
@@ -57,6 +46,6 @@ def without_thought(markers: Markers | None, text: str) -> str:
     return rest.lstrip() if found else text
 
 
-def without_opening(markers: Markers | None, text: str) -> str:
+def without_opening(markers: ThoughtMarkers | None, text: str) -> str:
     """A prompt without the beginning of the thought that its template opens."""
     return text[: text.rindex(markers.start)] if markers and markers.opened and markers.start in text else text

@@ -1,14 +1,14 @@
-"""Keeping what people write from becoming what only a template may write.
+"""Escaping of special tokens in message text, so that a prompt cannot inject turns.
 
-`<|im_end|>` in a user's message, a tool's result or a description is text. Encoded together with the rendering it would
-be the real token: whoever can write into a prompt could end the turn and begin another one. So `guard` puts a name for
-each such text into the messages before they are rendered, and `encode` encodes what the name stands for with a
-tokenizer that knows no special tokens. The names hold a random number of this process, which nobody outside can know;
-templates, slices and comparisons treat them as any other word.
+`<|im_end|>` in a user's message, a tool result or a description is text. Encoded with the rendered prompt it would
+become the real token, and whoever can write into a prompt could end a turn and begin another. So `escape_messages`
+replaces each such text by a placeholder before rendering, and `encode` encodes the original text with a tokenizer
+without special tokens. Placeholders contain a random number of this process that nobody outside can know; templates,
+slices and comparisons treat them like any other word.
 
-Guarded are special tokens and whatever the template writes around turns; of an assistant's content only the latter,
-since a model's own marks (of thoughts, of calls) may stand there. Tags that come in pairs, `<think>` and `</think>`,
-begin no turn and stay what they are.
+Escaped are special tokens and everything the template writes around turns; in an assistant's content only the latter,
+because a model's own markers (of thoughts, of calls) may occur there. Paired tags such as `<think>` and `</think>`
+begin no turn and are not escaped.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from agentlightning.chat.base import Message
 Encode = Callable[[str], list[int]]
 
 _NONCE: Final = f"agl{secrets.token_hex(12)}x"
-_NAME: Final = re.compile(_NONCE + r"(\d+)q")
+_PLACEHOLDER: Final = re.compile(_NONCE + r"(\d+)q")
 _PREFIX: Final = 2
-"""Characters by which it is seen quickly that a text holds no marker."""
+"""Length of the marker prefixes used for a quick test that a text contains no marker."""
 
 
-class Literals:
-    """For one tokenizer. `encode` encodes text in which special tokens are recognised; `special` are the guarded
-    tokens, `turns` those of them that are guarded in an assistant's content too."""
+class TokenEscaper:
+    """Escapes texts for one tokenizer. `encode` recognises special tokens; `special` are the tokens to escape, `turns`
+    those that are escaped in an assistant's content too."""
 
     def __init__(self, tokenizer: Any, encode: Encode, special: Iterable[str], turns: Collection[str]) -> None:
         self._encode = encode
@@ -51,83 +51,82 @@ class Literals:
 
     # -- before rendering ------------------------------------------------------------------------------------------
 
-    def guard(
+    def escape_messages(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[Sequence[Message], Sequence[dict[str, Any]] | None]:
-        """The same with names instead of what looks like a special token."""
-        if not self._texts or not self._may_hold([messages, tools]):
+        """Messages and tools with placeholders in place of special tokens."""
+        if not self._texts or not self._may_contain_marker([messages, tools]):
             return messages, tools
-        return [self._guard_message(message) for message in messages], self._guard_value(tools, self._anywhere)
+        return [self._escape_message(message) for message in messages], self._escape_value(tools, self._anywhere)
 
-    def literal(self, text: str) -> str:
-        """One text likewise."""
-        return self._guard_value(text, self._anywhere)
+    def escape(self, text: str) -> str:
+        return self._escape_value(text, self._anywhere)
 
-    def _may_hold(self, value: Any) -> bool:
+    def _may_contain_marker(self, value: Any) -> bool:
         try:
             data = orjson.dumps(value)
-        except TypeError:  # Half characters, say.
+        except TypeError:  # Lone surrogates, say.
             return True
         return any(prefix.encode() in data for prefix in self._prefixes)
 
-    def _guard_message(self, message: Message) -> Message:
+    def _escape_message(self, message: Message) -> Message:
         own = message.get("role") == "assistant"
         return {
             key: value
             if key == "role"
-            else self._guard_value(value, self._in_answers if own and key == "content" else self._anywhere)
+            else self._escape_value(value, self._in_answers if own and key == "content" else self._anywhere)
             for key, value in message.items()
         }
 
-    def _guard_value(self, value: Any, pattern: re.Pattern[str]) -> Any:
+    def _escape_value(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
             return pattern.sub(lambda found: f"{_NONCE}{self._numbers[found[0]]}q", value)
         if isinstance(value, dict):
             items = cast("dict[str, Any]", value).items()
-            return {self._guard_value(key, pattern): self._guard_value(each, pattern) for key, each in items}
+            return {self._escape_value(key, pattern): self._escape_value(each, pattern) for key, each in items}
         if isinstance(value, list | tuple):
-            return [self._guard_value(each, pattern) for each in cast("Sequence[Any]", value)]
+            return [self._escape_value(each, pattern) for each in cast("Sequence[Any]", value)]
         return value
 
-    # -- after it --------------------------------------------------------------------------------------------------
+    # -- after rendering -------------------------------------------------------------------------------------------
 
-    def plain(self, text: str) -> str:
-        """A rendered text as people read it."""
-        return _NAME.sub(lambda found: self._texts[int(found[1])], text) if _NONCE in text else text
+    def unescape(self, text: str) -> str:
+        """Rendered text with the original texts in place of placeholders."""
+        return _PLACEHOLDER.sub(lambda found: self._texts[int(found[1])], text) if _NONCE in text else text
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text."""
         if _NONCE not in text:
             return self._encode(text)
         tokens: list[int] = []
-        held = ""
-        parts = [*self._splits.split(text), ""]  # By turns a text and the marker after it.
+        pending = ""
+        parts = [*self._splits.split(text), ""]  # Alternately a text and the marker after it.
         for place in range(0, len(parts) - 1, 2):
             written, marker = parts[place : place + 2]
             if _NONCE in written:
-                tokens += self._encode(held) if held else []
+                tokens += self._encode(pending) if pending else []
                 before = parts[place - 1] if place else None
                 tokens += self._encode_text(self._stripped(written, before, marker), first=before is None)
-                held = marker
+                pending = marker
             else:
-                held += written + marker
-        return tokens + (self._encode(held) if held else [])
+                pending += written + marker
+        return tokens + (self._encode(pending) if pending else [])
 
     def _stripped(self, text: str, before: str | None, after: str) -> str:
-        """Without the whitespace that belongs to the markers beside it."""
+        """Without the whitespace that belongs to the adjacent markers."""
         if before is not None and before in self._added and self._added[before].rstrip:
             text = text.lstrip()
         return text.rstrip() if after in self._added and self._added[after].lstrip else text
 
     def _encode_text(self, written: str, *, first: bool) -> list[int]:
-        """What the names in a text stand for is encoded as text. `first`: it begins the prompt."""
+        """Encode a text and the originals of its placeholders as ordinary text. `first`: it begins the prompt."""
         encoder = self._text_encoder = self._text_encoder or _text_encoder(self._tokenizer)
-        tokens = _encode_after(encoder, self.plain(written), first)
+        tokens = _encode_after(encoder, self.unescape(written), first)
         if self._ids.isdisjoint(tokens):
             return tokens
-        # Some tokenizers know the text of a marker as a word: cut, it is none.
+        # Some vocabularies contain the text of a marker as a word; split, it is none.
         pieces: list[str] = []
-        for place, piece in enumerate(_NAME.split(written)):
+        for place, piece in enumerate(_PLACEHOLDER.split(written)):
             marker = self._texts[int(piece)] if place % 2 else ""
             pieces += [marker[:1], marker[1:]] if marker else [piece]
         found: list[int] = []
@@ -137,17 +136,18 @@ class Literals:
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
-    """Any of the texts, longer ones first, as a group; nothing where there are none."""
+    """Pattern of any of the texts, longer ones first; it matches nothing if there are none."""
     return re.compile(f"({'|'.join(map(re.escape, texts))})" if texts else r"((?!))")
 
 
 def _encode_after(encoder: Encode, text: str, first: bool) -> list[int]:
-    """Some tokenizers begin a text otherwise than they go on with it: so it follows a token, which is then dropped."""
+    """Encode a text as a continuation: some tokenizers encode the start of a text differently, so it follows a token
+    that is then dropped."""
     return encoder(text) if first else encoder(_NONCE + text)[1:]
 
 
 def _text_encoder(tokenizer: Any) -> Encode:
-    """The same tokenizer without any token that is no text, but for one that nobody writes."""
+    """The same tokenizer without special tokens, except for one that occurs in no text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: _encode_slowly(tokenizer, text)
