@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -19,20 +19,17 @@ from agentlightning.store.sql.postgres.dialect import (
     DIALECT,
     MERGE_COUNTERS,
     TABLES,
+    bulk_values,
     encode,
     formats,
-    insert_sql,
-    update_sql,
 )
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import payloads
 from agentlightning.store.sql.postgres.server import PostgresServer
-from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables import bulk, statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update
 from agentlightning.store.sql.tables.schema import rollouts
 
-CHUNK_SIZES: Final = (64, 32, 16, 8)
-"""Rows in one statement; the rest goes into one more. Few sizes, so that few statements are prepared."""
 REPLAN_TRANSACTIONS: Final = 500
 """Plans of prepared statements are discarded at least this often."""
 SERVER_RETENTION_SECONDS: Final = 7 * 86_400
@@ -217,36 +214,39 @@ class PostgresConnection:
 
     def _execute(self, statement: Statement, values: tuple[Any, ...]) -> pq.abc.PGresult:
         """Bypasses psycopg's cursor, with which a rollout costs a fifth more CPU (benchmarks/store.py --postgres)."""
-        wire = self._connection.pgconn
+        pgconn = self._connection.pgconn
         compiled = statement.compiled(DIALECT)
         name = self._statements.get(statement)
         if name is None:
             name = b"one_%d" % len(self._statements)
-            _check(wire.prepare(name, compiled.sql.encode()))
+            _check(pgconn.prepare(name, compiled.sql.encode()))
             self._statements[statement] = name
         arranged = compiled.arrange(values)
         param: list[Any] = [encode(value) for value in arranged]
-        return _check(wire.exec_prepared(name, param, [int(type(value) is bytes) for value in arranged], 1))
+        return _check(pgconn.exec_prepared(name, param, [int(type(value) is bytes) for value in arranged], 1))
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
-        return sum(self._many(insert, insert_sql, chunk) for chunk in _chunks(rows))
+        return sum(self._bulk(insert, bulk.insert_sql, chunk) for chunk in bulk.chunks(rows))
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
-        for chunk in _chunks(rows):
-            self._many(update, update_sql, chunk)
+        for chunk in bulk.chunks(rows):
+            self._bulk(update, bulk.update_sql, chunk)
 
-    def _many(self, what: Any, write_sql: Callable[[Any, int], bytes], rows: Sequence[Row]) -> int:
+    def _bulk(self, statement: Any, write_sql: Callable[[Any, int, bulk.Values], str], rows: Sequence[Row]) -> int:
         """One statement for many rows."""
         self._wrote = True
-        wire = self._connection.pgconn
-        prepared = self._prepared.get((what, len(rows)))
+        pgconn = self._connection.pgconn
+        prepared = self._prepared.get((statement, len(rows)))
         if prepared is None:
             name = b"many_%d" % len(self._prepared)
-            _check(wire.prepare(name, write_sql(what, len(rows))))
-            prepared = self._prepared[what, len(rows)] = (name, formats(what.columns, what.table) * len(rows))
+            _check(pgconn.prepare(name, write_sql(statement, len(rows), bulk_values).encode()))
+            prepared = self._prepared[statement, len(rows)] = (
+                name,
+                formats(statement.columns, statement.table) * len(rows),
+            )
         name, kinds = prepared
         values: list[Any] = [encode(value) for row in rows for value in row]
-        result = _check(wire.exec_prepared(name, values, kinds))
+        result = _check(pgconn.exec_prepared(name, values, kinds))
         return result.command_tuples or 0
 
     def keys(self, table: Table, count: int) -> Sequence[int]:
@@ -315,16 +315,6 @@ class PostgresConnection:
         is reused: rewriting tables locks them, which is for the administrator to decide."""
         for name in TABLES:
             self._connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(name)))
-
-
-def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The rows in chunks of CHUNK_SIZES, and one smaller chunk."""
-    start = 0
-    while start < len(rows):
-        left = len(rows) - start
-        size = next((step for step in CHUNK_SIZES if step <= left), left)
-        yield rows[start : start + size]
-        start += size
 
 
 def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:

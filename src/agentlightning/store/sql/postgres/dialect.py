@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import count
 from typing import Any, Final, cast
 
@@ -65,36 +64,12 @@ def ddl() -> list[str]:
 TABLES: Final = (*schema.metadata.tables, "servers")
 
 
-@cache
-def insert_sql(insert: Insert, rows: int) -> bytes:
-    names = ", ".join(map(_quoted, insert.columns))
-    text = f"INSERT INTO {insert.table.name} ({names}) VALUES {_values(insert.table, insert.columns, rows)}"
-    if insert.unique:
-        text += f" ON CONFLICT ({', '.join(map(_quoted, insert.unique))}) DO "
-        changes = [f"{_quoted(name)} = excluded.{_quoted(name)}" for name in insert.replace]
-        changes += [f"{_quoted(n)} = {insert.table.name}.{_quoted(n)} + excluded.{_quoted(n)}" for n in insert.add]
-        text += f"UPDATE SET {', '.join(changes)}" if changes else "NOTHING"
-    return text.encode()
-
-
-@cache
-def update_sql(update: Update, rows: int) -> bytes:
-    key, *others = map(_quoted, update.columns)
-    changes = ", ".join(f"{name} = new.{name}" for name in others)
-    new = f"(VALUES {_values(update.table, update.columns, rows)}) AS new ({', '.join([key, *others])})"
-    return f"UPDATE {update.table.name} AS old SET {changes} FROM {new} WHERE old.{key} = new.{key}".encode()
-
-
-def _values(table: Table, columns: Sequence[str], rows: int) -> str:
-    """($1::BIGINT, $2::TEXT), ($3, ...), ...: the types of the first row are those of all."""
-    types = [f"::{table.c[name].type.compile(dialect=DIALECT)}" for name in columns]
+def bulk_values(statement: Insert | Update, rows: int) -> str:
+    """($1::BIGINT, $2::TEXT), ($3::BIGINT, ...): the parameters of so many rows, with the types of their columns."""
+    types = [f"::{statement.table.c[name].type.compile(dialect=DIALECT)}" for name in statement.columns]
     numbers = count(1)
     lines = [", ".join(f"${next(numbers)}{kind}" for kind in types) for _ in range(rows)]
     return ", ".join(f"({line})" for line in lines)
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

@@ -109,20 +109,20 @@ class PostgresListener:
 
     def _receive(self, connection: psycopg.Connection[Any]) -> None:
         """Receive until closed. Raises psycopg.Error when the connection is lost."""
-        wire = connection.pgconn
+        pgconn = connection.pgconn
         while not self._closed.is_set():
-            ready, _, _ = select.select([wire.socket, self._ended], [], [], PROBE_SECONDS)
+            ready, _, _ = select.select([pgconn.socket, self._ended], [], [], PROBE_SECONDS)
             if self._ended in ready:
                 return
             if not ready:
-                _probe(wire)
-            wire.consume_input()
-            self._pass_on(wire)
+                _probe(pgconn)
+            pgconn.consume_input()
+            self._pass_on(pgconn)
 
-    def _pass_on(self, wire: pq.abc.PGconn) -> None:
+    def _pass_on(self, pgconn: pq.abc.PGconn) -> None:
         """Report everything that has arrived in one call."""
         queued, finished, anything, others = False, list[str](), False, False
-        while (notice := wire.notifies()) is not None:
+        while (notice := pgconn.notifies()) is not None:
             try:
                 server, claims, ids = read_payload(notice.extra.decode())
             except ValueError:
@@ -136,8 +136,8 @@ class PostgresListener:
             self._wake(queued, None if anything else finished)
 
 
-def _probe(wire: pq.abc.PGconn) -> None:
+def _probe(pgconn: pq.abc.PGconn) -> None:
     """Unlike `execute` of the connection, this leaves notifications for `_pass_on`."""
-    result = wire.exec_(b"SELECT 1")
+    result = pgconn.exec_(b"SELECT 1")
     if result.status != pq.ExecStatus.TUPLES_OK:
         raise psycopg.OperationalError(result.get_error_message())

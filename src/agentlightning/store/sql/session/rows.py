@@ -12,10 +12,12 @@ from typing import Any, ClassVar, Final
 
 import orjson
 from msgspec import Struct, field
+from sqlalchemy import Table
 
 from agentlightning.rollouts import FINISHED, Attempt, AttemptedRollout, Rollout, RolloutConfig
 from agentlightning.store.sql.spans.codec import SpanPack
-from agentlightning.store.sql.tables import mapping
+from agentlightning.store.sql.tables import mapping, schema
+from agentlightning.store.sql.tables.schema import columns
 
 OPEN: Final = frozenset({"preparing", "running"})
 """The status of attempts, and of their rollouts, that have not ended."""
@@ -196,48 +198,20 @@ class PendingPack(MutableRow, eq=False):
 # -- values to write -------------------------------------------------------------------------------------------------
 
 
+def _all_columns(table: Table) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads every column of a table from a row."""
+    return attrgetter(*("attempt_count" if name == "attempts" else name for name in columns(table)))
+
+
 def _changed(key: str, kind: type[MutableRow]) -> Callable[[Any], tuple[Any, ...]]:
     """Reads the columns that an UPDATE writes; `stored` is not a column."""
     return attrgetter(key, *(name for name in kind.mutable if name != "stored"))
 
 
-rollout_columns = attrgetter(
-    "key",
-    "rollout_id",
-    "input",
-    "mode",
-    "resources_id",
-    "status",
-    "start_time",
-    "end_time",
-    "config",
-    "metadata",
-    "attempt_count",
-    "queue",
-    "priority",
-)
+rollout_columns = _all_columns(schema.rollouts)
 rollout_status_columns = attrgetter("key", "status", "end_time", "attempt_count")
 changed_rollout_columns = _changed("key", RolloutRow)
-attempt_columns = attrgetter(
-    "key",
-    "rollout_key",
-    "sequence_id",
-    "attempt_id",
-    "status",
-    "start_time",
-    "end_time",
-    "worker_id",
-    "last_heartbeat_time",
-    "metadata",
-    "superseded",
-    "last_span",
-    "spans",
-    "bytes",
-    "timeout_at",
-    "silence",
-    "silent_at",
-    "claims",
-)
+attempt_columns = _all_columns(schema.attempts)
 changed_attempt_columns = _changed("key", AttemptRow)
 worker_columns = _changed("worker_id", WorkerRow)
 rollout_snapshot = attrgetter(*RolloutRow.mutable)

@@ -30,8 +30,9 @@ from agentlightning.store.sql.sqlite.errors import explain, is_fatal
 from agentlightning.store.sql.sqlite.open_files import OpenFiles
 from agentlightning.store.sql.sqlite.schema import SqliteSchema
 from agentlightning.store.sql.sqlite.vacuum import shrink
-from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables import bulk, statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update, Wake
+from agentlightning.store.sql.tables.bulk import quoted
 
 DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
 BUSY_SECONDS: Final = 30.0
@@ -40,11 +41,7 @@ CHECKPOINT_PAGES: Final = 8000
 """SQLite checkpoints the WAL within a commit after this many pages of 4 KiB, unless checkpointer.py has done so."""
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
-CHUNK_SIZES: Final = (64, 32, 16, 8)
-"""Rows in one statement; the rest goes into one more. Few sizes, so that few statements are compiled."""
-
 _dialect = sqlite.dialect()
-_quote = _dialect.identifier_preparer.quote
 
 
 def locate(url: str | Path | None) -> Path | None:
@@ -141,8 +138,7 @@ class SqliteConnection:
         self._writing = False
         self._changes_before = 0
         self._keys: dict[str, int] = {}
-        self._inserts: dict[tuple[Insert, int], str] = {}
-        self._updates: dict[tuple[Update, int], str] = {}
+        self._bulk_sql: dict[tuple[Insert | Update, int], str] = {}
 
     def begin(self, write: bool) -> None:
         self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
@@ -203,29 +199,25 @@ class SqliteConnection:
         return self._cursor.execute(compiled.sql, _adapt(compiled.arrange(values))).rowcount
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
-        count = 0
         if rows and type(rows[0][-1]) is bytes:
             self._blob_bytes += sum([len(row[-1]) for row in rows])
-        for chunk in _chunks(rows):
-            key = (insert, len(chunk))
-            sql = self._inserts.get(key)
-            if sql is None:
-                sql = self._inserts[key] = _insert_sql(insert, len(chunk))
-            count += self._cursor.execute(sql, [value for row in chunk for value in row]).rowcount
-        return count
+        return sum([self._bulk(insert, bulk.insert_sql, chunk) for chunk in bulk.chunks(rows)])
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
-        for chunk in _chunks(rows):
-            key = (update, len(chunk))
-            sql = self._updates.get(key)
-            if sql is None:
-                sql = self._updates[key] = _update_sql(update, len(chunk))
-            self._cursor.execute(sql, [value for row in chunk for value in row])
+        for chunk in bulk.chunks(rows):
+            self._bulk(update, bulk.update_sql, chunk)
+
+    def _bulk(self, statement: Any, write_sql: Callable[[Any, int, bulk.Values], str], rows: Sequence[Row]) -> int:
+        key = (statement, len(rows))
+        sql = self._bulk_sql.get(key)
+        if sql is None:
+            sql = self._bulk_sql[key] = write_sql(statement, len(rows), _values)
+        return self._cursor.execute(sql, [value for row in rows for value in row]).rowcount
 
     def keys(self, table: Table, count: int) -> Sequence[int]:
         last = self._keys.get(table.name)
         if last is None:
-            sql = f"SELECT coalesce(max({_quote('key')}), 0) FROM {_quote(table.name)}"
+            sql = f"SELECT coalesce(max({quoted('key')}), 0) FROM {quoted(table.name)}"
             last = int(self._cursor.execute(sql).fetchone()[0])
         self._keys[table.name] = last + count
         return range(last + 1, last + count + 1)
@@ -278,46 +270,12 @@ class SqliteConnection:
             shrink(self._cursor)
 
 
-# -- writing many rows -----------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
-def _chunks(rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-    """The rows in chunks of CHUNK_SIZES, and one smaller chunk."""
-    if len(rows) < CHUNK_SIZES[-1]:
-        return [rows] if rows else []
-    chunks: list[Sequence[Row]] = []
-    start = 0
-    while start < len(rows):
-        left = len(rows) - start
-        size = next((step for step in CHUNK_SIZES if step <= left), left)
-        chunks.append(rows[start : start + size])
-        start += size
-    return chunks
-
-
-def _values(columns: int, rows: int) -> str:
-    row = "(" + ",".join("?" * columns) + ")"
+def _values(statement: Insert | Update, rows: int) -> str:
+    row = "(" + ",".join("?" * len(statement.columns)) + ")"
     return ",".join([row] * rows)
-
-
-def _insert_sql(insert: Insert, rows: int) -> str:
-    columns = ", ".join(map(_quote, insert.columns))
-    sql = f"INSERT INTO {_quote(insert.table.name)} ({columns}) VALUES {_values(len(insert.columns), rows)}"
-    if not insert.unique:
-        return sql
-    sql += f" ON CONFLICT ({', '.join(map(_quote, insert.unique))}) DO "
-    changes = [f"{_quote(name)} = excluded.{_quote(name)}" for name in insert.replace]
-    changes += [f"{_quote(name)} = {_quote(name)} + excluded.{_quote(name)}" for name in insert.add]
-    return sql + (f"UPDATE SET {', '.join(changes)}" if changes else "NOTHING")
-
-
-def _update_sql(update: Update, rows: int) -> str:
-    table, names = _quote(update.table.name), [_quote(name) for name in update.columns]
-    changes = ", ".join(f"{name} = new.{name}" for name in names[1:])
-    return (
-        f"WITH new ({', '.join(names)}) AS (VALUES {_values(len(names), rows)}) "
-        f"UPDATE {table} SET {changes} FROM new WHERE {table}.{names[0]} = new.{names[0]}"
-    )
 
 
 def _adapt(values: tuple[Any, ...]) -> tuple[Any, ...]:

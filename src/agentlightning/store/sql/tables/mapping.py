@@ -118,30 +118,18 @@ def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, R
 
 def to_rollout(row: Row) -> Rollout:
     """From the columns of `statements.ROLLOUT`."""
-    _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
-    try:
-        return Rollout(
-            rollout_id,
-            orjson.loads(input),
-            start_time,
-            status,
-            mode,
-            resources_id,
-            end_time,
-            DEFAULT_CONFIG if config is None else load_config(config),
-            load_dict(metadata),
-            queue,
-            priority,
-        )
-    except UNREADABLE as error:
-        raise damaged(f"rollout {rollout_id!r}", rollout_id, error) from error
+    return Rollout(*_rollout_fields(row))
 
 
 def to_attempted(row: Row, attempt: Attempt) -> AttemptedRollout:
     """From the columns of `statements.ROLLOUT`."""
+    return AttemptedRollout(*_rollout_fields(row), attempt=attempt)
+
+
+def _rollout_fields(row: Row) -> Row:
     _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
     try:
-        return AttemptedRollout(
+        return (
             rollout_id,
             orjson.loads(input),
             start_time,
@@ -153,7 +141,6 @@ def to_attempted(row: Row, attempt: Attempt) -> AttemptedRollout:
             load_dict(metadata),
             queue,
             priority,
-            attempt=attempt,
         )
     except UNREADABLE as error:
         raise damaged(f"rollout {rollout_id!r}", rollout_id, error) from error
