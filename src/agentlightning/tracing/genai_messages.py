@@ -1,7 +1,7 @@
-"""Messages, however a library writes them, as OpenTelemetry GenAI has them: `{"role": ..., "parts": [...]}`.
+"""Converts messages as instrumentation libraries record them to OpenTelemetry's: `{"role": ..., "parts": [...]}`.
 
-Read are OpenAI's shape and its relatives, whole or taken apart into indexed attributes. Pure; what makes no sense is
-left out, nothing raises.
+Reads OpenAI's format and its variants, as objects or flattened into indexed attributes. Pure; malformed values are
+dropped, and nothing raises.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import orjson
 Message = dict[str, Any]
 
 WRAPPERS: Final = ("message", "prompt", "completion", "message_content", "tool")
-"""Fields of an object that stand for it."""
+"""Fields that wrap the object itself."""
 CONTENT: Final = ("content", "contents", "text", "body")
 REASONING: Final = ("reasoning", "reasoning_content", "thinking")
 LISTS: Final = ("messages", "choices", "generations")
 WHOLE: Final = frozenset({"role", "content", "parts", "tool_calls", "message", *LISTS})
-"""An object with one of these is a message, or holds some."""
+"""An object with one of these fields is a message, or contains messages."""
 MAX_DEPTH: Final = 32
 
 
 def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
-    """("0.role", ...), ("0.calls.0.name", ...) as lists and objects, in the order of their indexes."""
+    """Nest flattened pairs such as ("0.role", ...) and ("0.calls.0.name", ...) into lists and objects."""
     root: dict[str, Any] = {}
     for path, value in pairs:
         place = root
         *steps, last = path.split(".")
         for step in steps[:MAX_DEPTH]:
             inner = place.setdefault(step, {})
-            if not isinstance(inner, dict):  # both `a` and `a.b` were given: `a` stays
+            if not isinstance(inner, dict):  # Both `a` and `a.b` are set: `a` stays.
                 break
             place = cast("dict[str, Any]", inner)
         else:
@@ -50,8 +50,7 @@ def _listed(value: Any) -> Any:
 
 
 def messages(value: Any, role: str, depth: int = 0) -> list[Message]:
-    """The messages of a list, an object that holds one, its JSON, or plain text. `role` is that of one which names
-    none."""
+    """The messages of a list, of an object that contains one, of its JSON, or of plain text. `role` is the default."""
     value = _parsed(value)
     if isinstance(value, str):
         return [{"role": role, "parts": [_text(value)]}] if value else []
@@ -117,7 +116,7 @@ def _part(item: Any) -> list[Message]:
 
 
 def _image(given: Message) -> str | None:
-    """The address of an image, which some wrap once or twice."""
+    """The address of an image, which may be nested."""
     value: Any = given.get("image_url", given.get("image"))
     for _ in range(3):
         if not isinstance(value, dict):
@@ -151,7 +150,7 @@ def _call(given: Message) -> Message:
 
 
 def tools(items: Iterable[Any]) -> list[Any]:
-    """Definitions of tools: JSON schemas as they are, and what was taken apart put together."""
+    """Tool definitions: JSON schemas unchanged, flattened ones nested again."""
     found: list[Any] = []
     for item in items:
         if not isinstance(item, dict):
@@ -167,7 +166,7 @@ def tools(items: Iterable[Any]) -> list[Any]:
 
 
 def from_event(body: Any, attributes: Mapping[str, Any], role: str) -> list[Message]:
-    """The messages of a span event: `body` is its content, or all of it."""
+    """The messages of a span event, whose `body` is the content or the whole message."""
     body = _parsed(body)
     if isinstance(body, list) or (isinstance(body, dict) and not WHOLE.isdisjoint(cast("Message", body))):
         found = messages(body, role)
@@ -192,7 +191,7 @@ def _text(text: str) -> Message:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of text that is JSON of an object or a list; anything else as it is."""
+    """Text parsed as JSON if it is an object or a list; any other value unchanged."""
     if not isinstance(value, str) or value[:1] not in ("{", "["):
         return value
     try:

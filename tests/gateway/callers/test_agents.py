@@ -104,10 +104,10 @@ def test_a_pattern_can_take_the_name_from_the_prompt():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"name": "a"}, "nothing says which calls"),
+        ({"name": "a"}, "nothing identifies the calls"),
         ({"contains": "x"}, "without a name"),
         ({"matches": "(x)"}, r"\(\?P<agent>"),
-        ({"name": "a", "matches": "("}, "no regular expression"),
+        ({"name": "a", "matches": "("}, "not a regular expression"),
         ({"name": "a", "contains": "x", "serve": "p"}, "no models"),
         ({"name": "a", "colour": "x"}, "Extra inputs"),
     ],
@@ -118,7 +118,7 @@ def test_a_rule_that_cannot_work_says_why(rule, message):
 
 
 def test_a_model_name_cannot_mean_two_agents():
-    with pytest.raises(ConfigError, match="'m' means two agents"):
+    with pytest.raises(ConfigError, match="'m' belongs to two agents"):
         AgentMatcher([AgentRule(name="a", models=("m",)), AgentRule(name="b", models=("m",))])
 
 

@@ -84,7 +84,7 @@ async def test_its_death_costs_nothing(bare, tmp_path, busy, caplog):
         spans = await store.query_spans(attempted.rollout_id)
         assert scribe.pid is None
     assert [span.name for span in spans] == [f"call {number}" for number in range(50)]
-    assert "packed here" in caplog.text
+    assert "packed in this process" in caplog.text
 
 
 async def test_few_records_start_nothing(bare, tmp_path):

@@ -1,4 +1,4 @@
-"""One exchange -> its spans: one for each answer, with the exact tokens and what they were drawn with."""
+"""Makes the spans of a local call: one for each answer, with its exact tokens and how they were sampled."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from agentlightning.span import Span
 
 @dataclass(frozen=True, slots=True)
 class SpanDraft:
-    """What is known of the span of one answer before it is drawn."""
+    """The part of an answer's span that is known before sampling."""
 
     rollout_id: str
     attempt_id: str
     trace_id: str
     parent_id: str | None
     caller_attributes: dict[str, Any]
-    """What says who made the call (`Caller.attributes`)."""
+    """Who made the call (`Caller.attributes`)."""
     operation: str
-    """OTel's name for what the dialect does."""
+    """OpenTelemetry's name for the operation."""
     response_id: str
     requested_model: str
     served_model: str
@@ -40,10 +40,10 @@ class SpanDraft:
     start_time: float
     span_id: str
     overridden: tuple[str, ...] = ()
-    """Sampling parameters that were not followed, for the sake of learning."""
+    """Sampling parameters of the request that were overridden for training."""
 
     def answered(self, answer: Answer, params: SamplingParams, end_time: float) -> Span:
-        """The span of a whole answer."""
+        """The span of a complete answer."""
         sample = answer.sample
         if sample is None:
             raise ValueError("the answer has no sample yet")
@@ -64,8 +64,7 @@ class SpanDraft:
         return self._span(attributes, end_time, "OK", None)
 
     def failed(self, answer: Answer, params: SamplingParams, end_time: float, type: str, message: str) -> Span:
-        """The span of an answer that never became whole, with the tokens there were. Nobody learns from it: an answer
-        that was cut off is none."""
+        """The span of an answer that failed, with the tokens sampled so far. It is not trained on."""
         attributes = self._attributes(answer, params) | {
             names.OUTPUT_TOKENS: answer.num_tokens,
             names.OUTPUT_MESSAGES: _output(answer, "error"),
@@ -125,7 +124,7 @@ class SpanDraft:
 
 
 def _output(answer: Answer, reason: str) -> str:
-    # OTel's finish reason of a message is singular.
+    # OpenTelemetry's finish reason of a message is singular.
     message = chat_message(answer.message) | {"finish_reason": "tool_call" if reason == "tool_calls" else reason}
     return _json([message])
 

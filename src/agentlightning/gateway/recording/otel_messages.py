@@ -1,7 +1,6 @@
-"""What a request that is passed on says, as its span holds it: OpenTelemetry's messages, and what was asked of the
-sampling.
+"""Reads a forwarded request for its span: messages in OpenTelemetry's format, sampling parameters and tools.
 
-Reads what it knows of each dialect and shows the rest as it came: nothing here refuses a request, the provider does.
+What it does not know of a dialect stays as it is in the request. It never rejects a request: the provider does.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ OPERATIONS: Final = {
     "messages": "chat",
     "embeddings": "embeddings",
 }
-"""OTel's name for what a path does."""
+"""Path -> OpenTelemetry's name for the operation."""
 
-_ASKED: Final = (
+_PARAMS: Final = (
     (names.REQUEST_TEMPERATURE, ("temperature",), (int, float)),
     (names.REQUEST_TOP_P, ("top_p",), (int, float)),
     (names.REQUEST_TOP_K, ("top_k",), (int,)),
@@ -36,7 +35,7 @@ _ASKED: Final = (
     (names.REQUEST_SEED, ("seed",), (int,)),
 )
 
-_RESHAPING: Final[Mapping[str, tuple[Any, ...]]] = {
+_DISTRIBUTION_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
@@ -45,19 +44,23 @@ _RESHAPING: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
 }
-"""Fields that change the distribution tokens are drawn from beyond temperature, top_p and top_k, and the values with
-which they do not."""
+"""Fields that change the sampling distribution beyond temperature, top_p and top_k -> the values with which they do
+not."""
 
 
 def distribution_changes(data: Json) -> list[str]:
-    """What of a request changes the distribution in a way that no loss can correct for."""
-    return [name for name, neutral in _RESHAPING.items() if data.get(name) is not None and data[name] not in neutral]
+    """The fields of a request that change the distribution in a way that no loss can correct for."""
+    return [
+        name
+        for name, neutral in _DISTRIBUTION_FIELDS.items()
+        if data.get(name) is not None and data[name] not in neutral
+    ]
 
 
 def request_attributes(data: Json) -> dict[str, Any]:
-    """What a request asks of the sampling, and the tools it offers."""
+    """The sampling parameters of a request, and the tools it offers."""
     found: dict[str, Any] = {}
-    for name, fields, kinds in _ASKED:
+    for name, fields, kinds in _PARAMS:
         for field in fields:
             value = data.get(field)
             if isinstance(value, kinds) and not isinstance(value, bool):
@@ -74,13 +77,13 @@ def request_attributes(data: Json) -> dict[str, Any]:
 
 
 def input_messages(path: str, data: Json, index: int = 0) -> str:
-    """The messages of a request, as JSON; of several raw prompts the one with this index."""
+    """The messages of a request as JSON; of several raw prompts, the one at `index`."""
     return as_json(_READERS[path](data, index))
 
 
 def as_json(value: Any) -> str:
-    """What a span holds. A request may be nested as deep as orjson writes, and what a span says of it is nested a
-    little deeper."""
+    """JSON for a span. Requests may be nested as deeply as orjson can write, and their messages are nested a little
+    deeper."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:
@@ -91,10 +94,10 @@ def as_json(value: Any) -> str:
         return "[]"
 
 
-# -- the dialects ----------------------------------------------------------------------------------------------------
+# -- requests by path-------------------------------------------------------------------------------------------------
 
 
-def _of_chat(data: Json, index: int) -> list[Part]:
+def _chat_messages(data: Json, index: int) -> list[Part]:
     return [chat_message(message) for message in _objects(data.get("messages"))]
 
 
@@ -111,36 +114,36 @@ def chat_message(message: Json) -> Part:
         function = call.get("function")
         if isinstance(function, dict):
             parts.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-    said = {"role": "system" if role == "developer" else role, "parts": parts}
-    return said | {"name": message["name"]} if "name" in message else said
+    shown = {"role": "system" if role == "developer" else role, "parts": parts}
+    return shown | {"name": message["name"]} if "name" in message else shown
 
 
-def _of_completions(data: Json, index: int) -> list[Part]:
+def _raw_prompt(data: Json, index: int) -> list[Part]:
     prompt = data.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[index] if index < len(prompt) else prompt[0]
     return [_user(prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode())]
 
 
-def _of_embeddings(data: Json, index: int) -> list[Part]:
+def _embedding_inputs(data: Json, index: int) -> list[Part]:
     given = data.get("input")
     texts: Sequence[Any] = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
     return [_user(text if isinstance(text, str) else orjson.dumps(text).decode()) for text in texts]
 
 
-def _of_messages(data: Json, index: int) -> list[Part]:
+def _anthropic_messages(data: Json, index: int) -> list[Part]:
     turns = _objects(data.get("messages"))
-    said = [{"role": turn.get("role"), "parts": _parts(turn.get("content"))} for turn in turns]
+    read = [{"role": turn.get("role"), "parts": _parts(turn.get("content"))} for turn in turns]
     system = data.get("system")
-    return [{"role": "system", "parts": _parts(system)}, *said] if system else said
+    return [{"role": "system", "parts": _parts(system)}, *read] if system else read
 
 
-def _of_responses(data: Json, index: int) -> list[Part]:
+def _response_items(data: Json, index: int) -> list[Part]:
     given, instructions = data.get("input"), data.get("instructions")
-    said = [{"role": "system", "parts": _parts(instructions)}] if instructions else []
+    read = [{"role": "system", "parts": _parts(instructions)}] if instructions else []
     if isinstance(given, str):
-        return [*said, _user(given)]
-    return said + [_item(item) for item in _objects(given)]
+        return [*read, _user(given)]
+    return read + [_item(item) for item in _objects(given)]
 
 
 def _item(item: Json) -> Part:
@@ -157,11 +160,11 @@ def _item(item: Json) -> Part:
 
 
 _READERS: Final[Mapping[str, Callable[[Json, int], list[Part]]]] = {
-    "chat/completions": _of_chat,
-    "completions": _of_completions,
-    "responses": _of_responses,
-    "messages": _of_messages,
-    "embeddings": _of_embeddings,
+    "chat/completions": _chat_messages,
+    "completions": _raw_prompt,
+    "responses": _response_items,
+    "messages": _anthropic_messages,
+    "embeddings": _embedding_inputs,
 }
 
 
@@ -169,7 +172,7 @@ _READERS: Final[Mapping[str, Callable[[Json, int], list[Part]]]] = {
 
 
 def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
-    """Arguments as an object where they are one."""
+    """A tool call whose arguments are an object if they can be parsed."""
     if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
@@ -216,7 +219,7 @@ def _image(part: Json) -> Part:
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list; nothing of what is none."""
+    """The objects of a list; none if it is no list."""
     if not isinstance(value, list):
         return []
     return [each for each in cast("list[Any]", value) if isinstance(each, dict)]

@@ -1,11 +1,11 @@
-"""A process that reads exchanges and packs their spans, so that the gateway's own has nothing to do but pass calls on.
+"""A process that turns raw exchanges into packed spans, so that the gateway's process only forwards calls.
 
-`Scribe` is its side in the gateway's process: a `Packer` of the journal. It starts the process once many exchanges
-come, and ends it when few do; until then, and whenever the process fails, the journal packs them itself. Nothing is
-lost with the process: what it was given is in the journal.
+`PackerProcess` is the `Packer` of the journal in the gateway's process. It starts the process at a high rate of
+exchanges and stops it at a low one; until then, and whenever the process fails, the journal packs the spans itself.
+Nothing is lost with the process: all that it is given is in the journal.
 
-`python -m agentlightning.gateway.recording.packer_process` reads frames from its input, writes one for each, and ends
-with its input.
+`python -m agentlightning.gateway.recording.packer_process` reads frames from stdin, answers each with
+one frame, and ends when stdin does.
 
 A frame is the length of a MessagePack value (4 bytes, little endian) and the value: records, or packed spans.
 """
@@ -31,13 +31,13 @@ from agentlightning.store.sql.spans.attempt_spans import PackedSpans
 logger = logging.getLogger(__name__)
 
 START_RATE: Final = 200.0
-"""Records a second from which on a process is worth it."""
+"""Records per second at which a process pays off."""
 IDLE_SECONDS: Final = 60.0
-"""Without so many for so long, it ends."""
+"""After this time below the rate, the process is stopped."""
 _SECONDS: Final = 30.0
-"""For a frame to be answered."""
-_REST_SECONDS: Final = 30.0
-"""After a failure, until it is tried again."""
+"""Timeout for the answer to a frame."""
+_PAUSE_SECONDS: Final = 30.0
+"""Pause after a failure."""
 _WINDOW_SECONDS: Final = 0.5
 _LENGTH: Final = struct.Struct("<I")
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -46,7 +46,7 @@ _packs: Final = msgspec.msgpack.Decoder(list[PackedSpans])
 
 
 class PackerProcess:
-    """Packs for one journal; see `store.journal.Packer`."""
+    """Packs spans for one journal; see `store.journal.Packer`."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -54,17 +54,17 @@ class PackerProcess:
         self._count = 0
         self._since = time.monotonic()
         self._busy_at = float("-inf")
-        self._rest_until = float("-inf")
+        self._paused_until = float("-inf")
 
     @property
     def pid(self) -> int | None:
-        """Of the process, once it is at work."""
+        """The id of the process, once it is ready."""
         return self._process.pid if self._process is not None else None
 
     async def pack(self, records: Sequence[bytes]) -> list[PackedSpans] | None:
         """See `Packer.pack`."""
         now = time.monotonic()
-        self._watch(len(records), now)
+        self._count_records(len(records), now)
         process = self._process
         if process is None:
             return None
@@ -75,19 +75,19 @@ class PackerProcess:
             async with asyncio.timeout(_SECONDS):
                 return _packs.decode(await _exchange(process, _encoder.encode(records)))
         except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
-            logger.error("the process that packs spans failed, they are packed here: %r", error)
-            self._rest_until = now + _REST_SECONDS
+            logger.error("the packer process failed, spans are packed in this process: %r", error)
+            self._paused_until = now + _PAUSE_SECONDS
             await self._end()
             return None
 
-    def _watch(self, count: int, now: float) -> None:
-        """Start the process where so many have come lately."""
+    def _count_records(self, count: int, now: float) -> None:
+        """Start the process if the rate is high."""
         self._count += count
         if (passed := now - self._since) < _WINDOW_SECONDS:
             return
         if self._count / passed >= START_RATE:
             self._busy_at = now
-            if self._process is None and self._starting is None and now >= self._rest_until:
+            if self._process is None and self._starting is None and now >= self._paused_until:
                 self._starting = asyncio.create_task(self._start())
         self._count, self._since = 0, now
 
@@ -101,19 +101,19 @@ class PackerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            logger.warning("no process can be started to pack spans, they are packed here: %s", error)
-            self._rest_until = float("inf")
+            logger.warning("the packer process cannot be started, spans are packed in this process: %s", error)
+            self._paused_until = float("inf")
             return
         finally:
             self._starting = None
         self._starting = asyncio.current_task()
         try:
             async with asyncio.timeout(_SECONDS):
-                await _exchange(process, _encoder.encode([]))  # it has imported what it needs
+                await _exchange(process, _encoder.encode([]))  # Its imports are done.
             self._process = process
         except (OSError, EOFError, TimeoutError) as error:
-            logger.error("the process that packs spans did not start, they are packed here: %r", error)
-            self._rest_until = time.monotonic() + _REST_SECONDS
+            logger.error("the packer process did not start, spans are packed in this process: %r", error)
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
             await _kill(process)
         except asyncio.CancelledError:
             await _kill(process)
@@ -122,7 +122,7 @@ class PackerProcess:
             self._starting = None
 
     async def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if (starting := self._starting) is not None:
             starting.cancel()
             await asyncio.wait({starting})
@@ -145,7 +145,7 @@ async def _exchange(process: asyncio.subprocess.Process, value: bytes) -> bytes:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """It holds nothing that would have to be saved."""
+    """Kill the process, which has no state to save."""
     with suppress(ProcessLookupError):
         process.kill()
     await process.wait()
@@ -174,7 +174,7 @@ def _read(source: BinaryIO) -> bytes | None:
 
 def main() -> None:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints does not print between frames
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Prints must not end up between frames.
     with suppress(BrokenPipeError, KeyboardInterrupt):
         serve(sys.stdin.buffer, output)
 

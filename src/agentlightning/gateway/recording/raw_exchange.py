@@ -1,7 +1,7 @@
-"""An exchange with a provider as it was said, word for word: kept at once, read into spans when there is time.
+"""The journal record of an exchange with a provider: request and answer unparsed, to be turned into spans later.
 
-Written by `gateway.direct`, which has none; read by the journal, here or in the process of `gateway.scribe`. What a
-record says is all that its spans are made of, so that they are the same whoever makes them, and when.
+`forwarding.fast_path` writes records; the journal reads them, in this process or in the packer process. Spans are made
+from the record alone, so that they are the same wherever and whenever they are made.
 """
 
 from __future__ import annotations
@@ -26,43 +26,42 @@ logger = logging.getLogger(__name__)
 
 
 class RawExchange(Struct, frozen=True, array_like=True):
-    """One exchange whose answer came in one piece."""
+    """One exchange whose answer was not streamed."""
 
     path: ApiPath
     model: str
     """The served model."""
     sent_model: str
-    """What the provider calls it."""
+    """Its name at the provider."""
     caller: Caller
     forced: dict[str, Any]
     trace_id: str
     span_id: str
-    """Of its first span: a record that is read twice becomes the same spans."""
+    """The id of its first span: a record that is read twice makes the same spans."""
     started: float
     ended: float
     call: dict[str, Any]
-    """`Call.attributes`."""
+    """`UpstreamCall.attributes`."""
     request: bytes
     answer: bytes
 
 
 VERSION: Final = 1
-"""Of a record: its first byte. Raised where older readers could not read it, or would read something else."""
+"""The first byte of a record. To be raised when older readers could not read new records, or would misread them."""
 _UNVERSIONED: Final = range(0x90, 0xA0)
-"""First bytes of records from before there were versions: a MessagePack array. They are read as version 1."""
+"""First bytes of records without a version, which are MessagePack arrays. They are read as version 1."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(RawExchange)
 _ERROR: Final = b'"error"'
 
 
 def may_defer(answer: bytes) -> bool:
-    """Whether an answer can be read later. What a provider says went wrong is read while it is known what must not be
-    repeated of it."""
+    """Whether an answer can be read later. Errors are read at once, while the secrets to redact from them are known."""
     return _ERROR not in answer
 
 
 def write(forward: Forward, call: UpstreamCall, request: bytes, ended: float) -> bytes:
-    """The record of a call that was passed on as it is."""
+    """The record of a forwarded call."""
     route = forward.route
     record = bytearray((VERSION,))
     _encoder.encode_into(
@@ -87,52 +86,52 @@ def write(forward: Forward, call: UpstreamCall, request: bytes, ended: float) ->
 
 
 def read(record: bytes) -> list[Span]:
-    """Its spans. Where the words cannot be read after all, one that holds them as they are. Raises ValueError for a
-    record of another version."""
+    """The spans of a record; if it cannot be parsed, one span with request and answer as they are. Raises ValueError
+    for a record of another version."""
     first = record[0] if record else 0
     if first != VERSION and first not in _UNVERSIONED:
-        raise ValueError(
-            f"an exchange that another version has kept: it is of version {first}, this one reads {VERSION}"
-        )
+        raise ValueError(f"an exchange recorded by another version: it has version {first}, this one reads {VERSION}")
     try:
-        said = _decoder.decode(record if first in _UNVERSIONED else memoryview(record)[1:])
+        exchange = _decoder.decode(record if first in _UNVERSIONED else memoryview(record)[1:])
     except msgspec.MsgspecError as error:
-        raise ValueError(f"an exchange that another version has kept: {error}") from error
+        raise ValueError(f"an exchange recorded by another version: {error}") from error
     try:
-        return _spans(said)
+        return _spans(exchange)
     except Exception:
         logger.exception(
-            "an exchange of rollout %s could not be read; its span holds it as it was", said.caller.rollout_id
+            "an exchange of rollout %s could not be read; its span has it unparsed", exchange.caller.rollout_id
         )
-        return [_unread(said)]
+        return [_unparsed_span(exchange)]
 
 
-def _spans(said: RawExchange) -> list[Span]:
-    route = ModelRoute(said.model, send_model=said.sent_model)
-    data = orjson.loads(said.request)
-    forward = Forward(said.path, route, said.caller, data, {}, said.trace_id, said.forced, said.started)
-    forward.response.read(loads(said.answer))
-    return forward.spans(said.call, said.ended, said.span_id)
+def _spans(exchange: RawExchange) -> list[Span]:
+    route = ModelRoute(exchange.model, send_model=exchange.sent_model)
+    data = orjson.loads(exchange.request)
+    forward = Forward(
+        exchange.path, route, exchange.caller, data, {}, exchange.trace_id, exchange.forced, exchange.started
+    )
+    forward.response.read(loads(exchange.answer))
+    return forward.spans(exchange.call, exchange.ended, exchange.span_id)
 
 
-def _unread(said: RawExchange) -> Span:
-    caller = said.caller
+def _unparsed_span(exchange: RawExchange) -> Span:
+    caller = exchange.caller
     return Span(
         rollout_id=cast("str", caller.rollout_id),
         attempt_id=cast("str", caller.attempt_id),
-        name=f"unread {said.model}",
-        start_time=said.started,
-        end_time=said.ended,
-        trace_id=caller.trace_id or said.trace_id,
-        span_id=said.span_id,
+        name=f"unread {exchange.model}",
+        start_time=exchange.started,
+        end_time=exchange.ended,
+        trace_id=caller.trace_id or exchange.trace_id,
+        span_id=exchange.span_id,
         parent_id=caller.parent_id,
         status_code="ERROR",
         status_message="the exchange could not be read",
         attributes={
-            names.REQUEST_MODEL: said.model,
+            names.REQUEST_MODEL: exchange.model,
             names.ERROR_TYPE: "unread",
             names.TOKENS: "none",
-            names.INPUT_MESSAGES: said.request.decode(errors="replace"),
-            names.OUTPUT_MESSAGES: said.answer.decode(errors="replace"),
+            names.INPUT_MESSAGES: exchange.request.decode(errors="replace"),
+            names.OUTPUT_MESSAGES: exchange.answer.decode(errors="replace"),
         },
     )

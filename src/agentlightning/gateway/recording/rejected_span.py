@@ -1,7 +1,6 @@
-"""Calls that were refused before anybody was asked: kept as spans, so that a rollout shows why its agent got nowhere.
+"""Records calls that were rejected before an engine or a provider was called, so that a rollout shows why it failed.
 
-Called by the gateway with what it raises to the caller. A call that names no attempt, or one that does not exist, has
-nowhere to be kept.
+Calls without an attempt, or with one that does not exist, cannot be recorded.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
 
-LONGEST: Final = 256 * 1024
-"""Bytes of a refused request whose messages are kept with it."""
+MAX_RECORDED_BYTES: Final = 256 * 1024
+"""Above this size, the messages of a rejected request are not recorded."""
 
-_NOWHERE: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
+_NO_ATTEMPT: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
 
 
 async def record_rejection(
     store: LightningStoreBase, path: ApiPath, caller: Caller, body: bytes, error: Exception, started: float
 ) -> None:
-    """Record a refused call where it has an attempt. A store that cannot is only mentioned: the caller has an error
+    """Record a rejected call if it has an attempt. Failures of the store are only logged: the caller has an error
     already."""
     api_error = to_api_error(error)
-    if caller.attempt is None or api_error.code in _NOWHERE:
+    if caller.attempt is None or api_error.code in _NO_ATTEMPT:
         return
     rollout_id, attempt_id = caller.attempt
     asked = await offload(len(body), partial(parse_object, body)) or {}
@@ -49,10 +48,10 @@ async def record_rejection(
         **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
         **caller.attributes(),
     }
-    if len(body) <= LONGEST:
+    if len(body) <= MAX_RECORDED_BYTES:
         with suppress(
             AttributeError, KeyError, TypeError, ValueError, IndexError
-        ):  # it may be refused for its messages
+        ):  # It may have been rejected for its messages.
             attributes[names.INPUT_MESSAGES] = input_messages(path, asked)
     span = Span(
         rollout_id=rollout_id,
@@ -70,4 +69,4 @@ async def record_rejection(
     try:
         await store.add_span(span)
     except StoreError as failure:
-        logger.warning("a refused call could not be recorded: %s", failure)
+        logger.warning("a rejected call could not be recorded: %s", failure)

@@ -1,8 +1,7 @@
-"""How many tokens a request has, before anybody has counted them.
+"""Estimates the prompt tokens of a request without a tokenizer, from its bytes.
 
-Two estimates: what it has at most, which is set aside of a budget and of a rate, and about how many, for who asks.
-Both are made of bytes, as a provider's tokenizer is not known here. Called by `gateway.sending` for each call whose
-tokens are reckoned with, and by `gateway.count`. Pure.
+An upper bound (`max_prompt_tokens`) is reserved from budgets and rate limits; a likely number
+(`estimate_prompt_tokens`) answers clients that ask for a token count. Pure.
 """
 
 from __future__ import annotations
@@ -15,54 +14,54 @@ import orjson
 
 from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES
 
-BYTES_OF_TOKEN: Final = 2
-"""Of text, at the least: most has three or four."""
-BYTES_OF_SOUND_TOKEN: Final = 32
-"""Of sound in base64, at the least: the tightest encodings have a kilobyte a second, and nobody counts more than 32
-tokens for that."""
+BYTES_PER_TOKEN: Final = 2
+"""Lower bound for text: most tokens have three or four bytes."""
+BYTES_PER_AUDIO_TOKEN: Final = 32
+"""Lower bound for audio in base64: the tightest encodings have a kilobyte per second, and no provider counts more
+than 32 tokens for it."""
 _IMAGES: Final = frozenset({*IMAGE_TYPES, "computer_screenshot"})
 
 
 def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
-    """Of a prompt in any dialect: a token for every two bytes, `image_tokens` for each image wherever it is kept, and
-    one for every 32 bytes of sound. Files that are no images count as text."""
+    """An upper bound for a prompt in any dialect: one token for two bytes of text, `image_tokens` for each image,
+    inline or not, and one token for 32 bytes of audio. Other files count as text."""
     if b"image" not in body and b"input_audio" not in body:
-        return len(body) // BYTES_OF_TOKEN
+        return len(body) // BYTES_PER_TOKEN
     try:
-        asked = orjson.loads(body)
+        body = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return len(body) // BYTES_OF_TOKEN
-    images, pictured, sound = _look(asked)
-    text = max(0, len(body) - pictured - sound)
-    return text // BYTES_OF_TOKEN + images * image_tokens + sound // BYTES_OF_SOUND_TOKEN
+        return len(body) // BYTES_PER_TOKEN
+    images, image_bytes, audio_bytes = _media(body)
+    text = max(0, len(body) - image_bytes - audio_bytes)
+    return text // BYTES_PER_TOKEN + images * image_tokens + audio_bytes // BYTES_PER_AUDIO_TOKEN
 
 
-def _look(asked: Any) -> tuple[int, int, int]:
-    """(images, their bytes in base64, bytes of sound in base64) of a request."""
-    images, pictured, sound = 0, 0, 0
-    left = [asked]
+def _media(body: Any) -> tuple[int, int, int]:
+    """(images, their bytes in base64, bytes of audio in base64) of a request."""
+    images, image_bytes, audio_bytes = 0, 0, 0
+    left = [body]
     while left:
         value = left.pop()
         if isinstance(value, list):
             left += cast("list[Any]", value)
         elif isinstance(value, dict):
             part = cast("dict[str, Any]", value)
-            if (found := _picture(part)) is not None:
+            if (found := _image_bytes(part)) is not None:
                 images += 1
-                pictured += found
+                image_bytes += found
             elif part.get("type") == "input_audio":
-                sound += _length(_inner(part.get("input_audio"), "data"))
+                audio_bytes += _length(_inner(part.get("input_audio"), "data"))
             else:
                 left += part.values()
-    return images, pictured, sound
+    return images, image_bytes, audio_bytes
 
 
-def _picture(part: dict[str, Any]) -> int | None:
-    """Bytes of an image that is sent along, 0 of one that is fetched; None where it is no image."""
+def _image_bytes(part: dict[str, Any]) -> int | None:
+    """Bytes of an inline image, 0 for one given by its address; None if it is no image."""
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _IMAGES:
         return None
-    if kind == "image":  # A word that schemas use as well.
+    if kind == "image":  # JSON schemas use this word as well.
         source = part.get("source")
         return _length(_inner(source, "data")) if isinstance(source, dict) else None
     url = part.get("image_url")
@@ -78,48 +77,49 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
-# -- for who asks ------------------------------------------------------------------------------------------------------
+# -- likely number -----------------------------------------------------------------------------------------------------
 
-_TOKENS_OF_CHARACTER: Final = (1 / 3.5, 0.6, 1.15, 2.0)
-"""By its length in UTF-8: English and code; accents, Greek, Cyrillic; Chinese, Japanese, Korean; emoji. Beside OpenAI's
-cl100k: English 12% too many, Python 27%, German 3%, Russian 33%; Chinese right, JSON 5% too few."""
-_TOKENS_OF_MESSAGE: Final = 4
-"""What stands around a message where it is rendered."""
-_TOKENS_OF_IMAGE: Final = 1600
-_BYTES_OF_FILE_TOKEN: Final = 20
-"""In base64."""
+_TOKENS_PER_CHARACTER: Final = (1 / 3.5, 0.6, 1.15, 2.0)
+"""By the length of the character in UTF-8: English and code; accents, Greek, Cyrillic; Chinese, Japanese, Korean;
+emoji. Beside OpenAI's cl100k: English 12% too many, Python 27%, German 3%, Russian 33%; Chinese right, JSON 5% too
+few."""
+_TOKENS_PER_MESSAGE: Final = 4
+"""What a chat template adds around a message."""
+_TOKENS_PER_IMAGE: Final = 1600
+_BYTES_PER_FILE_TOKEN: Final = 20
+"""Of files in base64."""
 _NOT_TEXT: Final = frozenset(
     {"type", "role", "id", "tool_use_id", "tool_call_id", "call_id", "signature", "media_type"}
 )
 _FILES: Final = frozenset({"data", "file_data", "encrypted_content"})
 
 
-def estimate_prompt_tokens(asked: Mapping[str, Any]) -> int:
-    """About how many tokens a prompt has, in any dialect of messages or items, where nobody can say: its system prompt,
-    messages and tools. Rather too many than too few, as agents shorten their conversations by it."""
-    messages = asked.get("messages", asked.get("input"))
+def estimate_prompt_tokens(body: Mapping[str, Any]) -> int:
+    """An estimate for a prompt in any dialect of messages or items: its system prompt, messages and tools. Rather too
+    high than too low, since agents shorten their conversations by it."""
+    messages = body.get("messages", body.get("input"))
     tally = _Tally()
-    for part in (asked.get("system"), asked.get("instructions"), messages):
+    for part in (body.get("system"), body.get("instructions"), messages):
         tally.read(part)
-    if asked.get("tools"):
-        tally.add(_dumped(asked["tools"]))
+    if body.get("tools"):
+        tally.add(_dumped(body["tools"]))
     count = len(cast("list[Any]", messages)) if isinstance(messages, list) else 0
-    return math.ceil(tally.tokens) + count * _TOKENS_OF_MESSAGE
+    return math.ceil(tally.tokens) + count * _TOKENS_PER_MESSAGE
 
 
 class _Tally:
-    """What was read so far."""
+    """Adds up the tokens of nested content."""
 
     def __init__(self) -> None:
         self.tokens = 0.0
 
     def add(self, text: str) -> None:
         one, two, three, four = _lengths(text)
-        of_one, of_two, of_three, of_four = _TOKENS_OF_CHARACTER
+        of_one, of_two, of_three, of_four = _TOKENS_PER_CHARACTER
         self.tokens += one * of_one + two * of_two + three * of_three + four * of_four
 
     def read(self, value: Any) -> None:
-        """Whatever stands in a message."""
+        """Add any value of a message."""
         left = [value]
         while left:
             value = left.pop()
@@ -131,19 +131,19 @@ class _Tally:
                 left += self._part(cast("dict[str, Any]", value))
 
     def _part(self, part: dict[str, Any]) -> list[Any]:
-        """What of it is left to read."""
-        if _picture(part) is not None:
-            self.tokens += _TOKENS_OF_IMAGE
+        """Add a part; returns its values that are still to be added."""
+        if _image_bytes(part) is not None:
+            self.tokens += _TOKENS_PER_IMAGE
             return []
         if part.get("type") == "tool_use":
             self.add(_dumped(part.get("input")))
         files = [_length(part[name]) for name in _FILES & part.keys()]
-        self.tokens += sum(files) / _BYTES_OF_FILE_TOKEN
+        self.tokens += sum(files) / _BYTES_PER_FILE_TOKEN
         return [inner for name, inner in part.items() if name not in _NOT_TEXT | _FILES | {"input", "cache_control"}]
 
 
 def _lengths(text: str) -> tuple[int, int, int, int]:
-    """How many of its characters have one, two, three and four bytes in UTF-8; found without looking at each."""
+    """The number of characters with one, two, three and four bytes in UTF-8, counted without a loop."""
     if text.isascii():
         return len(text), 0, 0, 0
     one = len(text.encode("ascii", "ignore"))
