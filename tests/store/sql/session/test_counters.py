@@ -207,19 +207,6 @@ async def test_what_servers_counted_that_are_gone_is_kept_in_a_few_rows(postgres
     await store.close()
 
 
-async def test_a_call_that_the_database_refuses_is_not_counted(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path / "store.db")
-
-    def refused(unit: Any) -> None:
-        unit.connection.raw.execute("INSERT INTO nowhere VALUES (1)")
-
-    good = [store.enqueue_rollout(index) for index in range(20)]
-    await asyncio.gather(*good, store.do("refused", refused), return_exceptions=True)
-    await check(store)
-    assert (await store.statistics())["rollouts.queuing"] == 20
-    await store.close()
-
-
 async def test_spans_of_a_rollout_that_is_deleted_in_the_same_commit_are_gone(tmp_path: Path) -> None:
     store = SqlStore(tmp_path / "store.db")
     rollout_id, attempt_id = (started := await store.start_rollout("task")).rollout_id, started.attempt.attempt_id

@@ -65,6 +65,7 @@ async def test_one_call_the_database_refuses_fails_alone(tmp_path: Path) -> None
     answers = await asyncio.gather(*good, store.do("refused", refused), return_exceptions=True)
     assert [isinstance(answer, StoreError) for answer in answers] == [False] * 20 + [True]
     assert len(await store.query_rollouts()) == 20
+    assert (await store.statistics())["rollouts.queuing"] == 20
     claimed = await store.dequeue_many_rollouts(limit=50)
     assert [each.input for each in claimed] == list(range(20))
     await store.close()

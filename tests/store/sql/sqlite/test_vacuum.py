@@ -55,23 +55,6 @@ async def test_turns_groups_and_branches_share_their_blocks(tmp_path: Path) -> N
     await store.close()
 
 
-async def test_vacuum_drops_blocks_that_only_removed_rollouts_needed(tmp_path: Path) -> None:
-    path, start = tmp_path / "store.db", list(range(5 * BLOCK))
-    store = LightningStore(path)
-    first, _ = await converse(store, 10, start)
-    second, prompts = await converse(store, 2, start)
-    await store.delete_rollouts([first])
-    await store.vacuum()
-    assert blocks_in(path) == 5 + 2
-    spans = await store.query_spans(second)
-    assert [span.attributes[PROMPT_TOKEN_IDS] for span in spans] == prompts
-    third, prompts = await converse(store, 10, start)  # blocks that were dropped are stored again
-    assert blocks_in(path) == 5 + 9 * 2
-    spans = await store.query_spans(third)
-    assert [span.attributes[PROMPT_TOKEN_IDS] for span in spans] == prompts
-    await store.close()
-
-
 @pytest.mark.slow
 async def test_a_long_conversation_takes_space_for_what_is_new(tmp_path: Path) -> None:
     async def size(turns: int) -> int:
