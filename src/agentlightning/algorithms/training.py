@@ -8,14 +8,16 @@ opens a store, a model or a file. Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
+from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
-from agentlightning.trajectory import TrainingSample, Trajectory
+from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 
 if TYPE_CHECKING:
     from agentlightning.chat.base import ChatFormat
@@ -104,6 +106,12 @@ class Learner(Protocol):
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
         """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
         across the update. `options` are those of the policy's `train`."""
+        ...
+
+    async def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+    ) -> Columns:
+        """Columns of every sampled token of each tree under the present weights; see `Policy.score`."""
         ...
 
     async def save(self, directory: Path) -> None:

@@ -18,6 +18,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.testing.scripted_engine import ScriptedEngine
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -56,8 +57,17 @@ class ScriptedPolicy(ScriptedEngine):
         self.policy_version += 1
         return {"loss": 1.0 / self.updates}
 
-    async def score(self, trees: Sequence[TokenTree], what: AbstractSet[str], *, reference: Path | None = None) -> Any:
-        raise PolicyError("a scripted policy has no probabilities to score with")
+    async def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+    ) -> Columns:
+        """`logprobs` and `ref_logprobs` are those that the tokens were sampled with; other columns are 0."""
+        import numpy as np
+
+        def column(tree: TokenTree, name: ScoreColumn) -> tuple[Any, ...]:
+            scale = float(name.endswith("logprobs"))
+            return tuple(np.asarray(node.logprobs, dtype=np.float32) * np.float32(scale) for node in tree.nodes)
+
+        return {name: [column(tree, name) for tree in trees] for name in what}
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         weights = orjson.dumps({"updates": self.updates, "version": self.policy_version})

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.policy.base import Policy
-from agentlightning.trajectory import TrainingSample
+from agentlightning.policy.base import Columns, Policy, ScoreColumn
+from agentlightning.trajectory import TokenTree, TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class PolicyLearner:
             options = {"token_budget": self.token_budget, **options}
             metrics = await self.policy.train(samples, in_flight=in_flight, **options)
         return {**metrics, **own}
+
+    async def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+    ) -> Columns:
+        return await self.policy.score(trees, what, reference=reference)
 
     async def save(self, directory: Path) -> None:
         await self.policy.save(directory)
