@@ -27,7 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.local.update_gate import Gate
+from agentlightning.gateway.local.update_gate import UpdateGate
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.testing.models import model_tokenizer
@@ -68,7 +68,7 @@ class Work:
     """One arm's share: callers, and an update after every (UPDATES + 1)th part of the answers."""
 
     def __init__(self, policy: LocalPolicy, mode: dict[str, bool], answers: int) -> None:
-        self.policy, self.mode, self.gate, self.answers = policy, mode, Gate(), answers
+        self.policy, self.mode, self.gate, self.answers = policy, mode, UpdateGate(), answers
         self.done = 0
         self.ended = asyncio.Event()
         self.held: list[float] = []
@@ -120,7 +120,7 @@ class Work:
 
     async def _watch(self) -> None:
         while True:
-            self.rows.append(self.gate.inside)
+            self.rows.append(self.gate.num_in_flight)
             await asyncio.sleep(0.002)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentlightning.gateway.concurrency import Slots, without_slot
+from agentlightning.gateway.concurrency import ConcurrencyLimit, released_slot
 
 
 async def settle():
@@ -13,27 +13,27 @@ async def settle():
 
 
 class Work:
-    def __init__(self, slots: Slots) -> None:
-        self.slots, self.begun, self.waiting, self.event = slots, [], [], asyncio.Event()
+    def __init__(self, limit: ConcurrencyLimit) -> None:
+        self.limit, self.begun, self.waiting, self.event = limit, [], [], asyncio.Event()
 
     def start(self, name, *, waits=False):
         return asyncio.create_task(self._run(name, waits))
 
     async def _run(self, name, waits):
-        async with self.slots.one():
+        async with self.limit.slot():
             self.begun.append(name)
             if waits:
-                async with without_slot():
+                async with released_slot():
                     self.waiting.append(name)
                     await self.event.wait()
                 self.waiting.remove(name)
 
 
 async def test_more_calls_than_slots_wait_and_go_in_the_order_they_came():
-    slots, order = Slots(2), []
+    limit, order = ConcurrencyLimit(2), []
 
     async def call(number):
-        async with slots.one():
+        async with limit.slot():
             order.append(number)
             await settle()
 
@@ -42,7 +42,7 @@ async def test_more_calls_than_slots_wait_and_go_in_the_order_they_came():
 
 
 async def test_a_call_that_waits_for_something_else_leaves_its_slot_to_others_meanwhile():
-    work = Work(Slots(1))
+    work = Work(ConcurrencyLimit(1))
     waits = [work.start(number, waits=True) for number in range(3)]
     await settle()
     await asyncio.wait_for(work.start("other"), 10)
@@ -54,13 +54,13 @@ async def test_a_call_that_waits_for_something_else_leaves_its_slot_to_others_me
 
 @pytest.mark.parametrize("opened", [False, True])
 async def test_a_call_given_up_while_it_waits_costs_no_slot(opened):
-    work = Work(Slots(1))
+    work = Work(ConcurrencyLimit(1))
     waits = work.start("gone", waits=True)
     await settle()
     busy = asyncio.Event()
 
     async def hold():
-        async with work.slots.one():
+        async with work.limit.slot():
             await busy.wait()
 
     holding = asyncio.create_task(hold())
@@ -83,17 +83,17 @@ async def test_a_call_given_up_while_it_waits_costs_no_slot(opened):
 
 
 async def test_outside_any_call_there_is_nothing_to_give_back():
-    async with without_slot():
+    async with released_slot():
         pass
 
 
 async def test_a_slot_that_comes_as_its_caller_hangs_up_is_not_lost():
-    slots = Slots(1)
-    await slots.take()
-    late = asyncio.create_task(slots.take())
+    limit = ConcurrencyLimit(1)
+    await limit.acquire()
+    late = asyncio.create_task(limit.acquire())
     await asyncio.sleep(0)
-    slots.give_back()
+    limit.release()
     late.cancel()  # its turn has come, and it has not woken yet
     with pytest.raises(asyncio.CancelledError):
         await late
-    assert not slots.full
+    assert not limit.full

@@ -13,9 +13,9 @@ from agentlightning.cli.runner import has_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.forwarding.upstream_models import (
-    FRESH_SECONDS,
-    REST_SECONDS,
-    Listing,
+    CACHE_SECONDS,
+    RETRY_SECONDS,
+    UpstreamModels,
     anthropic_model,
     openai_model,
 )
@@ -119,14 +119,14 @@ async def test_a_list_is_asked_for_once_by_all_and_kept_where_it_cannot_be_had_a
         them.models = answer
         transport = open_transport()
         provider = Provider(name="them", base_urls=(f"{them.url}/v1",))
-        listing = Listing(ServerPool(provider, lambda: transport), lambda: now[0])
+        listing = UpstreamModels(ServerPool(provider, lambda: transport), lambda: now[0])
         assert await asyncio.gather(*(listing.models() for _ in range(5))) == [GPTS] * 5
-        now[0], answers[0] = FRESH_SECONDS - 1, Reply(status=503)
+        now[0], answers[0] = CACHE_SECONDS - 1, Reply(status=503)
         assert (await listing.models(), len(asked)) == (GPTS, 1)
-        now[0] = FRESH_SECONDS
+        now[0] = CACHE_SECONDS
         assert (await listing.models(), len(asked)) == (GPTS, 2)
         assert (await listing.models(), len(asked)) == (GPTS, 2)
-        now[0], answers[0] = FRESH_SECONDS + REST_SECONDS, Reply({"data": GPTS[:1]})
+        now[0], answers[0] = CACHE_SECONDS + RETRY_SECONDS, Reply({"data": GPTS[:1]})
         assert (await listing.models(), len(asked)) == (GPTS[:1], 3)
         await transport.close()
 

@@ -211,7 +211,7 @@ async def test_an_update_holds_up_the_policy_that_learns_and_no_other(learning):
     hello = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     async with learning.gateway.gates.of(learning.policy).update():
         held = asyncio.create_task(learning.call("/v1/chat/completions", hello))
-        await until(lambda: learning.gateway.gates.of(learning.policy).waiting == 1)
+        await until(lambda: learning.gateway.gates.of(learning.policy).num_waiting == 1)
         await learning.call("/v1/chat/completions", hello, model="reference")
         assert not held.done()
     await held
@@ -233,7 +233,7 @@ async def test_calls_that_come_during_an_update_are_served_in_the_order_they_cam
         for number in range(20):
             asked = body(seed=number)
             held.append(asyncio.create_task(http.post(f"{service.base_url}/chat/completions", json=asked)))
-            await until(lambda number=number: gate.waiting == number + 1)
+            await until(lambda number=number: gate.num_waiting == number + 1)
         service.engine.policy_version = 4
     assert [reply.status_code for reply in await asyncio.gather(*held)] == [200] * 20
     assert [params.seed for _, params in service.engine.calls] == list(range(20))
@@ -258,7 +258,7 @@ async def test_however_many_wait_for_an_update_calls_of_other_engines_and_provid
 
         async with gate.update():
             held = [asyncio.create_task(ask("scripted")) for _ in range(10)]
-            await until(lambda: gate.waiting == 10)
+            await until(lambda: gate.num_waiting == 10)
             others = await asyncio.gather(*(ask(model) for model in ("reference", "theirs") * 3))
             assert others == ["As ever.", "From afar."] * 3
         assert await asyncio.gather(*held) == ["Hello."] * 10
@@ -282,7 +282,7 @@ async def test_a_thousand_calls_wait_for_one_update_and_all_are_served_by_the_ne
 
     async with gate.update():
         calls = [asyncio.create_task(call()) for _ in range(1000)]
-        await until(lambda: gate.waiting == 1000, seconds=60)
+        await until(lambda: gate.num_waiting == 1000, seconds=60)
         service.engine.policy_version = 4
     assert all(reply.startswith(b"HTTP/1.1 200") for reply in await asyncio.gather(*calls))
     spans = await service.spans()
@@ -294,11 +294,11 @@ async def test_a_caller_that_hangs_up_while_it_waits_is_recorded_and_holds_nobod
     gate = service.gateway.gates.of(service.engine)
     async with gate.update():
         gone = asyncio.create_task(service.stream())
-        await until(lambda: gate.waiting == 1)
+        await until(lambda: gate.num_waiting == 1)
         gone.cancel()
-        await until(lambda: gate.waiting == 0)
+        await until(lambda: gate.num_waiting == 0)
         kept = asyncio.create_task(service.ask())
-        await until(lambda: gate.waiting == 1)
+        await until(lambda: gate.num_waiting == 1)
     await kept
     await service.gateway.drain(10)
     failed, answered = await service.spans()
@@ -334,7 +334,7 @@ async def test_a_client_that_stops_reading_does_not_hold_an_update_up(serve):
     async with asyncio.timeout(10), service.gateway.gates.of(service.engine).update() as under_way:
         assert not under_way
     assert [span.status_code for span in await service.spans()] == ["OK"]
-    assert service.gateway._slots.full, "the caller has read its answer to the end"
+    assert service.gateway._limit.full, "the caller has read its answer to the end"
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     assert b"[DONE]" in await reader.read()

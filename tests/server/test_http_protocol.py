@@ -323,7 +323,7 @@ async def test_nothing_is_kept_of_what_a_stranger_sends(serve, dial):
         large = post(url, b" " * 500_000)
         line.send(large[:-1])
         await asyncio.sleep(0.1)
-        assert server.shortcuts.unfinished_bytes == 0
+        assert server.fast_routes.unfinished_bytes == 0
         line.send(large[-1:])
         status, _, body = await line.answer()
         assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
@@ -334,13 +334,13 @@ async def test_bodies_that_do_not_come_to_their_end_are_bounded_in_all(serve, di
     first, second = await dial(server), await dial(server)
     large = post(path, BODY + b" " * 200_000)
     first.send(large[:-1])
-    await until(lambda: server.shortcuts.unfinished_bytes > 200_000)
+    await until(lambda: server.fast_routes.unfinished_bytes > 200_000)
     second.send(b"POST /v1/agl/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 199_999)
     status, headers, _ = await second.answer()
     assert (status, headers["retry-after"]) == (503, "1")
     first.send(large[-1:])
     assert text(await first.answer()) == "one"
-    assert server.shortcuts.unfinished_bytes == 0
+    assert server.fast_routes.unfinished_bytes == 0
 
 
 async def test_who_sends_slowly_holds_no_slot(serve, dial):

@@ -29,7 +29,7 @@ from agentlightning.gateway.callers.attempt_watch import AttemptWatch
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, AttemptIds, Attribution, Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
-from agentlightning.gateway.concurrency import Slots
+from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.anthropic.reply import count_reply
 from agentlightning.gateway.dialects.anthropic.request import MESSAGES
@@ -40,16 +40,16 @@ from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
-from agentlightning.gateway.forwarding.fast_path import Direct, Line
-from agentlightning.gateway.forwarding.service import Forwarder
-from agentlightning.gateway.forwarding.stored_responses import ask_provider
+from agentlightning.gateway.forwarding.fast_path import FastPath, RawRequest
+from agentlightning.gateway.forwarding.service import ForwardingService
+from agentlightning.gateway.forwarding.stored_responses import request_stored_response
 from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.local.conversation import Conversations
-from agentlightning.gateway.local.on_policy import OnPolicy
-from agentlightning.gateway.local.service import LocalCalls
-from agentlightning.gateway.local.update_gate import Gates
+from agentlightning.gateway.local.on_policy import OnPolicySampling
+from agentlightning.gateway.local.service import LocalService
+from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.models_api import Models, error_body, json_reply
+from agentlightning.gateway.models_api import ModelsEndpoint, error_body, json_response
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.recording.rejected_span import record_rejection
 from agentlightning.gateway.routing import Router
@@ -116,7 +116,7 @@ class Gateway:
         self._transports: dict[ConnectOptions, Transport] = {}
         self.conversations = Conversations()
         self.kept = ResponseStore()
-        self.gates = Gates()
+        self.gates = UpdateGates()
         """One for each engine: what an update of one policy closes."""
         self._store = store
         config = config or GatewayConfig()
@@ -125,7 +125,7 @@ class Gateway:
             provider.name: ServerPool(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
             for provider in config.providers
         }
-        self.table = Router(
+        self.router = Router(
             engines,
             config.routes,
             self.providers,
@@ -134,7 +134,7 @@ class Gateway:
         )
         # Whether an attempt goes on does not depend on spans: nobody waits for those in a journal.
         bare = store.store if isinstance(store, JournaledStore) else store
-        self._contexts = AttemptCache(bare, recheck_seconds=recheck_seconds)
+        self._attempts = AttemptCache(bare, recheck_seconds=recheck_seconds)
         self.attribution = Attribution(
             store,
             secret,
@@ -142,25 +142,25 @@ class Gateway:
             allow_unattributed=allow_unattributed,
             mode_temperatures=mode_temperatures,
         )
-        self._models = Models(self.table, self.attribution.check_key)
+        self._models = ModelsEndpoint(self.router, self.attribution.check_key)
         self._agents = AgentMatcher((*config.agents, *agents))
         self._forwarder, self._local = self._callees(config)
         self._max_body_bytes = max_body_bytes
-        self._slots = Slots(max_concurrency)
-        self._direct = Direct(
-            self._slots, self.attribution, self._forwarder, self.counters, self._resume, max_body_bytes
+        self._limit = ConcurrencyLimit(max_concurrency)
+        self._fast_path = FastPath(
+            self._limit, self.attribution, self._forwarder, self.counters, self._continue_in_task, max_body_bytes
         )
-        self._watch = AttemptWatch(self._contexts, self.forget)
-        self._watch.fast_calls = self._direct.calls
+        self._watch = AttemptWatch(self._attempts, self.forget)
+        self._watch.fast_calls = self._fast_path.calls
 
-    def _callees(self, config: GatewayConfig) -> tuple[Forwarder, LocalCalls]:
+    def _callees(self, config: GatewayConfig) -> tuple[ForwardingService, LocalService]:
         """Who has calls answered: by providers, and by our own engines."""
         translator = Translator({path: dialect for dialect, path in _PATHS.items()}, self.kept, self.counters)
-        on_policy = OnPolicy(self.counters)
-        forwarder = Forwarder(
-            self.table,
+        on_policy = OnPolicySampling(self.counters)
+        forwarder = ForwardingService(
+            self.router,
             self._store,
-            self._contexts,
+            self._attempts,
             self._context,
             self._agents,
             self.counters,
@@ -168,13 +168,13 @@ class Gateway:
             on_policy,
             self.kept,
         )
-        local = LocalCalls(
+        local = LocalService(
             store=self._store,
-            table=self.table,
+            table=self.router,
             conversations=self.conversations,
             kept=self.kept,
             gates=self.gates,
-            contexts=self._contexts,
+            contexts=self._attempts,
             find_context=self._context,
             counters=self.counters,
             on_policy=on_policy,
@@ -204,12 +204,12 @@ class Gateway:
         """Drop what is remembered of an attempt that has ended."""
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
-        self._contexts.forget(rollout_id, attempt_id)
+        self._attempts.forget(rollout_id, attempt_id)
         self.budgets.forget(rollout_id)
         for pool in self.providers.values():
             pool.forget(f"{rollout_id}/{attempt_id}")
 
-    def figures(self) -> dict[str, int | float]:
+    def metrics(self) -> dict[str, int | float]:
         """What the gateway has done, by name."""
         kept = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
         providers = self.providers.values()
@@ -223,7 +223,7 @@ class Gateway:
     async def close(self) -> None:
         """End the calls under way, and hang up on providers. A call that comes later calls them anew."""
         await self._watch.close()
-        await self._direct.close()
+        await self._fast_path.close()
         for pool in self.providers.values():
             await pool.close()
         transports, self._transports = self._transports, {}
@@ -251,52 +251,52 @@ class Gateway:
                 _Endpoint(self.serve_count, partial(self._admit, MESSAGES)),
                 methods=["POST"],
             ),
-            Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}", self._serve_stored_response, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._models.show, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
             *(Route(f"{prefix}{path}", _alive, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
             *([Route(prefix, _alive, methods=["GET"])] if prefix else []),
             Route(f"{prefix}/v1/{{rest:path}}", _no_such_path, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
-    async def _stored_response(self, request: HttpRequest) -> Response:
+    async def _serve_stored_response(self, request: HttpRequest) -> Response:
         try:
             caller = await self.attribution.caller(read_headers(request.scope), request.path_params)
             attempt, name = _attempt(caller) or ("", ""), request.path_params["response_id"]
             if (provider := self.kept.provider_of(attempt, name)) is not None:
-                body = await ask_provider(self.providers[provider], request.method, attempt, name)
+                body = await request_stored_response(self.providers[provider], request.method, attempt, name)
                 return Response(body, media_type="application/json")
             if request.method != "DELETE":
                 return Response(self.kept.body(attempt, name), media_type="application/json")
             self.kept.delete(attempt, name)
         except ApiError as api_error:
             return error_body(request, api_error)
-        return json_reply({"id": name, "object": "response", "deleted": True})
+        return json_response({"id": name, "object": "response", "deleted": True})
 
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         """One model call; the boundary where any failure becomes a reply that the caller's SDK understands."""
-        await self._serve(dialect, partial(self._call, dialect), scope, receive, send)
+        await self._handle(dialect, partial(self._call, dialect), scope, receive, send)
 
     def _endpoint(self, dialect: Dialect) -> _Endpoint:
-        admit, direct = partial(self._admit, dialect), partial(self._direct.take, _PATHS[dialect])
-        return _Endpoint(partial(self.serve, dialect), admit, direct)
+        admit, fast_path = partial(self._admit, dialect), partial(self._fast_path.try_serve, _PATHS[dialect])
+        return _Endpoint(partial(self.serve, dialect), admit, fast_path)
 
-    def _resume(self, path: ProviderPath, attempt: AttemptIds | None, work: Work) -> ASGIApp:
-        """The rest of a call that cannot go the direct way to its end."""
+    def _continue_in_task(self, path: ProviderPath, attempt: AttemptIds | None, work: Work) -> ASGIApp:
+        """The rest of a call that cannot go the fast path to its end."""
 
         async def resumed(scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-            async with self._slots.one():
+            async with self._limit.slot():
                 with self._watch.track(attempt):
                     await work(scope, receive, writer)
 
-        return partial(self._serve, DIALECTS[f"/v1/{path}"], resumed)
+        return partial(self._handle, DIALECTS[f"/v1/{path}"], resumed)
 
-    def _admit(self, dialect: Dialect, line: Line) -> tuple[int, bytes] | None:
+    def _admit(self, dialect: Dialect, line: RawRequest) -> tuple[int, bytes] | None:
         """The answer to a caller who has no business here, by the head of its request alone."""
         try:
-            self._direct.identify(line)
+            self._fast_path.identify(line)
         except ApiError as api_error:
             self.counters.requests += 1
             self.counters.errors += 1
@@ -305,9 +305,9 @@ class Gateway:
 
     async def serve_count(self, scope: Scope, receive: Receive, send: Send) -> None:
         """How many tokens the prompt of a call would have; nothing is sampled or recorded."""
-        await self._serve(MESSAGES, self._count, scope, receive, send)
+        await self._handle(MESSAGES, self._count, scope, receive, send)
 
-    async def _serve(self, dialect: Dialect, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, dialect: Dialect, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
         self.counters.requests += 1
         writer = ResponseWriter(send, chunked=scope.get("http_version") != "1.0")
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
@@ -331,8 +331,8 @@ class Gateway:
         async with AsyncExitStack() as slot:
             try:
                 body, caller = await self._body(scope, receive, headers, caller)
-                await slot.enter_async_context(self._slots.one())  # not sooner: who sends slowly holds none
-                run = await self._plan(dialect, headers, caller, body)
+                await slot.enter_async_context(self._limit.slot())  # not sooner: who sends slowly holds none
+                run = await self._resolve(dialect, headers, caller, body)
             except ClientDisconnected:
                 raise
             except Exception as error:
@@ -341,7 +341,7 @@ class Gateway:
             with self._watch.track(caller.attempt):
                 await run(scope, receive, writer)
 
-    async def _plan(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
+    async def _resolve(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> Work:
         """What is to be done for a call. What it raises nobody has recorded; what is raised afterwards is."""
         asked = await offload(len(body), partial(parse_object, body))
         if (forward := await self._forwarder.plan(_PATHS[dialect], caller, headers, asked)) is not None:
@@ -353,7 +353,7 @@ class Gateway:
     async def _count(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         headers, caller = await self._caller(scope)
         body, caller = await self._body(scope, receive, headers, caller)
-        async with self._slots.one():
+        async with self._limit.slot():
             await self._count_prompt(headers, caller, body, writer)
 
     async def _count_prompt(
@@ -391,13 +391,13 @@ class Gateway:
         recall = self.kept.lookup(_attempt(caller))
         request = await offload(len(body), partial(dialect.read, body if asked is None else asked, recall))
         self.counters.count_unknown(request.ignored_fields)
-        agent = self._agents.identify(headers, request.raw, self.table)
-        return caller.with_agent(agent, self.table), request
+        agent = self._agents.identify(headers, request.raw, self.router)
+        return caller.with_agent(agent, self.router), request
 
     async def _context(self, caller: Caller) -> AttemptContext:
         rollout_id, attempt_id = caller.rollout_id or "", caller.attempt_id or ""
         try:
-            return await self._contexts.get(rollout_id, attempt_id)
+            return await self._attempts.get(rollout_id, attempt_id)
         except ApiError:
             self.forget(rollout_id, attempt_id)
             raise
@@ -412,17 +412,17 @@ class _Endpoint:
     def __init__(
         self,
         serve: ASGIApp,
-        admit: Callable[[Line], tuple[int, bytes] | None],
-        direct: Callable[[Line], bool] | None = None,
+        admit: Callable[[RawRequest], tuple[int, bytes] | None],
+        fast_path: Callable[[RawRequest], bool] | None = None,
     ) -> None:
-        self._serve = serve
+        self._handle = serve
         self.admit = admit
         """Called at the end of a head: the status and the body of a refusal, or None."""
-        self.direct = direct
+        self.fast_path = fast_path
         """Serves a call as the socket has it; returns False where it does not."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._serve(scope, receive, send)
+        await self._handle(scope, receive, send)
 
 
 def _attempt(caller: Caller) -> tuple[str, str] | None:
@@ -439,7 +439,7 @@ async def _fail(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -
 
 
 async def _alive(request: HttpRequest) -> Response:
-    return json_reply({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def _no_such_path(request: HttpRequest) -> Response:

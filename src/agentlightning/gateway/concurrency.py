@@ -13,47 +13,47 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
 
-class Slots:
+class ConcurrencyLimit:
     """So many calls at once; further ones wait, in the order they came."""
 
     def __init__(self, most: int) -> None:
         self._free = most
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
     def full(self) -> bool:
         """Whether a further call would wait."""
-        return self._free == 0 or bool(self._waiting)
+        return self._free == 0 or bool(self._waiters)
 
-    def one(self) -> Slot:
+    def slot(self) -> Slot:
         """To be held with `async with`."""
         return Slot(self)
 
-    def take_now(self) -> bool:
+    def try_acquire(self) -> bool:
         """Take a slot, to be given back with `give_back`; False where the call would wait."""
         if self.full:
             return False
         self._free -= 1
         return True
 
-    async def take(self) -> None:
-        if self.take_now():
+    async def acquire(self) -> None:
+        if self.try_acquire():
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiters.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # its turn came as it was cancelled
-                self.give_back()
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+                self.release()
+            elif turn in self._waiters:
+                self._waiters.remove(turn)
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """To whoever waits longest."""
-        while self._waiting:
-            turn = self._waiting.popleft()
+        while self._waiters:
+            turn = self._waiters.popleft()
             if not turn.done():
                 return turn.set_result(None)
         self._free += 1
@@ -62,40 +62,40 @@ class Slots:
 class Slot:
     """A place among those there are, while it is held."""
 
-    __slots__ = ("_held", "_slots", "_token")
+    __slots__ = ("_held", "_limit", "_token")
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, slots: ConcurrencyLimit) -> None:
+        self._limit = slots
         self._held = False
 
     async def __aenter__(self) -> None:
-        await self.take()
+        await self.acquire()
         self._token = _current.set(self)
 
     async def __aexit__(self, *_: object) -> None:
         _current.reset(self._token)
-        self.give_back()
+        self.release()
 
-    async def take(self) -> None:
-        await self._slots.take()
+    async def acquire(self) -> None:
+        await self._limit.acquire()
         self._held = True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self._held:
             self._held = False
-            self._slots.give_back()
+            self._limit.release()
 
 
 _current: ContextVar[Slot | None] = ContextVar("slot", default=None)
 
 
 @asynccontextmanager
-async def without_slot() -> AsyncGenerator[None]:
+async def released_slot() -> AsyncGenerator[None]:
     """Within, this call has given its slot back; after it, unless that failed, it has one again."""
     slot = _current.get()
     if slot is None:
         yield
         return
-    slot.give_back()
+    slot.release()
     yield
-    await slot.take()
+    await slot.acquire()

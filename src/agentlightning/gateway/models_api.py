@@ -17,16 +17,16 @@ from starlette.responses import Response
 from agentlightning.gateway.dialects.anthropic.request import MESSAGES
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.forwarding.upstream_models import Listing, anthropic_model, openai_model, written_time
+from agentlightning.gateway.forwarding.upstream_models import UpstreamModels, anthropic_model, openai_model, rfc3339
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.servers import ServerPool
 
 Json = dict[str, Any]
 
-_LONGEST_PAGE: Final = 1000
+_MAX_PAGE: Final = 1000
 
 
-class Models:
+class ModelsEndpoint:
     """The names of a routing table, for those whom `check` (of headers and the parameters of the path) lets in: it
     raises ApiError."""
 
@@ -34,11 +34,11 @@ class Models:
         self._table = table
         self._check = check
         self._created = int(time.time())
-        self._listings: dict[ServerPool, Listing] = {}
+        self._listings: dict[ServerPool, UpstreamModels] = {}
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models. Anthropic's `limit`, `after_id` and `before_id` are honoured; without a limit all come."""
-        dialect = dialect_of(request)
+        dialect = client_family(request)
         try:
             self._check(request.headers, request.path_params)
         except ApiError as api_error:
@@ -47,29 +47,29 @@ class Models:
         if dialect == "openai":
             patterns = self._table.patterns(dialect)
             more = {"patterns": patterns} if patterns else {}
-            return json_reply({"object": "list", "data": list(models.values())} | more)
+            return json_response({"object": "list", "data": list(models.values())} | more)
         try:
-            return json_reply(_page(list(models.values()), request.query_params))
+            return json_response(_page(list(models.values()), request.query_params))
         except ApiError as api_error:
             return error_body(request, api_error)
 
-    async def show(self, request: Request) -> Response:
+    async def retrieve(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that a pattern fits is served though its provider may not list it: aliases are
         not listed."""
-        dialect, name = dialect_of(request), request.path_params["model"]
+        dialect, name = client_family(request), request.path_params["model"]
         try:
             self._check(request.headers, request.path_params)
             route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
         except ApiError as api_error:
             return error_body(request, api_error)
         listed = await self._models(dialect) if route.name == name else {}
-        return json_reply(listed.get(name) or self._own(dialect, route.name))
+        return json_response(listed.get(name) or self._describe(dialect, route.name))
 
-    async def _models(self, dialect: Dialect) -> dict[str, Json]:
+    async def _models(self, dialect: ClientFamily) -> dict[str, Json]:
         """By name."""
-        found = {name: self._own(dialect, name) for name in self._table.names(dialect)}
+        found = {name: self._describe(dialect, name) for name in self._table.names(dialect)}
         open_ended = self._table.open_pools(dialect)
-        lists = await asyncio.gather(*(self._listing(pool).models() for pool in open_ended))
+        lists = await asyncio.gather(*(self._models_of(pool).models() for pool in open_ended))
         shown = anthropic_model if dialect == "anthropic" else openai_model
         for pool, models in zip(open_ended, lists, strict=True):
             for model in models:
@@ -77,21 +77,21 @@ class Models:
                     found[model["id"]] = shown(model)
         return found
 
-    def _listing(self, pool: ServerPool) -> Listing:
+    def _models_of(self, pool: ServerPool) -> UpstreamModels:
         if (listing := self._listings.get(pool)) is None:
-            listing = self._listings[pool] = Listing(pool)
+            listing = self._listings[pool] = UpstreamModels(pool)
         return listing
 
-    def _own(self, dialect: Dialect, name: str) -> Json:
+    def _describe(self, dialect: ClientFamily, name: str) -> Json:
         if dialect == "anthropic":
-            return {"type": "model", "id": name, "display_name": name, "created_at": written_time(self._created)}
+            return {"type": "model", "id": name, "display_name": name, "created_at": rfc3339(self._created)}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
 
 
-Dialect = Literal["openai", "anthropic"]
+ClientFamily = Literal["openai", "anthropic"]
 
 
-def dialect_of(request: Request) -> Dialect:
+def client_family(request: Request) -> ClientFamily:
     """Whose client made it, where the path does not say."""
     return "anthropic" if "anthropic-version" in request.headers else "openai"
 
@@ -99,8 +99,8 @@ def dialect_of(request: Request) -> Dialect:
 def _page(models: list[Json], query: Mapping[str, str]) -> Json:
     """Raises ApiError 400 for a limit that is none."""
     limit, names = query.get("limit"), [model["id"] for model in models]
-    if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _LONGEST_PAGE):
-        raise bad_request("limit", f"limit={limit!r} is no number from 1 to {_LONGEST_PAGE}")
+    if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _MAX_PAGE):
+        raise bad_request("limit", f"limit={limit!r} is no number from 1 to {_MAX_PAGE}")
     after, before = query.get("after_id"), query.get("before_id")
     first = names.index(after) + 1 if after in names else 0
     last = names.index(before) if before in names else len(names)
@@ -113,9 +113,9 @@ def _page(models: list[Json], query: Mapping[str, str]) -> Json:
 
 def error_body(request: Request, api_error: ApiError) -> Response:
     """An error as the caller's client knows it, where the path does not say whose client it is."""
-    dialect = MESSAGES if dialect_of(request) == "anthropic" else CHAT
+    dialect = MESSAGES if client_family(request) == "anthropic" else CHAT
     return Response(dialect.error_body(api_error), api_error.status, media_type="application/json")
 
 
-def json_reply(content: Mapping[str, object]) -> Response:
+def json_response(content: Mapping[str, object]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")

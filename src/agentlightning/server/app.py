@@ -30,9 +30,9 @@ from agentlightning.ingest.agent_events import event_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
-from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, ModelCalls, Shortcuts
-from agentlightning.server.origin_guard import SiteGuard
-from agentlightning.server.request_tracker import Door
+from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, FastRoutes, GatewayHttpProtocol
+from agentlightning.server.origin_guard import OriginGuard
+from agentlightning.server.request_tracker import RequestTracker
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server.routes import store_routes
@@ -95,9 +95,9 @@ class Server:
         self.host = host
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
-        guard = SiteGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
-        self._door = Door(self.app, metrics, slow, guard)
-        self.shortcuts = Shortcuts([] if origins else calls, self._door, stalled_seconds, max_unfinished_bytes)
+        guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
+        self._tracker = RequestTracker(self.app, metrics, slow, guard)
+        self.fast_routes = FastRoutes([] if origins else calls, self._tracker, stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self.gateway = gateway
         self._listener = listener
@@ -116,11 +116,11 @@ class Server:
         listener, self._listener = self._listener or listen(self.host, self.port), None
         self.port = listener.getsockname()[1]
         await self.traces.__aenter__()
-        self._door.open()
+        self._tracker.open()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                self._door,
-                http=type("ServedCalls", (ModelCalls,), {"shortcuts": self.shortcuts}),
+                self._tracker,
+                http=type("ServedCalls", (GatewayHttpProtocol,), {"fast_routes": self.fast_routes}),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -146,7 +146,7 @@ class Server:
         once. Safe to call twice."""
         if self._serving is None or self._uvicorn is None:
             return
-        self._door.close()
+        self._tracker.close()
         self._uvicorn.request_exit()
         serving, self._serving = self._serving, None
         await serving
@@ -228,7 +228,7 @@ def listen(host: str, port: int) -> socket.socket:
 def _counters(gateway: Gateway | None, traces: OtlpReceiver) -> Iterable[Metric]:
     yield from counters("otlp", "Traces taken in", asdict(traces.counts))
     if gateway is not None:
-        yield from counters("gateway", "Model calls", gateway.figures())
+        yield from counters("gateway", "Model calls", gateway.metrics())
 
 
 def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
-from agentlightning.gateway.forwarding.service import HANG_UP
-from agentlightning.server.request_tracker import GONE, ROUTE, forbidden
+from agentlightning.gateway.forwarding.service import ON_DISCONNECT
+from agentlightning.server.request_tracker import CLIENT_CLOSED, ROUTE, forbidden
 
 if TYPE_CHECKING:
-    from agentlightning.server.http_protocol import ModelCalls
+    from agentlightning.server.http_protocol import GatewayHttpProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -29,34 +29,36 @@ STATUS_LINES: Final = {
 CLOSE: Final = b"connection: close\r\n"
 
 
-class Call:
+class FastRequest:
     """One call; to uvicorn's protocol it is a cycle like its own."""
 
     __slots__ = (
         *(
-            "_began",
-            "_direct",
+            "_started_at",
+            "_on_fast_path",
             "_flow",
-            "_gone",
+            "_disconnected",
             "_head",
-            "_on_gone",
+            "_disconnect_callback",
             "_protocol",
             "_route",
             "_scope",
-            "_sized",
+            "_has_length",
             "disconnected",
         ),
-        *("body", "caller", "headers", "keep_alive", "parts", "path_params", "refusal", "response_complete"),
+        *("body", "caller", "headers", "keep_alive", "parts", "path_params", "rejection", "response_complete"),
         *("response_started", "url"),
     )
 
-    def __init__(self, protocol: ModelCalls, route: Route, path_params: dict[str, Any], keep_alive: bool) -> None:
+    def __init__(
+        self, protocol: GatewayHttpProtocol, route: Route, path_params: dict[str, Any], keep_alive: bool
+    ) -> None:
         self.url, self.headers, self.path_params = protocol.url, protocol.headers, path_params
         self.parts: list[bytes] | None = []
         """Of the body; None once it was taken, or where nobody wants it."""
         self.caller: Any = None
         """Who calls, where the endpoint knows that by the head."""
-        self.refusal: tuple[int, bytes] | None = None
+        self.rejection: tuple[int, bytes] | None = None
         """Its answer, where the head was enough to refuse it."""
         self.body = b""
         self.disconnected = False
@@ -67,62 +69,62 @@ class Call:
         self._flow = protocol.flow
         self._route = route
         self._scope = cast("Scope", protocol.scope)
-        self._began = 0.0
-        self._direct = False
+        self._started_at = 0.0
+        self._on_fast_path = False
         """It is being served without a task."""
         self._head: bytes | None = None
-        self._sized = False
-        self._gone: asyncio.Future[None] | None = None
-        self._on_gone: Any = None
+        self._has_length = False
+        self._disconnected: asyncio.Future[None] | None = None
+        self._disconnect_callback: Any = None
 
     # -- the direct way --------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """The head is whole."""
-        door = self._protocol.shortcuts.door
-        if (why := door.guard.refusal(self.headers)) is not None:
-            self.refusal = 403, forbidden(why)
+        tracker = self._protocol.fast_routes.tracker
+        if (why := tracker.guard.rejection(self.headers)) is not None:
+            self.rejection = 403, forbidden(why)
         elif (admit := getattr(self._route.endpoint, "admit", None)) is not None:
-            self.refusal = admit(self)
-        if self.refusal is not None:
+            self.rejection = admit(self)
+        if self.rejection is not None:
             self.parts = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The request is whole."""
-        if self.refusal is not None:
-            self._began = self._protocol.shortcuts.door.came()
-            return self.reply(*self.refusal, ())
+        if self.rejection is not None:
+            self._started_at = self._protocol.fast_routes.tracker.started()
+            return self.reply(*self.rejection, ())
         parts, self.parts = self.parts or [], []
         self.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._began = self._protocol.shortcuts.door.came()
-        direct = getattr(self._route.endpoint, "direct", None)
-        self._direct = direct is not None and direct(self)
-        if not self._direct:
+        self._started_at = self._protocol.fast_routes.tracker.started()
+        fast_path = getattr(self._route.endpoint, "fast_path", None)
+        self._on_fast_path = fast_path is not None and fast_path(self)
+        if not self._on_fast_path:
             self.hand_over(self._route.app)
 
     def hand_over(self, app: ASGIApp) -> None:
         """Have an application serve it, in a task."""
-        self._direct = False
+        self._on_fast_path = False
         task = self._protocol.loop.create_task(self._run(app))
         self._protocol.tasks.add(task)
         task.add_done_callback(self._protocol.tasks.discard)
 
     def reply(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Answer with JSON, without a task."""
-        self._protocol.shortcuts.door.went(self._route.path, "POST", status, self._began)
+        self._protocol.fast_routes.tracker.finished(self._route.path, "POST", status, self._started_at)
         lines = b"".join([b"%s: %s\r\n" % header for header in headers]) if headers else b""
         self.response_started = True
         self._protocol.transport.write(
             b"%scontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
             % (STATUS_LINES[status], len(body), lines, b"" if self.keep_alive else CLOSE, body)
         )
-        self._completed()
+        self._finish()
 
     def drop(self) -> None:
         """Hang up on the caller."""
         self._protocol.transport.abort()
 
-    def _completed(self) -> None:
+    def _finish(self) -> None:
         self.response_complete = True
         if not self.keep_alive:
             self._protocol.transport.close()
@@ -131,24 +133,24 @@ class Call:
     # -- what uvicorn's protocol says ------------------------------------------------------------------------------
 
     @property
-    def message_event(self) -> Call:
+    def message_event(self) -> FastRequest:
         return self
 
     def set(self) -> None:
         """uvicorn's protocol says so when something happened; what it was is known from `hang_up`."""
 
-    def hang_up(self) -> None:
+    def handle_disconnect(self) -> None:
         """The caller is gone."""
         self.disconnected = True
-        if self._gone is not None and not self._gone.done():
-            self._gone.set_result(None)
-        if self._on_gone is not None:
-            self._on_gone()
-        if self._direct:
-            self._protocol.shortcuts.door.went(self._route.path, "POST", GONE, self._began)
+        if self._disconnected is not None and not self._disconnected.done():
+            self._disconnected.set_result(None)
+        if self._disconnect_callback is not None:
+            self._disconnect_callback()
+        if self._on_fast_path:
+            self._protocol.fast_routes.tracker.finished(self._route.path, "POST", CLIENT_CLOSED, self._started_at)
 
-    def when_gone(self, end: Any) -> None:
-        self._on_gone = end
+    def on_disconnect(self, end: Any) -> None:
+        self._disconnect_callback = end
         if end is not None and self.disconnected:
             end()
 
@@ -157,10 +159,10 @@ class Call:
     async def _run(self, app: ASGIApp) -> None:
         scope = self._scope
         scope["method"], scope["path"], scope["query_string"] = "POST", self.url.decode(), b""
-        scope["raw_path"], scope["path_params"], scope[HANG_UP] = self.url, self.path_params, self.when_gone
+        scope["raw_path"], scope["path_params"], scope[ON_DISCONNECT] = self.url, self.path_params, self.on_disconnect
         scope[ROUTE] = self._route.path
         try:
-            await self._protocol.shortcuts.door.visit(app, scope, self.receive, self.send, self._began)
+            await self._protocol.fast_routes.tracker.track(app, scope, self.receive, self.send, self._started_at)
         except Exception:
             logger.exception("a model call failed on its way")
         finally:
@@ -172,9 +174,9 @@ class Call:
             self.parts = None
             return {"type": "http.request", "body": self.body}
         if not self.disconnected:
-            if self._gone is None:
-                self._gone = self._protocol.loop.create_future()
-            await self._gone
+            if self._disconnected is None:
+                self._disconnected = self._protocol.loop.create_future()
+            await self._disconnected
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -187,11 +189,11 @@ class Call:
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._head is not None:
-            self._begin(body, more)
+            self._write_first(body, more)
         else:
-            self._go_on(body, more)
+            self._write_more(body, more)
         if not more:
-            self._completed()
+            self._finish()
 
     def _write_head(self, message: Message) -> bytes:
         lines = [STATUS_LINES[message["status"]]]
@@ -200,16 +202,16 @@ class Call:
             lines.append(CLOSE)
         return b"".join(lines)
 
-    def _begin(self, body: bytes, more: bool) -> None:
+    def _write_first(self, body: bytes, more: bool) -> None:
         head, self._head = self._head or b"", None
         self.response_started = True
-        self._sized = b"content-length: " in head
-        if self._sized:
+        self._has_length = b"content-length: " in head
+        if self._has_length:
             return self._protocol.transport.write(b"%s\r\n%s" % (head, body))
         self._protocol.transport.write(b"%stransfer-encoding: chunked\r\n\r\n%s" % (head, _chunk(body, more)))
 
-    def _go_on(self, body: bytes, more: bool) -> None:
-        if data := body if self._sized else _chunk(body, more):
+    def _write_more(self, body: bytes, more: bool) -> None:
+        if data := body if self._has_length else _chunk(body, more):
             self._protocol.transport.write(data)
 
 

@@ -26,8 +26,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from agentlightning.server.fast_request import STATUS_LINES, Call
-from agentlightning.server.request_tracker import Door
+from agentlightning.server.fast_request import STATUS_LINES, FastRequest
+from agentlightning.server.request_tracker import RequestTracker
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ IDLE_SECONDS: Final = 120.0
 """Between the requests of a connection."""
 STALLED_SECONDS: Final = 30.0
 """A request has so long for its head, and then for its body, besides the time it takes at the slowest."""
-SLOWEST: Final = 8192
+MIN_BYTES_PER_SECOND: Final = 8192
 """Bytes a second."""
 MAX_UNFINISHED_BYTES: Final = 1024**3
 """Of all bodies together that have not come to their end."""
@@ -50,18 +50,18 @@ _TUNNEL: Final = b'{"error":{"message":"this server is no proxy","type":"invalid
 _LATE: Final = b'{"error":{"message":"the request did not come to its end in time","type":"timeout_error"}}'
 
 
-class Shortcuts:
+class FastRoutes:
     """Which paths take the short way: those of `routes` that are bare applications and take a POST. Where the endpoint
     of one has a way `direct`, a call is first offered to that."""
 
     def __init__(
         self,
         routes: Sequence[Route],
-        door: Door,
+        tracker: RequestTracker,
         stalled_seconds: float = STALLED_SECONDS,
         max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
     ) -> None:
-        self.door = door
+        self.tracker = tracker
         self.stalled_seconds = stalled_seconds
         self.max_unfinished_bytes = max_unfinished_bytes
         self.unfinished_bytes = 0
@@ -94,25 +94,25 @@ class Shortcuts:
         """Look, as long as there are connections, at how long each has been silent."""
         if self._watched is None:
             seconds = min(5.0, self.stalled_seconds / 4)
-            self._watched = asyncio.get_running_loop().call_later(seconds, self._look, connections)
+            self._watched = asyncio.get_running_loop().call_later(seconds, self._check_timeouts, connections)
 
-    def _look(self, connections: Collection[Any]) -> None:
+    def _check_timeouts(self, connections: Collection[Any]) -> None:
         self._watched = None
         now = asyncio.get_running_loop().time()
         for each in list(connections):
-            if isinstance(each, ModelCalls):
-                each.check(now)
+            if isinstance(each, GatewayHttpProtocol):
+                each.check_timeouts(now)
         if connections:
             self.watch(connections)
 
 
-class ModelCalls(HttpToolsProtocol):
+class GatewayHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     parser: Any
     cycle: Any
     """uvicorn's, or a `Call`; None before the first."""
-    shortcuts: Shortcuts
+    fast_routes: FastRoutes
     """Of the server; set in a subclass for each."""
 
     def __init__(
@@ -134,25 +134,25 @@ class ModelCalls(HttpToolsProtocol):
         """Bytes since then."""
         self._unsent, self._unsent_since = -1, 0.0
         """Bytes of the answer that the caller has not taken, and since when there are so many."""
-        self._held = 0
+        self._body_bytes = 0
         """Bytes of the body that is coming in."""
-        self._incoming: Call | None = None
+        self._incoming: FastRequest | None = None
         """Its body is coming in."""
-        self._call: Call | None = None
+        self._request: FastRequest | None = None
         """It is being answered."""
 
     # -- the connection ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
-        self.shortcuts.watch(self.connections)
+        self.fast_routes.watch(self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        call, self._call, self._incoming = self._call, None, None
-        self._let_go()
+        call, self._request, self._incoming = self._request, None, None
+        self._release_body()
         super().connection_lost(exc)
         if call is not None:
-            call.hang_up()
+            call.handle_disconnect()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -163,7 +163,7 @@ class ModelCalls(HttpToolsProtocol):
             return
         self._received += len(data)
         if self._in_head and self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.refuse(431, _LONG)
+            self.reject(431, _LONG)
 
     def _feed(self, data: bytes) -> None:
         """Have the parser read. At the end of a head that asks for another protocol it stops; what follows is the body
@@ -179,7 +179,7 @@ class ModelCalls(HttpToolsProtocol):
     def _ignore_upgrade(self) -> None:
         parser, headers = self.parser, self.headers
         if parser.get_method() == b"CONNECT":
-            return self.refuse(405, _TUNNEL)
+            return self.reject(405, _TUNNEL)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
@@ -187,41 +187,44 @@ class ModelCalls(HttpToolsProtocol):
         self._upgrade = [header for header in headers if header[0] == b"upgrade"]
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
-    def _hold(self, count: int) -> None:
+    def _count_body(self, count: int) -> None:
         """So many bytes more of a body have come."""
-        self._held += count
-        self.shortcuts.unfinished_bytes += count
-        if self.shortcuts.unfinished_bytes > self.shortcuts.max_unfinished_bytes and not self.transport.is_closing():
-            self.refuse(503, _FULL, b"retry-after: 1\r\n")
+        self._body_bytes += count
+        self.fast_routes.unfinished_bytes += count
+        if (
+            self.fast_routes.unfinished_bytes > self.fast_routes.max_unfinished_bytes
+            and not self.transport.is_closing()
+        ):
+            self.reject(503, _FULL, b"retry-after: 1\r\n")
 
-    def _let_go(self) -> None:
-        self.shortcuts.unfinished_bytes -= self._held
-        self._held = 0
+    def _release_body(self) -> None:
+        self.fast_routes.unfinished_bytes -= self._body_bytes
+        self._body_bytes = 0
 
-    def check(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         """Close what has been silent for too long."""
         silent = now - self._since
         if self._reading:
-            allowed = self.shortcuts.stalled_seconds + (0 if self._in_head else self._received / SLOWEST)
+            allowed = self.fast_routes.stalled_seconds + (0 if self._in_head else self._received / MIN_BYTES_PER_SECOND)
             if silent >= allowed and not self.transport.is_closing():
-                self.refuse(408, _LATE)
+                self.reject(408, _LATE)
         elif self.flow.write_paused:
-            self._check_reader(now)
+            self._check_writes(now)
         elif silent >= IDLE_SECONDS and (self.cycle is None or self.cycle.response_complete):
             self.transport.close()
 
-    def _check_reader(self, now: float) -> None:
+    def _check_writes(self, now: float) -> None:
         """A caller that takes nothing of its answer any more keeps a slot, an engine and a connection waiting."""
         unsent = self.transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now
-        elif now - self._unsent_since >= self.shortcuts.stalled_seconds:
+        elif now - self._unsent_since >= self.fast_routes.stalled_seconds:
             self.transport.abort()
 
-    def refuse(self, status: int, body: bytes, headers: bytes = b"") -> None:
+    def reject(self, status: int, body: bytes, headers: bytes = b"") -> None:
         """Answer a request that is not whole, and close."""
         cycle, self._incoming = self.cycle, None
-        self._let_go()
+        self._release_body()
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -247,14 +250,14 @@ class ModelCalls(HttpToolsProtocol):
             self.headers += self._upgrade
             self._upgrade = []
         self._in_head, self._since, self._received = False, self.loop.time(), 0
-        found = self.shortcuts.find(self.url) if self.parser.get_method() == b"POST" else None
-        if found is None or not self._is_usual():
+        found = self.fast_routes.find(self.url) if self.parser.get_method() == b"POST" else None
+        if found is None or not self._is_fast():
             return super().on_headers_complete()
         route, path_params = found
-        self.cycle = self._incoming = call = Call(self, route, path_params, self.parser.should_keep_alive())
+        self.cycle = self._incoming = call = FastRequest(self, route, path_params, self.parser.should_keep_alive())
         call.admit()
 
-    def _is_usual(self) -> bool:
+    def _is_fast(self) -> bool:
         if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
             return False
         if self.parser.get_http_version() != "1.1":
@@ -269,28 +272,28 @@ class ModelCalls(HttpToolsProtocol):
             return
         if self._incoming is None:
             if not self.cycle.response_complete:
-                self._hold(len(body))
+                self._count_body(len(body))
             return super().on_body(body)
         if self._incoming.parts is not None:
             self._incoming.parts.append(body)
-            self._hold(len(body))
+            self._count_body(len(body))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._reading = False
-        self._let_go()
+        self._release_body()
         call, self._incoming = self._incoming, None
         if self.transport.is_closing():
             return
         if call is None:
             return super().on_message_complete()
-        self._call = call
-        call.begin()
+        self._request = call
+        call.start()
 
     def on_response_complete(self) -> None:
         """Without a timer for each connection: they are all watched by one."""
-        self._call = None
+        self._request = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return

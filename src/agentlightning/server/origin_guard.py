@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-_KNOWN: Final = 1024
+_MAX_CACHED_HOSTS: Final = 1024
 """Names whose verdict is remembered."""
 
 
-class SiteGuard:
+class OriginGuard:
     """`hosts`: further names under which this server is reached, where it asks for no token. `origins`: pages of other
     sites that may use it, as `https://name:port`; "*" for all. With `any_host` any name will do: a page that does not
     know the token gets nowhere. With `keyless`, model calls need no key: a page must be of a name that is ours all the
@@ -38,33 +38,33 @@ class SiteGuard:
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in origins)
         self._known: dict[bytes, bool] = {}
 
-    def refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    def rejection(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """Why a request with these headers (names in lower case) is refused; None where it is not."""
         host = origin = None
         for name, value in headers:
             if name == b"host":
                 host = value
-                if not self._any_host and not self._is_ours(value):
+                if not self._any_host and not self._is_own_host(value):
                     return (
                         f"{_shown(value)} is no name of this server; use its IP address, or allow the name: "
                         "agl serve --allow-host NAME"
                     )
             elif name == b"origin":
                 origin = value
-        if origin is None or self._may_use(origin, host):
+        if origin is None or self._is_allowed(origin, host):
             return None
         return f"a page of {_shown(origin)} may not use this server; only pages of this server may"
 
-    def _may_use(self, origin: bytes, host: bytes | None) -> bool:
+    def _is_allowed(self, origin: bytes, host: bytes | None) -> bool:
         if b"*" in self._origins or origin.lower() in self._origins:
             return True
         if host is None or origin.partition(b"://")[2].lower() != host.lower():
             return False
-        return self._any_page or self._is_ours(host)
+        return self._any_page or self._is_own_host(host)
 
-    def _is_ours(self, host: bytes) -> bool:
+    def _is_own_host(self, host: bytes) -> bool:
         if (known := self._known.get(host)) is None:
-            if len(self._known) >= _KNOWN:
+            if len(self._known) >= _MAX_CACHED_HOSTS:
                 self._known.clear()
             name = _name_in(host)
             known = self._known[host] = name is not None and (_is_private(name) or name in self._hosts)

@@ -18,20 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
-from agentlightning.server.origin_guard import SiteGuard
+from agentlightning.server.origin_guard import OriginGuard
 from agentlightning.store.instrumented import WaitTime, wait_time
 
 ROUTE: Final = "agentlightning.route"
-UNKNOWN: Final = "other"
+UNKNOWN_ROUTE: Final = "other"
 """The route of a path that nobody serves: paths made up by strangers must not become series of their own."""
-LINGER_SECONDS: Final = 0.3
+DRAIN_SECONDS: Final = 0.3
 """How long requests of the store have to end by themselves once the door is closed."""
-STORE: Final = "/v1/agl/"
-GONE: Final = 499
+STORE_PREFIX: Final = "/v1/agl/"
+CLIENT_CLOSED: Final = 499
 """The status of a request whose caller hung up before it was answered."""
 
 
-class Door:
+class RequestTracker:
     """An ASGI application around another. `open` may follow `close`."""
 
     def __init__(
@@ -39,15 +39,15 @@ class Door:
         app: Starlette,
         metrics: Metrics | None = None,
         slow: SlowLog | None = None,
-        guard: SiteGuard | None = None,
+        guard: OriginGuard | None = None,
     ) -> None:
-        self.guard = guard or SiteGuard()
+        self.guard = guard or OriginGuard()
         for route in app.routes:
             if isinstance(route, Route):
-                route.app = _Named(route.app, route.path)
+                route.app = _RouteMarker(route.app, route.path)
         self._app = app
-        self._metrics, self._slow = metrics, slow
-        self._under_way: set[_Visit] = set()
+        self._metrics, self._slow_log = metrics, slow
+        self._in_flight: set[_TrackedRequest] = set()
         self._closed = False
 
     def open(self) -> None:
@@ -56,81 +56,81 @@ class Door:
     def close(self) -> None:
         """Send away, soon, those who wait."""
         self._closed = True
-        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._send_away)
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._cancel_store_requests)
 
-    def _send_away(self) -> None:
-        for visit in list(self._under_way):
+    def _cancel_store_requests(self) -> None:
+        for visit in list(self._in_flight):
             if self._closed:
-                visit.send_away()
+                visit.cancel_with_503()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        why = self.guard.refusal(scope["headers"]) if scope["type"] == "http" else None
-        await self.visit(self._app if why is None else _Refused(why), scope, receive, send)
+        why = self.guard.rejection(scope["headers"]) if scope["type"] == "http" else None
+        await self.track(self._app if why is None else _Forbidden(why), scope, receive, send)
 
-    async def visit(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, began: float | None = None) -> None:
+    async def track(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, began: float | None = None) -> None:
         """Have an application serve a scope: this one's own, or one of its routes where it is known which. `began` is
-        of one who `came` before."""
+        of one who `started` before."""
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        visit = _Visit(scope["path"], send, self.came() if began is None else began)
-        self._under_way.add(visit)
+        visit = _TrackedRequest(scope["path"], send, self.started() if began is None else began)
+        self._in_flight.add(visit)
         wait_time.set(visit.waited)
         try:
             await visit.run(app, scope, receive)
         finally:
-            self._under_way.discard(visit)
-            self._note(scope, visit)
+            self._in_flight.discard(visit)
+            self._record(scope, visit)
 
-    def came(self) -> float:
+    def started(self) -> float:
         """A request has come; returns when, for `went` or `visit`."""
         if self._metrics is not None:
             self._metrics.request_began()
         return time.perf_counter()
 
-    def went(self, route: str, method: str, status: int, began: float) -> None:
+    def finished(self, route: str, method: str, status: int, began: float) -> None:
         """A request that was served by nobody in here is over."""
-        self._ended(route, method, status, time.perf_counter() - began)
+        self._record_end(route, method, status, time.perf_counter() - began)
 
-    def _note(self, scope: Scope, visit: _Visit) -> None:
+    def _record(self, scope: Scope, visit: _TrackedRequest) -> None:
         """Time that was spent waiting for rollouts is no time to answer."""
         seconds = time.perf_counter() - visit.began - visit.waited.seconds
-        self._ended(scope.get(ROUTE, UNKNOWN), scope["method"], visit.status, seconds)
+        self._record_end(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], visit.status, seconds)
 
-    def _ended(self, route: str, method: str, status: int, seconds: float) -> None:
+    def _record_end(self, route: str, method: str, status: int, seconds: float) -> None:
         if self._metrics is not None:
             self._metrics.request_ended(route, method, status, seconds)
-        if self._slow is not None:
-            self._slow.request_ended(route, method, status, seconds)
+        if self._slow_log is not None:
+            self._slow_log.request_ended(route, method, status, seconds)
 
 
-class _Visit:
+class _TrackedRequest:
     """One request on its way through."""
 
-    __slots__ = ("_path", "_send", "_sent_away", "_task", "began", "status", "waited")
+    __slots__ = ("_is_cancelled", "_path", "_send", "_task", "began", "status", "waited")
 
     def __init__(self, path: str, send: Send, began: float) -> None:
         self.began = began
-        self.status = GONE
+        self.status = CLIENT_CLOSED
         self.waited = WaitTime()
         self._path, self._send = path, send
         self._task = asyncio.current_task()
-        self._sent_away = False
+        self._is_cancelled = False
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive) -> None:
         try:
-            await app(scope, receive, self._pass_on)
+            await app(scope, receive, self._send_message)
         except asyncio.CancelledError:
-            if not self._sent_away or self._task is None:
+            if not self._is_cancelled or self._task is None:
                 raise
             self._task.uncancel()
-            await self._say_goodbye()
+            await self._send_503()
 
-    def send_away(self) -> None:
-        if self._task is not None and self.status == GONE and self._path.startswith(STORE):
-            self._sent_away = True
+    def cancel_with_503(self) -> None:
+        if self._task is not None and self.status == CLIENT_CLOSED and self._path.startswith(STORE_PREFIX):
+            self._is_cancelled = True
             self._task.cancel()
 
-    async def _say_goodbye(self) -> None:
+    async def _send_503(self) -> None:
         message = "the server is about to stop; try again in a moment"
         body = orjson.dumps({"error": {"type": "StoreClosedError", "message": message}, "detail": message})
         headers = [
@@ -139,10 +139,10 @@ class _Visit:
             (b"retry-after", b"1"),
             (b"connection", b"close"),
         ]
-        await self._pass_on({"type": "http.response.start", "status": 503, "headers": headers})
-        await self._pass_on({"type": "http.response.body", "body": body})
+        await self._send_message({"type": "http.response.start", "status": 503, "headers": headers})
+        await self._send_message({"type": "http.response.body", "body": body})
 
-    async def _pass_on(self, message: Message) -> None:
+    async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         await self._send(message)
@@ -153,7 +153,7 @@ def forbidden(why: str) -> bytes:
     return orjson.dumps({"error": {"type": "ForbiddenError", "message": why}, "detail": why})
 
 
-class _Refused:
+class _Forbidden:
     """Answers 403."""
 
     def __init__(self, why: str) -> None:
@@ -165,7 +165,7 @@ class _Refused:
         await send({"type": "http.response.body", "body": self._body})
 
 
-class _Named:
+class _RouteMarker:
     """A route's application, which leaves word of the route it was reached by."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:

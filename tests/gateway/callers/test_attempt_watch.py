@@ -62,14 +62,14 @@ async def test_a_providers_call_ends_with_its_attempt(serve, store, way):
         assert (await call("first")).status_code == 200
         asked = call("second", stream=way in ("stream", "translated"))
         await until(lambda: len(provider.seen) == 2)
-        assert bool(gateway._direct.under_way) is (way == "direct")
+        assert bool(gateway._fast_path.in_flight) is (way == "direct")
         await store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
         reply = await asyncio.wait_for(asked, 20)
         await asyncio.wait_for(provider.hung_up.wait(), 20)
         assert reply.status_code == (409 if way in ("direct", "waiting") else 200)
         assert "ended as failed; it takes no more calls" in reply.text
-        await until(lambda: not gateway._contexts.attempts())
-        assert (gateway._direct.under_way, gateway.providers["them"].rate_limiter.in_flight) == (set(), 0)
+        await until(lambda: not gateway._attempts.attempts())
+        assert (gateway._fast_path.in_flight, gateway.providers["them"].rate_limiter.in_flight) == (set(), 0)
     spans = await store.query_spans(service.rollout_id)
     assert [span.attributes.get(names.ERROR_TYPE) for span in spans] == [None, "attempt_ended"]
 
@@ -94,7 +94,7 @@ async def test_what_is_remembered_of_an_attempt_is_forgotten_when_it_has_ended(s
     await asyncio.sleep(0.2)
     assert (len(gateway.conversations), len(gateway.kept)) == (1, 1)
     await store.update_attempt(service.rollout_id, service.attempt_id, status="succeeded")
-    await until(lambda: not gateway._contexts.attempts())
+    await until(lambda: not gateway._attempts.attempts())
     assert (len(gateway.conversations), len(gateway.kept)) == (0, 0)
     assert (gateway.conversations.tokens, gateway.kept.size) == (0, 0)
     assert gateway._watch._timer is None  # there is nothing left to look after

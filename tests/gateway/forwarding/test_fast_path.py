@@ -100,7 +100,7 @@ async def test_calls_of_an_attempt_after_its_first_are_served_without_a_task(ask
     assert [span.sequence_id for span in spans] == [1, 2, 3, 4]
     assert spans[-1].attributes[names.REQUEST_TEMPERATURE] == 0.5
     assert spans[-1].attributes[names.INPUT_TOKENS] == 10
-    figures = service.gateway.figures()
+    figures = service.gateway.metrics()
     assert (figures["requests"], figures["prompt_tokens"], figures["errors"]) == (4, 40, 0)
 
 
@@ -108,7 +108,7 @@ async def test_both_ways_record_and_answer_the_same(ask):
     service, _, http = await ask(lambda seen: Reply(chat_answer("First.")))
     first = await call(service, http)
     await asyncio.sleep(0)
-    service.gateway._contexts.invalidate(service.rollout_id, service.attempt_id)  # now the store is asked: task path
+    service.gateway._attempts.invalidate(service.rollout_id, service.attempt_id)  # now the store is asked: task path
     second = await call(service, http)
     assert first.json() == second.json()
     assert dict(first.headers) == dict(second.headers)
@@ -195,7 +195,7 @@ async def test_a_caller_that_hangs_up_ends_the_call_and_is_recorded(ask):
     assert tasks() == []
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
-    await until(lambda: service.gateway.figures()["cancelled"] == 1)
+    await until(lambda: service.gateway.metrics()["cancelled"] == 1)
     span = (await service.spans())[-1]
     assert (span.status_code, span.attributes[names.ERROR_TYPE]) == ("ERROR", "client_disconnected")
 
@@ -221,7 +221,7 @@ async def test_no_more_calls_are_under_way_than_the_provider_and_the_gateway_tak
     assert {said(reply) for reply in replies} == {"Again."}
     assert set(under_way) <= {1, 2}
     assert (pool.rate_limiter.in_flight, pool.rate_limiter.num_waiting) == (0, 0)
-    assert not service.gateway._slots.full
+    assert not service.gateway._limit.full
     assert len(await service.spans()) == 21
 
 
@@ -230,7 +230,7 @@ async def test_what_a_store_without_a_journal_takes_is_recorded_before_it_is_ans
     for count in (2, 3, 4):
         assert said(await call(service, http)) == "Again."
         assert len(await store.query_spans(service.rollout_id)) == count
-    assert service.gateway.figures()["prompt_tokens"] == 40
+    assert service.gateway.metrics()["prompt_tokens"] == 40
 
 
 async def test_a_budget_is_kept(ask):
@@ -279,7 +279,7 @@ async def test_calls_of_every_kind_at_once_are_each_answered_and_recorded_once(a
                 assert said(reply) == f"n{number}"
             elif kind != "hang":
                 assert reply.status_code == {"cut": 502, "refuse": 400}[kind]
-    await until(lambda: service.gateway.figures()["cancelled"] == kinds.count("hang"))
+    await until(lambda: service.gateway.metrics()["cancelled"] == kinds.count("hang"))
     spans = (await service.spans())[1:]
     assert len(spans) == len(kinds)
     texts = [
@@ -294,12 +294,12 @@ async def test_calls_of_every_kind_at_once_are_each_answered_and_recorded_once(a
 
 async def test_a_prompt_that_was_read_and_never_answered_is_paid_for(ask):
     service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"), price={"input": 1_000_000.0})
-    spent = service.gateway.figures()["provider_dollars"]
+    spent = service.gateway.metrics()["provider_dollars"]
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
     calling.cancel()
-    await until(lambda: service.gateway.figures()["cancelled"] == 1)
-    assert service.gateway.figures()["provider_dollars"] > spent
+    await until(lambda: service.gateway.metrics()["cancelled"] == 1)
+    assert service.gateway.metrics()["provider_dollars"] > spent
     assert (await service.spans())[-1].attributes[names.COST] > 0
 
 
@@ -332,9 +332,9 @@ async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkey
 
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
-    monkeypatch.setattr(service.gateway._forwarder, "keep", full)
+    monkeypatch.setattr(service.gateway._forwarder, "record", full)
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: "could not be recorded: the disk is full" in caplog.text)
     assert service.gateway.providers["them"].rate_limiter.in_flight == 0
-    assert not service.gateway._direct.under_way
+    assert not service.gateway._fast_path.in_flight

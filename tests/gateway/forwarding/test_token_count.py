@@ -34,7 +34,7 @@ async def test_a_server_with_a_tokenizer_counts_what_it_would_be_asked(serve):
     asked = them.seen[0].json
     assert (asked["model"], asked["messages"]) == ("m", [{"role": "system", "content": "Be short."}, *HI])
     assert asked["tools"][0]["function"]["name"] == "ls"
-    assert (await service.spans(), service.gateway.figures()["provider_dollars"]) == ([], 0)
+    assert (await service.spans(), service.gateway.metrics()["provider_dollars"]) == ([], 0)
 
 
 @pytest.mark.parametrize("answer", [Reply(status=404), Reply(b"<html>"), Reply(head=False, end="close")])

@@ -51,7 +51,7 @@ class Agent:
         answer = Answer(0, self.chat, (), reads_tool_calls=tools is not None)
         answer.finish(sample)
         span_id = f"span-{len(self.turns)}"
-        self.conversations.learn(attempt, prompt, answer.message, sample, self.chat.eos_token_ids, span_id)
+        self.conversations.add_answer(attempt, prompt, answer.message, sample, self.chat.eos_token_ids, span_id)
         self.turns.append((prompt, list(tokens)))
         return answer.message
 
@@ -221,7 +221,7 @@ def test_memory_is_linear_in_a_long_conversation(agent):
 def test_the_attempts_used_least_recently_are_forgotten_when_there_are_too_many(bpe_chat):
     agent = Agent(bpe_chat, max_attempts=2)
     answer = [agent.call([user("hi")], "Hello", attempt=("ro", str(index))) for index in range(3)]
-    assert (len(agent.conversations), agent.conversations.forgotten) == (2, 1)
+    assert (len(agent.conversations), agent.conversations.num_evicted) == (2, 1)
     agent.call([user("hi"), answer[0], user("more")], "ok", attempt=("ro", "0"))
     agent.call([user("hi"), answer[2], user("more")], "ok", attempt=("ro", "2"))
     assert (agent.continues(3), agent.continues(4)) == (None, "span-2")

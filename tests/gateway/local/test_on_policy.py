@@ -53,7 +53,7 @@ async def test_what_keeps_a_policy_from_learning_is_not_followed_and_said_once(s
     (said,) = caplog.messages
     for name in ("seed", "top_p", "top_k", "min_p", "presence_penalty", "logit_bias", "temperature"):
         assert name in said
-    assert service.gateway.figures()["overridden"] == 2
+    assert service.gateway.metrics()["overridden"] == 2
     (plain,) = await service.spans()
     assert names.OVERRIDDEN not in plain.attributes
 
@@ -76,7 +76,7 @@ async def test_outside_training_the_caller_decides(serve, store, secret, mode):
     await service.ask(seed=7, top_p=0.9, temperature=0.0)
     (_, params) = service.engine.calls[0]
     assert (params.seed, params.top_p, params.temperature) == (7, 0.9, 0.0)
-    assert service.gateway.figures()["overridden"] == 0
+    assert service.gateway.metrics()["overridden"] == 0
 
 
 async def test_the_resource_may_set_what_an_agent_may_not(serve, store, secret):

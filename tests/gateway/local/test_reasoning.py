@@ -10,7 +10,7 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import ReasoningDelta
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.reasoning import thought_markers
+from agentlightning.gateway.local.reasoning import find_reasoning_markers
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.tokenizer import tiny_tokenizer
@@ -48,17 +48,17 @@ def opened():
 
 
 def test_markers_are_read_off_the_template(late, opened, bpe_chat):
-    assert thought_markers(late) == THINK
-    assert thought_markers(opened) == ThoughtMarkers("<think>", "</think>", True)
-    assert thought_markers(
+    assert find_reasoning_markers(late) == THINK
+    assert find_reasoning_markers(opened) == ThoughtMarkers("<think>", "</think>", True)
+    assert find_reasoning_markers(
         chat_of(LATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"))
     ) == ThoughtMarkers("[THINK]", "[/THINK]", False)
-    assert thought_markers(bpe_chat) is None
-    assert thought_markers(ByteChatFormat()) is None
+    assert find_reasoning_markers(bpe_chat) is None
+    assert find_reasoning_markers(ByteChatFormat()) is None
 
 
 def test_a_template_that_writes_a_thought_as_a_message_of_its_own_is_left_alone():
-    assert thought_markers(chat_of(LATE.replace("</think>", "<|im_end|>"))) is None
+    assert find_reasoning_markers(chat_of(LATE.replace("</think>", "<|im_end|>"))) is None
 
 
 # -- one answer ------------------------------------------------------------------------------------------------------

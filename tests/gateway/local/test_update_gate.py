@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.local import update_gate as gate_module
-from agentlightning.gateway.local.update_gate import Gate, Gates
+from agentlightning.gateway.local.update_gate import UpdateGate, UpdateGates
 
 
 async def settle():
@@ -21,7 +21,7 @@ async def settle():
 class Calls:
     """Calls that pass a gate, and stay inside until they are told to leave."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: UpdateGate) -> None:
         self.gate = gate
         self.entered: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -49,7 +49,7 @@ class Calls:
 
 @pytest.fixture
 def gate():
-    return Gate()
+    return UpdateGate()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def test_those_who_wait_are_let_in_in_the_order_they_came_and_before_those
     gate.close()
     waiting = [f"early {i}" for i in range(2000)]
     await calls.start(*waiting)
-    assert (gate.waiting, gate.inside, calls.entered) == (2000, 0, [])
+    assert (gate.num_waiting, gate.num_in_flight, calls.entered) == (2000, 0, [])
 
     async def come_late():
         await calls.start("late")
@@ -72,7 +72,7 @@ async def test_those_who_wait_are_let_in_in_the_order_they_came_and_before_those
     await settle()
     assert calls.entered == [*waiting, "late"]
     await calls.end(*waiting, "late")
-    assert gate.inside == 0
+    assert gate.num_in_flight == 0
 
 
 async def test_a_call_that_comes_right_after_the_gate_opens_goes_behind_those_who_have_waited(gate, calls):
@@ -90,11 +90,11 @@ async def test_a_call_that_hangs_up_while_it_waits_is_forgotten(gate, calls):
     await calls.start("first", "second", "third")
     calls.tasks["second"].cancel()
     await settle()
-    assert gate.waiting == 2
+    assert gate.num_waiting == 2
     gate.open()
     calls.tasks["third"].cancel()  # It is let in already, but has not woken.
     await settle()
-    assert (calls.entered, gate.inside) == (["first"], 1)
+    assert (calls.entered, gate.num_in_flight) == (["first"], 1)
     await calls.end("first")
     await asyncio.wait_for(gate.drain(), 10)
     gate.close()
@@ -229,7 +229,7 @@ async def test_an_update_that_is_given_up_while_it_waits_opens_the_gate(gate, ca
 
 
 async def test_every_engine_has_a_gate_of_its_own():
-    gates, policy, reference = Gates(), object(), object()
+    gates, policy, reference = UpdateGates(), object(), object()
     asking, other = Calls(gates.of(policy)), Calls(gates.of(reference))
     async with gates.of(policy).update():
         await asking.start("waits")
@@ -260,13 +260,13 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_whatever_happens_everybody_passes_in_the_end_and_nobody_during_an_update(actions):
     async def run():
-        calls = Calls(Gate())
+        calls = Calls(UpdateGate())
         gate, updates = calls.gate, []
 
         async def update():
             async with gate.update():
                 before = calls.entered.copy()
-                assert gate.inside == 0
+                assert gate.num_in_flight == 0
                 await settle()
                 assert calls.entered == before
 
@@ -293,7 +293,7 @@ def test_whatever_happens_everybody_passes_in_the_end_and_nobody_during_an_updat
         async with asyncio.timeout(10):
             await asyncio.gather(*updates)
             await asyncio.gather(*calls.tasks.values(), return_exceptions=True)
-        assert (gate.inside, gate.waiting, gate._entering, gate.closed) == (0, 0, 0, False)
+        assert (gate.num_in_flight, gate.num_waiting, gate._num_resuming, gate.closed) == (0, 0, 0, False)
         assert len(calls.entered) == len(set(calls.entered))
         uncancelled = {name for name, task in calls.tasks.items() if not task.cancelled()}
         assert uncancelled <= set(calls.entered)

@@ -15,7 +15,7 @@ from agentlightning.gateway.callers.agents import Agent
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.dialects.provider_events import Usage
-from agentlightning.gateway.forwarding.passthrough import Forward
+from agentlightning.gateway.forwarding.passthrough import ForwardedCall
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import ProviderResponse, usage_of
 from agentlightning.gateway.routing import ModelRoute
@@ -72,8 +72,8 @@ def exchange(path, request, answer):
     )
     pool = ServerPool(provider, lambda: None)
     route = ModelRoute("theirs", None, pool, "big-1", provider.price)
-    forward = Forward(path, route, CALLER, request, {}, "cd" * 16, {"top_k": 5}, 1000.5)
-    call = forward.call()
+    forward = ForwardedCall(path, route, CALLER, request, {}, "cd" * 16, {"top_k": 5}, 1000.5)
+    call = forward.upstream_call()
     call.body = orjson.dumps(answer)
     forward.response.read(answer)
     call.settle(forward.response.usage)

@@ -140,7 +140,7 @@ async def test_tokens_are_counted_by_who_will_be_asked_for_nothing(ask):
     client = await service.anthropic()
     assert (await client.messages.count_tokens(model="theirs", messages=HI)).input_tokens == 42
     assert (provider.seen[0].path, provider.seen[0].json["model"]) == ("/v1/messages/count_tokens", "big-1")
-    assert (await service.spans(), service.gateway.figures()["provider_dollars"]) == ([], 0)
+    assert (await service.spans(), service.gateway.metrics()["provider_dollars"]) == ([], 0)
 
 
 async def test_tokens_that_a_server_of_chat_completions_reports_are_recorded(ask):

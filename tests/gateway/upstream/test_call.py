@@ -447,7 +447,7 @@ async def test_what_calls_cost_is_on_their_spans_and_in_the_figures(ask):
     for _ in range(2):
         await client.chat.completions.create(model="theirs", messages=HI)
     assert [span.attributes[names.COST] for span in await service.spans()] == pytest.approx([0.003, 0.003])
-    assert service.gateway.figures()["provider_dollars"] == pytest.approx(0.006)
+    assert service.gateway.metrics()["provider_dollars"] == pytest.approx(0.006)
 
 
 async def test_a_budget_stops_a_rollout_before_it_is_overspent_in_both_dialects(ask):
@@ -465,6 +465,6 @@ async def test_a_budget_stops_a_rollout_before_it_is_overspent_in_both_dialects(
     with pytest.raises(anthropic.APIStatusError, match="budget of rollout") as refused:
         await other.messages.create(model="theirs", max_tokens=80, messages=HI)
     assert refused.value.body["error"]["type"] == "billing_error"
-    assert (len(provider.seen), service.gateway.figures()["over_budget"]) == (3, 2)
+    assert (len(provider.seen), service.gateway.metrics()["over_budget"]) == (3, 2)
     spans = await service.spans()
     assert [span.status_code for span in spans] == ["OK", "OK", "ERROR", "OK", "ERROR"]

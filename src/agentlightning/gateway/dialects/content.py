@@ -125,7 +125,7 @@ class AnswerView(Protocol):
         ...
 
     @property
-    def stops_after_call(self) -> bool:
+    def stops_after_tool_call(self) -> bool:
         """Sampling ends with the first tool call."""
         ...
 

@@ -74,7 +74,7 @@ class Constraint:
         if failed:
             return "violated", failed
         free = self.requires_tool_call or self.names is not None or self.arguments or self.content is not None
-        free = free or (self.single_tool_call and not answer.stops_after_call)
+        free = free or (self.single_tool_call and not answer.stops_after_tool_call)
         return ("checked" if free and not answer.is_constrained else "enforced"), failed
 
     def _checks(self, answer: AnswerView) -> list[tuple[str, bool]]:

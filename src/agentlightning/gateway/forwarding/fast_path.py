@@ -1,9 +1,8 @@
-"""The direct way of a call that is passed on as it is: from socket to socket and into the journal, without a task.
+"""Callback-only fast path for non-streaming pass-through calls; falls back to a task when anything must be awaited.
 
-Takes the calls for which nothing has to be waited for but the provider: whose caller is known by its URL or its keys,
-whose attempt was looked at lately, whose answer comes in one piece, for which there is a slot, a turn and a connection.
-That is nearly all of a busy gateway's. Whatever else happens, before or after the call was sent, it hands the call to
-the way that can wait (`Gateway.serve`), which goes on with it where it stands.
+It takes a call whose caller is known from its URL or keys, whose attempt is in the cache, and for which a concurrency
+slot, the rate limit and a pooled connection are free at once: nearly all calls of a busy gateway. Anything else, before
+or after the request was sent, continues on the task path (`gateway.endpoints`) from where it stands.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ResponseWriter, headers_by_name
 from agentlightning.gateway.callers.attribution import AttemptIds, Attribution, Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
-from agentlightning.gateway.concurrency import Slots
+from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.passthrough import Forward, to_the_end
-from agentlightning.gateway.forwarding.service import Forwarder
+from agentlightning.gateway.forwarding.passthrough import ForwardedCall, run_to_completion
+from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import id_of, usage_of
@@ -34,253 +33,255 @@ from agentlightning.gateway.upstream.provider import ApiPath
 
 logger = logging.getLogger(__name__)
 
-_MAX_KNOWN: Final = 4096
-"""Senders whose callers are remembered."""
-_LONGEST: Final = 4096
-"""Bytes of the headers and the URL of such a sender."""
-_VARYING: Final = frozenset({b"content-length", b"idempotency-key", b"x-stainless-retry-count"})
-"""Headers that differ between the calls of one sender, and say nothing of who that is."""
+_MAX_CACHED_SENDERS: Final = 4096
+"""Senders whose callers are cached."""
+_MAX_SENDER_BYTES: Final = 4096
+"""Of the URL and headers of a cached sender."""
+_VARYING_HEADERS: Final = frozenset({b"content-length", b"idempotency-key", b"x-stainless-retry-count"})
+"""Headers that differ between the calls of one sender and do not identify it."""
 
 Headers = list[tuple[bytes, bytes]]
-Known = tuple[Caller, Mapping[str, str]]
-"""Who calls, and the headers of the call."""
+KnownCaller = tuple[Caller, Mapping[str, str]]
+"""The caller, and the headers of the call by name."""
 
 
-class Line(Protocol):
-    """A call as the socket has it. It is ended by `reply`, `hand_over` or `drop`, or by its caller, who hangs up."""
+class RawRequest(Protocol):
+    """A request as received from the socket, before its body is parsed.
+
+    It ends with `reply`, `hand_over` or `drop`, or when the client disconnects.
+    """
 
     url: bytes
     headers: Headers
     """Names in lower case."""
     path_params: Mapping[str, str]
     body: bytes
-    caller: Known | None
-    """As `Direct.identify` has found."""
+    caller: KnownCaller | None
+    """Set by `FastPath.identify`."""
 
-    def when_gone(self, end: Callable[[], None] | None) -> None:
-        """What is to be called when the caller hangs up."""
+    def on_disconnect(self, end: Callable[[], None] | None) -> None:
+        """Register the callback for a disconnect of the client; None removes it."""
         ...
 
     def reply(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Answer with JSON."""
+        """Send a JSON response."""
         ...
 
     def hand_over(self, app: ASGIApp) -> None:
-        """Have an application serve it instead, in a task."""
+        """Continue in a task, with an ASGI application."""
         ...
 
     def drop(self) -> None:
-        """Hang up on the caller."""
+        """Close the connection to the client."""
         ...
 
 
-Resume = Callable[[ApiPath, AttemptIds | None, Callable[..., Awaitable[None]]], ASGIApp]
-"""Makes an application of the rest of the work on a call of an attempt: of what takes a scope, `receive` and an
-outlet."""
+ContinueInTask = Callable[[ApiPath, AttemptIds | None, Callable[..., Awaitable[None]]], ASGIApp]
+"""Makes an ASGI application of the rest of the work on a call of an attempt."""
 
 
-class Direct:
-    """Made by the gateway, of its parts. `resume` leads back to it."""
+class FastPath:
+    """Serves calls that need no task. `continue_in_task` makes the application that finishes those that do."""
 
     def __init__(
         self,
-        slots: Slots,
+        limit: ConcurrencyLimit,
         attribution: Attribution,
-        forwarder: Forwarder,
+        forwarder: ForwardingService,
         counters: Counters,
-        resume: Resume,
+        continue_in_task: ContinueInTask,
         max_body_bytes: int,
     ) -> None:
-        self.slots, self.forwarder, self.counters, self.resume = slots, forwarder, counters, resume
-        self.under_way: set[_Passing] = set()
-        self.unfinished: set[asyncio.Future[None]] = set()
-        """Records of callers that are gone, on their way into a store without a journal."""
+        self.limit, self.forwarder, self.counters, self.continue_in_task = limit, forwarder, counters, continue_in_task
+        self.in_flight: set[_FastCall] = set()
+        self.pending_records: set[asyncio.Future[None]] = set()
+        """Spans of disconnected clients that a store without a journal is still writing."""
         self._attribution = attribution
         self._max_body_bytes = max_body_bytes
         self._callers: dict[tuple[bytes, tuple[tuple[bytes, bytes], ...]], tuple[Caller, dict[str, str]]] = {}
 
-    def take(self, path: ApiPath, line: Line) -> bool:
-        """Serve a call. False, and nothing has happened, where that is for the way that can wait."""
-        if self.slots.full or len(line.body) > self._max_body_bytes:
+    def try_serve(self, path: ApiPath, raw: RawRequest) -> bool:
+        """Start serving a call. Returns False, without side effects, if the task path has to serve it."""
+        if self.limit.full or len(raw.body) > self._max_body_bytes:
             return False
         try:
-            forward = self._plan(path, line)
-            if forward is None:
+            forwarded = self._plan(path, raw)
+            if forwarded is None:
                 return False
-            passing = _Passing(self, forward, line)
-            started = passing.call.try_start(passing.answered)
+            fast_call = _FastCall(self, forwarded, raw)
+            started = fast_call.call.try_start(fast_call.on_response)
         except Exception:  # noqa: BLE001 - it comes up again there, at the boundary, and is recorded and told
             return False
         if started:
-            self.slots.take_now()
-            self.under_way.add(passing)
-            line.when_gone(passing.hung_up)
+            self.limit.try_acquire()
+            self.in_flight.add(fast_call)
+            raw.on_disconnect(fast_call.on_disconnect)
         return started
 
     def calls(self) -> list[tuple[AttemptIds, float, Callable[[ApiError], None]]]:
-        """Those under way, for `AttemptWatch`."""
-        return [passing.watched for passing in self.under_way]
+        """Calls in flight, for `AttemptWatch`."""
+        return [fast_call.watched for fast_call in self.in_flight]
 
     async def close(self) -> None:
-        """End what is under way, as if its callers had hung up."""
-        for passing in list(self.under_way):
-            passing.drop()
-        if self.unfinished:
-            await asyncio.wait(self.unfinished)
+        """End the calls in flight as if their clients had disconnected."""
+        for fast_call in list(self.in_flight):
+            fast_call.drop()
+        if self.pending_records:
+            await asyncio.wait(self.pending_records)
 
-    def _plan(self, path: ApiPath, line: Line) -> Forward | None:
-        if line.caller is None:
+    def _plan(self, path: ApiPath, raw: RawRequest) -> ForwardedCall | None:
+        if raw.caller is None:
             return None
-        caller, headers = line.caller
+        caller, headers = raw.caller
         if "content-encoding" in headers:
             return None
-        caller = structs.replace(caller, repeat=RequestIdentity.of(headers, path, line.body))
-        return self.forwarder.plan_now(path, caller, headers, line.body)
+        caller = structs.replace(caller, repeat=RequestIdentity.of(headers, path, raw.body))
+        return self.forwarder.try_plan(path, caller, headers, raw.body)
 
-    def identify(self, line: Line) -> None:
-        """Note who calls, where its head says so. Raises ApiError where the head is enough to refuse the call."""
-        line.caller = self._caller(line)
+    def identify(self, raw: RawRequest) -> None:
+        """Set `raw.caller` if the head names the caller. Raises ApiError if the head alone rejects the call."""
+        raw.caller = self._caller(raw)
 
-    def _caller(self, line: Line) -> Known | None:
-        """A sender says the same each time, up to the body and what varies: that is remembered of no call."""
-        same = [header for header in line.headers if header[0] not in _VARYING]
-        sender = line.url, tuple(same)
+    def _caller(self, raw: RawRequest) -> KnownCaller | None:
+        """The caller, cached by URL and headers without those that vary between the calls of one sender."""
+        stable = [header for header in raw.headers if header[0] not in _VARYING_HEADERS]
+        sender = raw.url, tuple(stable)
         if (known := self._callers.get(sender)) is not None:
             caller, headers = known
-            return caller, headers if _is_plain(line, len(line.headers) - len(same)) else headers_by_name(line.headers)
-        headers = headers_by_name(line.headers)
-        caller = self._attribution.try_caller(headers, line.path_params)
+            return caller, headers if _is_plain(raw, len(raw.headers) - len(stable)) else headers_by_name(raw.headers)
+        headers = headers_by_name(raw.headers)
+        caller = self._attribution.try_caller(headers, raw.path_params)
         if caller is None:
             return None
-        if "traceparent" not in headers and _bytes(line) <= _LONGEST:  # each trace is claimed
-            if len(self._callers) >= _MAX_KNOWN:
+        if "traceparent" not in headers and _size_of(raw) <= _MAX_SENDER_BYTES:  # Each call of a trace has to claim it.
+            if len(self._callers) >= _MAX_CACHED_SENDERS:
                 self._callers.clear()
-            self._callers[sender] = caller, headers_by_name(same)
+            self._callers[sender] = caller, headers_by_name(stable)
         return caller, headers
 
 
-def _is_plain(line: Line, varying: int) -> bool:
-    """Whether nothing varies but the length of the body."""
-    return varying == 0 or (varying == 1 and b"content-length" in dict(line.headers))
+def _is_plain(raw: RawRequest, varying: int) -> bool:
+    """Whether Content-Length is the only varying header."""
+    return varying == 0 or (varying == 1 and b"content-length" in dict(raw.headers))
 
 
-def _bytes(line: Line) -> int:
-    return len(line.url) + sum(len(name) + len(value) for name, value in line.headers)
+def _size_of(raw: RawRequest) -> int:
+    return len(raw.url) + sum(len(name) + len(value) for name, value in raw.headers)
 
 
-class _Passing:
-    """One call under way."""
+class _FastCall:
+    """One call in flight."""
 
-    __slots__ = ("_direct", "_forward", "_line", "call")
+    __slots__ = ("_forwarded", "_owner", "_raw", "call")
 
-    def __init__(self, direct: Direct, forward: Forward, line: Line) -> None:
-        self._direct, self._forward, self._line = direct, forward, line
-        self.call: UpstreamCall = forward.call()
+    def __init__(self, owner: FastPath, forwarded: ForwardedCall, raw: RawRequest) -> None:
+        self._owner, self._forwarded, self._raw = owner, forwarded, raw
+        self.call: UpstreamCall = forwarded.upstream_call()
 
-    def answered(self) -> None:
-        """The provider has answered, or failed."""
-        direct, forward, call, line = self._direct, self._forward, self.call, self._line
-        line.when_gone(None)
-        direct.under_way.discard(self)
-        direct.slots.give_back()
+    def on_response(self) -> None:
+        """Called when the upstream response is complete or has failed."""
+        owner, forwarded, call, raw = self._owner, self._forwarded, self.call, self._raw
+        raw.on_disconnect(None)
+        owner.in_flight.discard(self)
+        owner.limit.release()
         if not call.succeeded:
-            return self._hand_over(partial(direct.forwarder.run, forward, call=call))
+            return self._hand_over(partial(owner.forwarder.run, forwarded, call=call))
         try:
-            body, kept = self._record()
+            body, pending = self._record()
         except Exception as error:  # noqa: BLE001 - the boundary is there too
             return self._hand_over(partial(self._fail, error))
-        if kept is not None:
-            return self._hand_over(partial(self._finish, kept, body))
+        if pending is not None:
+            return self._hand_over(partial(self._finish, pending, body))
         self._end()
-        line.reply(200, body, call.visible_headers())
+        raw.reply(200, body, call.visible_headers())
 
     def _record(self) -> tuple[bytes, Awaitable[None] | None]:
         """(what the caller is shown, what is to be awaited first)."""
-        forward, call, forwarder = self._forward, self.call, self._direct.forwarder
-        if forwarder.keep_record is None or forward.strips or not raw_exchange.may_defer(call.body):
-            return forward.take(call), forward.keep(forwarder.keep, call)
+        forwarded, call, forwarder = self._forwarded, self.call, self._owner.forwarder
+        if forwarder.record_raw is None or forwarded.adds_fields or not raw_exchange.may_defer(call.body):
+            return forwarded.read_body(call), forwarded.record(forwarder.record, call)
         try:
-            usage = usage_of(forward.path, call.body)
+            usage = usage_of(forwarded.path, call.body)
         except MsgspecError:
-            return forward.take(call), forward.keep(forwarder.keep, call)
+            return forwarded.read_body(call), forwarded.record(forwarder.record, call)
         call.settle(usage)
-        forward.response.usage = usage
-        if forward.stored:
-            forward.response.id = id_of(call.body)
-        record = raw_exchange.write(forward, call, self._line.body, time.time())
-        forward.recorded = True
-        return call.body, forwarder.keep_record(record)
+        forwarded.response.usage = usage
+        if forwarded.is_stored:
+            forwarded.response.id = id_of(call.body)
+        record = raw_exchange.write(forwarded, call, self._raw.body, time.time())
+        forwarded.recorded = True
+        return call.body, forwarder.record_raw(record)
 
-    def hung_up(self) -> None:
-        """The caller is gone before the provider has answered."""
-        self._direct.under_way.discard(self)
-        self._direct.slots.give_back()
-        self._direct.counters.requests += 1
-        self._direct.counters.cancelled += 1
+    def on_disconnect(self) -> None:
+        """Called when the client disconnects before the upstream response."""
+        self._owner.in_flight.discard(self)
+        self._owner.limit.release()
+        self._owner.counters.requests += 1
+        self._owner.counters.cancelled += 1
         self.call.release()
         try:
-            kept = self._forward.keep_failure(self._direct.forwarder.keep, self.call, asyncio.CancelledError())
-        except StoreError as error:  # there is nobody left to tell, and others are to be ended as well
-            return logger.error("a call that its caller gave up could not be recorded: %s", error)
-        if kept is not None:
-            work = asyncio.ensure_future(kept)
-            self._direct.unfinished.add(work)
-            work.add_done_callback(self._direct.unfinished.discard)
+            pending = self._forwarded.record_failure(self._owner.forwarder.record, self.call, asyncio.CancelledError())
+        except StoreError as error:  # Nobody is left to answer, and `close` has further calls to end.
+            return logger.error("a call whose client disconnected could not be recorded: %s", error)
+        if pending is not None:
+            work = asyncio.ensure_future(pending)
+            self._owner.pending_records.add(work)
+            work.add_done_callback(self._owner.pending_records.discard)
 
     @property
     def watched(self) -> tuple[AttemptIds, float, Callable[[ApiError], None]]:
-        """Its attempt, when it began, and what ends it."""
-        attempt = self._forward.caller.attempt
+        """(attempt, start time, what ends the call)."""
+        attempt = self._forwarded.caller.attempt
         assert attempt is not None
-        return attempt, self._forward.started, self.end
+        return attempt, self._forwarded.started, self.end
 
     def end(self, api_error: ApiError) -> None:
-        """Its attempt has ended before the provider has answered."""
-        self._line.when_gone(None)
-        self._direct.under_way.discard(self)
-        self._direct.slots.give_back()
+        """End the call because its attempt has ended."""
+        self._raw.on_disconnect(None)
+        self._owner.in_flight.discard(self)
+        self._owner.limit.release()
         self.call.release()
         self._hand_over(partial(self._fail, api_error))
 
     def drop(self) -> None:
-        """The server ends."""
-        self._line.when_gone(None)
-        self.hung_up()
-        self._line.drop()
+        """End the call because the server stops."""
+        self._raw.on_disconnect(None)
+        self.on_disconnect()
+        self._raw.drop()
 
     def _end(self) -> None:
-        self._direct.counters.requests += 1
+        self._owner.counters.requests += 1
         self.call.release()
-        self._direct.forwarder.count_usage(self._forward)
+        self._owner.forwarder.count_usage(self._forwarded)
 
-    # -- where it has to be waited ---------------------------------------------------------------------------------
+    # -- continuing in a task ---------------------------------------------------------------------------------
 
     def _hand_over(self, work: Callable[..., Awaitable[None]]) -> None:
-        app = self._direct.resume(self._forward.path, self._forward.caller.attempt, work)
+        app = self._owner.continue_in_task(self._forwarded.path, self._forwarded.caller.attempt, work)
 
         async def rest(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await app(scope, receive, send)
-            finally:  # it may have been cancelled before it began
+            finally:  # It may have been cancelled before it started.
                 self.call.release()
 
-        self._line.hand_over(rest)
+        self._raw.hand_over(rest)
 
     async def _finish(
-        self, kept: Awaitable[None], body: bytes, scope: Any, receive: Any, writer: ResponseWriter
+        self, pending: Awaitable[None], body: bytes, scope: Any, receive: Any, writer: ResponseWriter
     ) -> None:
-        """The answer waits for its record."""
+        """Send the response once its record is durable."""
         try:
-            await to_the_end(kept)
+            await run_to_completion(pending)
         finally:
             self.call.release()
-        self._direct.forwarder.count_usage(self._forward)
+        self._owner.forwarder.count_usage(self._forwarded)
         writer.extra_headers = self.call.visible_headers()
         await writer.send_json(200, body)
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, writer: ResponseWriter) -> None:
-        """The answer cannot be read, or not be kept."""
+        """The answer cannot be read, or not be pending."""
         self.call.settle(None)
         self.call.release()
-        await to_the_end(self._forward.keep_failure(self._direct.forwarder.keep, self.call, error))
+        await run_to_completion(self._forwarded.record_failure(self._owner.forwarder.record, self.call, error))
         raise error

@@ -37,17 +37,19 @@ from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.span import Span, new_span_id
 
 Json = dict[str, Any]
-Keep = Callable[[list[Span]], Awaitable[None] | None]
+RecordSpans = Callable[[list[Span]], Awaitable[None] | None]
 """What it was given survives the end of this process when it returns None, or else once that was awaited. Raises
 StoreError."""
 
 _PASSED_HEADERS: Final = frozenset({"anthropic-beta", "openai-beta", "openai-organization", "openai-project"})
 _LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed", "message_stop", "error"})
+_FINAL_EVENTS: Final = frozenset(
+    {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
+)
 """Types of the events that end a stream."""
 
 
-def written(request: Mapping[str, Any]) -> bytes:
+def encode_request(request: Mapping[str, Any]) -> bytes:
     """A request as it is sent. Raises ApiError 400 for one that is nested deeper than can be written."""
     try:
         return orjson.dumps(request)
@@ -61,7 +63,7 @@ def can_forward(path: ApiPath, route: ModelRoute) -> bool:
 
 
 @dataclass(slots=True)
-class Forward:
+class ForwardedCall:
     """One call to a provider in its own dialect. `run` it once."""
 
     path: ApiPath
@@ -77,50 +79,50 @@ class Forward:
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     response: ProviderResponse = field(init=False)
-    _strip: Strip = field(default_factory=lambda: Strip(), init=False)
+    _added: AddedFields = field(default_factory=lambda: AddedFields(), init=False)
     recorded: bool = field(default=False, init=False)
-    _asked: UpstreamRequest | None = field(default=None, init=False)
+    _request: UpstreamRequest | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.response = ProviderResponse(self.path)
 
     @property
-    def strips(self) -> bool:
+    def adds_fields(self) -> bool:
         """Whether something was asked of the provider that is no business of the caller's."""
-        return bool(self._strip)
+        return bool(self._added)
 
     @property
     def stream(self) -> bool:
         return self.data.get("stream") is True
 
     @property
-    def stored(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether its answer is one that its provider keeps, and its caller may retrieve."""
         return self.path == "responses" and self.data.get("store") is not False
 
-    def call(self) -> UpstreamCall:
+    def upstream_call(self) -> UpstreamCall:
         """The call to the provider, not sent yet."""
         assert self.route.servers is not None
-        return UpstreamCall(self.route.servers, self._asked or self._ask())
+        return UpstreamCall(self.route.servers, self._request or self._build_request())
 
     def prepare(self) -> Self:
         """Write the request, so that one that cannot be sent is refused before it is run. Raises ApiError 400."""
-        self._asked = self._ask()
+        self._request = self._build_request()
         return self
 
-    async def run(self, keep: Keep, writer: ResponseWriter, call: UpstreamCall | None = None) -> None:
+    async def run(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall | None = None) -> None:
         """Ask, answer, record. Raises ApiError where the provider fails, and what `keep` raises; a failure is recorded
         as well. `call` is one that was started and has to be gone on with."""
-        call = call or self.call()
+        call = call or self.upstream_call()
         try:
             async with call:
                 writer.extra_headers = call.visible_headers()
-                await (self._pass_stream if self.stream else self._pass_whole)(call, keep, writer)
+                await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
         except BaseException as error:
-            await to_the_end(self.keep_failure(keep, call, error))
+            await run_to_completion(self.record_failure(keep, call, error))
             raise
 
-    def keep_failure(self, keep: Keep, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
+    def record_failure(self, keep: RecordSpans, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
         """Record that it failed, unless it is recorded already. Is kept as `keep` has it."""
         if self.recorded or not self.caller.attempt:
             return None
@@ -129,8 +131,8 @@ class Forward:
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    def _ask(self) -> UpstreamRequest:
-        sent, attempt = self._changed(), self.caller.attempt
+    def _build_request(self) -> UpstreamRequest:
+        sent, attempt = self._rewritten_body(), self.caller.attempt
         headers = [
             (name.encode(), value.encode("latin-1"))
             for name, value in self.headers.items()
@@ -138,7 +140,7 @@ class Forward:
         ]
         return UpstreamRequest(
             self.path,
-            written(sent),
+            encode_request(sent),
             self.stream,
             headers,
             "/".join(attempt) if attempt else "",
@@ -156,9 +158,9 @@ class Forward:
         longest = max(limits, default=self.route.provider.max_output_tokens if self.route.provider else 0)
         prompts = sent.get("prompt")
         several = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
-        return longest * several * _drawn(sent)
+        return longest * several * _num_sampled(sent)
 
-    def _changed(self) -> Json:
+    def _rewritten_body(self) -> Json:
         """The request as the provider gets it."""
         sent = self.data | {"model": self.route.send_model}
         for name, value in self.forced.items():
@@ -166,9 +168,9 @@ class Forward:
         provider = self.route.provider
         if self.path in ("chat/completions", "completions"):
             if self.stream:
-                self._ask_usage(sent)
+                self._add_usage(sent)
             if provider is not None and provider.token_ids:
-                self._ask_tokens(sent)
+                self._add_token_ids(sent)
         return sent
 
     def _name_of(self, name: str) -> str:
@@ -181,51 +183,51 @@ class Forward:
             return "max_output_tokens"
         return "max_completion_tokens" if "max_completion_tokens" in self.data else name
 
-    def _ask_usage(self, sent: Json) -> None:
+    def _add_usage(self, sent: Json) -> None:
         options = sent.get("stream_options")
         options = cast("Json", options) if isinstance(options, dict) else {}
         if not options.get("include_usage"):
             sent["stream_options"] = options | {"include_usage": True}
-            self._strip.usage = True
+            self._added.usage = True
 
-    def _ask_tokens(self, sent: Json) -> None:
+    def _add_token_ids(self, sent: Json) -> None:
         if not sent.get("return_token_ids"):
             sent["return_token_ids"] = True
-            self._strip.token_ids = True
+            self._added.token_ids = True
         chat = self.path == "chat/completions"
         if sent.get("logprobs") in (None, False) and (chat or sent.get("logprobs") is None):
             sent["logprobs"] = True if chat else 0
-            self._strip.logprobs = True
+            self._added.logprobs = True
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
-    async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
-        body = self.take(call)
-        await self._keep(keep, call)
+    async def _send_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
+        body = self.read_body(call)
+        await self._record(keep, call)
         await writer.send_json(200, body)
 
-    def take(self, call: UpstreamCall) -> bytes:
+    def read_body(self, call: UpstreamCall) -> bytes:
         """Read a whole answer; returns what the caller is shown of it. Raises ApiError where it cannot be read."""
         body = call.body
         try:
             answer = loads(body)
         except ValueError:
-            raise self._broken("sent an answer that is not JSON") from None
+            raise self._protocol_error("sent an answer that is not JSON") from None
         self.response.read(answer)
         call.settle(self.response.usage)
-        if self._strip and self._strip.take_out(answer):
+        if self._added and self._added.remove_from(answer):
             body = orjson.dumps(answer)
         return body
 
-    async def _pass_stream(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
+    async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         last = list[bytes]()
         async for events in call.events():
             shown = [self._read_event(event, last) for event in events]
             if passed := b"".join(shown):
                 await writer.send_events(passed)
-        self._check_whole(bool(last))
+        self._check_ended(bool(last))
         call.settle(self.response.usage)
-        await self._keep(keep, call)
+        await self._record(keep, call)
         await writer.send_events(b"".join(last) + call.trailing_bytes)
         await writer.close()
 
@@ -233,29 +235,29 @@ class Forward:
         """What to show of an event now; `last` gathers what is shown when all is recorded."""
         data = event_data(event)
         self.response.read(data)
-        if self._strip and isinstance(data, dict):
-            event = self._strip.shown(event, cast("Json", data))
+        if self._added and isinstance(data, dict):
+            event = self._added.filter_event(event, cast("Json", data))
         kind = cast("Json", data).get("type") if isinstance(data, dict) else None
-        if last or (data is None and b"[DONE]" in event) or (isinstance(kind, str) and kind in _LAST):
+        if last or (data is None and b"[DONE]" in event) or (isinstance(kind, str) and kind in _FINAL_EVENTS):
             last.append(event)
             return b""
         return event
 
-    def _check_whole(self, ended: bool) -> None:
+    def _check_ended(self, ended: bool) -> None:
         """Raises ApiError where a stream ended without its end."""
         if not ended and not any(choice.finish_reason for choice in self.response.choices.values()):
-            raise self._broken("ended its stream before the answer was whole")
+            raise self._protocol_error("ended its stream before the answer was whole")
 
-    def _broken(self, what: str) -> ApiError:
+    def _protocol_error(self, what: str) -> ApiError:
         name = self.route.provider.name if self.route.provider else ""
         return ApiError(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
-    async def _keep(self, keep: Keep, call: UpstreamCall) -> None:
-        await to_the_end(self.keep(keep, call))
+    async def _record(self, keep: RecordSpans, call: UpstreamCall) -> None:
+        await run_to_completion(self.record(keep, call))
 
-    def keep(self, keep: Keep, call: UpstreamCall) -> Awaitable[None] | None:
+    def record(self, keep: RecordSpans, call: UpstreamCall) -> Awaitable[None] | None:
         """Record what was answered. Is kept as `keep` has it."""
         self.recorded = True
         return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
@@ -266,7 +268,7 @@ class Forward:
         response = self.response
         choices = [response.choices[index] for index in sorted(response.choices)] or [Choice()]
         shared = self._attributes() | of_call
-        status = ("ERROR", self._hidden(response.error)) if response.error else ("OK", None)
+        status = ("ERROR", self._redacted(response.error)) if response.error else ("OK", None)
         spans: list[Span] = []
         for choice in choices:
             attributes = shared | self._choice_attributes(choice)
@@ -278,12 +280,12 @@ class Forward:
             spans.append(self._span(attributes, now, *status, span_id=span_id))
         return spans
 
-    def _hidden(self, text: str) -> str:
+    def _redacted(self, text: str) -> str:
         """A text of the provider's, never with its key in it."""
         return display_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
-        said = input_messages(self.path, self.data, choice.index // _answers(self.data))
+        said = input_messages(self.path, self.data, choice.index // _num_choices(self.data))
         attributes: Json = {names.INPUT_MESSAGES: said}
         if self.path == "embeddings":
             return attributes
@@ -353,7 +355,7 @@ class Forward:
 
 
 @dataclass(slots=True)
-class Strip:
+class AddedFields:
     """What was asked of the provider for the record, and is no business of the caller's."""
 
     usage: bool = False
@@ -363,7 +365,7 @@ class Strip:
     def __bool__(self) -> bool:
         return self.usage or self.token_ids or self.logprobs
 
-    def take_out(self, answer: Any) -> bool:
+    def remove_from(self, answer: Any) -> bool:
         """Of an answer or an event, in place; whether there was anything."""
         if not isinstance(answer, dict) or not (self.token_ids or self.logprobs):
             return False
@@ -382,23 +384,23 @@ class Strip:
                 changed = True
         return changed
 
-    def shown(self, event: bytes, data: Json) -> bytes:
+    def filter_event(self, event: bytes, data: Json) -> bytes:
         """An event as the caller sees it; nothing of the one that only says what was used."""
         if self.usage and data.get("usage") and not data.get("choices"):
             return b""
-        return encode_event(data) if self.take_out(data) else event
+        return encode_event(data) if self.remove_from(data) else event
 
 
-def _answers(asked: Json) -> int:
+def _num_choices(asked: Json) -> int:
     """How many answers a request asks for to each of its prompts."""
     several = asked.get("n")
     return max(1, several) if isinstance(several, int) else 1
 
 
-def _drawn(asked: Json) -> int:
+def _num_sampled(asked: Json) -> int:
     """How many answers a provider draws for each prompt, and charges for."""
     best = asked.get("best_of")
-    return max(_answers(asked), best) if isinstance(best, int) else _answers(asked)
+    return max(_num_choices(asked), best) if isinstance(best, int) else _num_choices(asked)
 
 
 def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
@@ -410,7 +412,7 @@ def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
     return True
 
 
-async def to_the_end(work: Awaitable[None] | None) -> None:
+async def run_to_completion(work: Awaitable[None] | None) -> None:
     """Wait for work that is finished even where its caller is cancelled meanwhile."""
     if work is None:
         return

@@ -24,10 +24,10 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.passthrough import Forward, can_forward
-from agentlightning.gateway.forwarding.token_count import Counting, estimated_instead
+from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward
+from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
-from agentlightning.gateway.local.on_policy import OnPolicy, is_training
+from agentlightning.gateway.local.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, Router
 from agentlightning.gateway.translation.call import Translator
@@ -39,11 +39,11 @@ from agentlightning.store.journal.store import JournaledStore
 
 logger = logging.getLogger(__name__)
 
-HANG_UP: Final = "agentlightning.hang_up"
+ON_DISCONNECT: Final = "agentlightning.hang_up"
 """In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
 
 
-class _Led(NamedTuple):
+class _ResolvedCall(NamedTuple):
     """A call for which it is known where it goes."""
 
     asked: dict[str, Any]
@@ -51,7 +51,7 @@ class _Led(NamedTuple):
     route: ModelRoute
 
 
-class Forwarder:
+class ForwardingService:
     """Serves the calls that go to a provider, as they are or translated; leaves all others alone."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Forwarder:
         agents: AgentMatcher,
         counters: Counters,
         translator: Translator,
-        on_policy: OnPolicy,
+        on_policy: OnPolicySampling,
         kept: ResponseStore,
     ) -> None:
         self._kept = kept
@@ -75,39 +75,39 @@ class Forwarder:
         self._find_context = find_context
         self._agents = agents
         self._counters = counters
-        self._counting = Counting()
-        self.keep = self._await_store
-        self.keep_record: Callable[[bytes], Awaitable[None] | None] | None = None
+        self._counting = TokenCounter()
+        self.record = self._await_store
+        self.record_raw: Callable[[bytes], Awaitable[None] | None] | None = None
         """Where the store can read them: keeps an exchange as it was said (`gateway.verbatim`)."""
         if isinstance(store, JournaledStore):
             self.keep = store.append
-            self.keep_record = store.append_record if store.takes_records else None
+            self.record_raw = store.append_record if store.takes_records else None
             store.on_superseded = contexts.invalidate
 
     async def plan(
         self, path: ApiPath, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
-    ) -> Forward | None:
+    ) -> ForwardedCall | None:
         """The call to make, where it goes to a provider. `asked` is its body, None where that is no object. Raises
         ApiError where it cannot be made."""
-        if (led := self._lead(path, caller, headers, asked)) is None:
+        if (led := self._resolve(path, caller, headers, asked)) is None:
             return None
         context = None if caller.attempt is None else await self._find_context(caller)
         return self._prepare(path, headers, led, context).prepare()
 
-    def plan_now(self, path: ApiPath, caller: Caller, headers: Mapping[str, str], body: bytes) -> Forward | None:
+    def try_plan(self, path: ApiPath, caller: Caller, headers: Mapping[str, str], body: bytes) -> ForwardedCall | None:
         """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be
         known is at hand; else None."""
         attempt = caller.attempt
         if attempt is None or (context := self._contexts.get_cached(*attempt)) is None:
             return None
-        led = self._lead(path, caller, headers, parse_object(body)) if len(body) <= MAX_CHUNK_BYTES else None
+        led = self._resolve(path, caller, headers, parse_object(body)) if len(body) <= MAX_CHUNK_BYTES else None
         if led is None or led.asked.get("stream") or not can_forward(path, led.route):
             return None
         return self._prepare(path, headers, led, context)
 
-    def _lead(
+    def _resolve(
         self, path: ApiPath, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
-    ) -> _Led | None:
+    ) -> _ResolvedCall | None:
         if asked is None:
             return None
         caller = caller.with_agent(self._agents.identify(headers, asked, self._table), self._table)
@@ -115,24 +115,29 @@ class Forwarder:
         if model is None and "model" in asked and not isinstance(asked["model"], str):
             return None
         route = self._table.resolve(model, caller.agent.name, path)
-        return _Led(asked, caller, route) if route.servers is not None else None
+        return _ResolvedCall(asked, caller, route) if route.servers is not None else None
 
     async def run(
-        self, forward: Forward, scope: Scope, receive: Receive, writer: ResponseWriter, call: UpstreamCall | None = None
+        self,
+        forward: ForwardedCall,
+        scope: Scope,
+        receive: Receive,
+        writer: ResponseWriter,
+        call: UpstreamCall | None = None,
     ) -> None:
         """Make it and answer. Raises ApiError, StoreError, and ClientDisconnected where the caller hung up; a failure
         is recorded as well. `call` is one that was started and has to be gone on with."""
-        with _ended_by_hanging_up(scope, receive):
-            await forward.run(self.keep, writer, call)
+        with cancel_on_disconnect(scope, receive):
+            await forward.run(self.record, writer, call)
         self.count_usage(forward)
 
-    def count_usage(self, forward: Forward) -> None:
+    def count_usage(self, forward: ForwardedCall) -> None:
         """An answer is whole: count what it used, and note who keeps it."""
         if (usage := forward.response.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
         attempt, provider = forward.caller.attempt, forward.route.provider
-        if forward.stored and attempt is not None and provider is not None and forward.response.id:
+        if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
             self._kept.note_provider(attempt, forward.response.id, provider.name)
 
     async def count(
@@ -150,7 +155,7 @@ class Forwarder:
             await self._find_context(caller)
         if not can_forward("messages", route):
             meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | asked, "")
-            await (await self._counting.count(route.servers, meant.data)).tell(writer)
+            await (await self._counting.count(route.servers, meant.data)).send(writer)
             return True
         sent = orjson.dumps(asked | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
@@ -161,12 +166,14 @@ class Forwarder:
             async with UpstreamCall(route.servers, ask) as call:
                 call.settle(Usage())
         except ApiError as api_error:
-            await estimated_instead(api_error, asked).tell(writer)
+            await estimate_if_unsupported(api_error, asked).send(writer)
         else:
             await writer.send_json(200, call.body)
         return True
 
-    def _prepare(self, path: ApiPath, headers: Mapping[str, str], led: _Led, context: AttemptContext | None) -> Forward:
+    def _prepare(
+        self, path: ApiPath, headers: Mapping[str, str], led: _ResolvedCall, context: AttemptContext | None
+    ) -> ForwardedCall:
         asked, caller, route = led
         resource, forced, trace_id = "", dict[str, Any](), ""
         if context is None:
@@ -179,10 +186,10 @@ class Forwarder:
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
-                asked = self._on_policy.without(asked, forced)
+                asked = self._on_policy.strip_request(asked, forced)
         trace_id = trace_id or new_trace_id()
         if can_forward(path, route):
-            return Forward(path, route, caller, asked, headers, trace_id, forced)
+            return ForwardedCall(path, route, caller, asked, headers, trace_id, forced)
         translated = self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
         if route.provider is not None:  # betas that the caller asks of the provider by its own name for them
             translated.headers = {f"{route.provider.dialect}-beta": headers.get(f"{route.provider.dialect}-beta", "")}
@@ -199,12 +206,12 @@ class Forwarder:
 
 
 @contextmanager
-def _ended_by_hanging_up(scope: Scope, receive: Receive) -> Generator[None]:
+def cancel_on_disconnect(scope: Scope, receive: Receive) -> Generator[None]:
     """Inside, a caller that hangs up ends the work of this task; raises ClientDisconnected where one did."""
     task, gone, left = asyncio.current_task(), list[bool](), list[bool]()
     assert task is not None
     end = partial(_end, task, gone, left)
-    tell = scope.get(HANG_UP)
+    tell = scope.get(ON_DISCONNECT)
     watch = None
     if tell is not None:
         tell(end)

@@ -14,7 +14,7 @@ from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.transport import TransportError
 
 
-async def ask_provider(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
+async def request_stored_response(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
     """What the provider answers. Raises ApiError."""
     provider, server = pool.provider, pool.choose("/".join(attempt))
     try:

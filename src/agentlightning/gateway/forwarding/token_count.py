@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 HEADER: Final = b"x-agentlightning-count"
 """Of an answer: `tokenizer` or `estimate`."""
-REST_SECONDS: Final = 300.0
+SKIP_SECONDS: Final = 300.0
 """For so long a provider that has no tokenizer to ask is not asked again."""
 TIMEOUT_SECONDS: Final = 5.0
 _OF_THIS_REQUEST: Final = frozenset({400, 413, 422})
@@ -35,48 +35,48 @@ _NO_SUCH_PATH: Final = frozenset({404, 405, 501})
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class TokenCount:
     """Tokens of a prompt."""
 
     tokens: int
-    how: Literal["tokenizer", "estimate"]
+    source: Literal["tokenizer", "estimate"]
 
-    async def tell(self, writer: ResponseWriter) -> None:
+    async def send(self, writer: ResponseWriter) -> None:
         """Answer as Anthropic does."""
-        writer.extra_headers = [(HEADER, self.how.encode())]
+        writer.extra_headers = [(HEADER, self.source.encode())]
         await writer.send_json(200, count_reply(self.tokens))
 
 
-class Counting:
+class TokenCounter:
     """Counts for all providers, and remembers who has no tokenizer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._resting: dict[str, float] = {}
+        self._skipped_until: dict[str, float] = {}
         """Providers without one, by name -> until when."""
 
-    async def count(self, pool: ServerPool, asked: Mapping[str, Any]) -> Count:
+    async def count(self, pool: ServerPool, asked: Mapping[str, Any]) -> TokenCount:
         """`asked` is a request of chat completions or for a response; a tokenizer is asked for the first only."""
         name = pool.provider.name
-        if "messages" in asked and self._clock() >= self._resting.get(name, 0.0):
+        if "messages" in asked and self._clock() >= self._skipped_until.get(name, 0.0):
             try:
                 status, tokens = await _tokenize(pool, asked)
             except (TransportError, ConfigError) as error:
                 logger.info("the provider %r does not count tokens: %s", name, error)
                 status, tokens = 0, None
             if tokens is not None:
-                return Count(tokens, "tokenizer")
+                return TokenCount(tokens, "tokenizer")
             if status not in _OF_THIS_REQUEST:
-                self._resting[name] = self._clock() + REST_SECONDS
-        return Count(estimate_prompt_tokens(asked), "estimate")
+                self._skipped_until[name] = self._clock() + SKIP_SECONDS
+        return TokenCount(estimate_prompt_tokens(asked), "estimate")
 
 
-def estimated_instead(api_error: ApiError, asked: Mapping[str, Any]) -> Count:
+def estimate_if_unsupported(api_error: ApiError, asked: Mapping[str, Any]) -> TokenCount:
     """Of a request in Anthropic's dialect, whose provider speaks it and does not count. Raises `problem` where it is
     another."""
     if api_error.status not in _NO_SUCH_PATH or "model" in api_error.message.lower():
         raise api_error
-    return Count(estimate_prompt_tokens(asked), "estimate")
+    return TokenCount(estimate_prompt_tokens(asked), "estimate")
 
 
 async def _tokenize(pool: ServerPool, asked: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-FRESH_SECONDS: Final = 300.0
+CACHE_SECONDS: Final = 300.0
 """For so long a list is not asked for again."""
-REST_SECONDS: Final = 30.0
+RETRY_SECONDS: Final = 30.0
 """For so long a provider that gave none is left alone."""
-PATIENCE_SECONDS: Final = 3.0
+TIMEOUT_SECONDS: Final = 3.0
 """For the whole of a list."""
 _MAX_PAGES: Final = 20
 _MAX_NAMES: Final = 10_000
 
 
-class Listing:
+class UpstreamModels:
     """The models of one provider."""
 
     def __init__(self, pool: ServerPool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,17 +49,17 @@ class Listing:
         if self._clock() >= self._until:
             async with self._one:
                 if self._clock() >= self._until:
-                    await self._ask()
+                    await self._refresh()
         return self._models
 
-    async def _ask(self) -> None:
-        provider, seconds = self._backends.provider, FRESH_SECONDS
+    async def _refresh(self) -> None:
+        provider, seconds = self._backends.provider, CACHE_SECONDS
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 self._models = await self._pages()
         except (TransportError, TimeoutError, ConfigError, ValueError) as error:
-            seconds = REST_SECONDS
-            said = str(error) or f"no answer within {PATIENCE_SECONDS:g} s"
+            seconds = RETRY_SECONDS
+            said = str(error) or f"no answer within {TIMEOUT_SECONDS:g} s"
             logger.info("the provider %r does not say what models it has: %s", provider.name, said)
         self._until = self._clock() + seconds
 
@@ -85,7 +85,7 @@ class Listing:
             provider.url(server.url, "models") + query,
             server.headers,
             connect_seconds=provider.connect_seconds,
-            timeout_seconds=PATIENCE_SECONDS,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
         async with answer:
             body = await answer.read()
@@ -120,13 +120,13 @@ def anthropic_model(model: Json) -> Json:
     """A provider's model as Anthropic describes one; whatever else it says of it stays."""
     stamp, name = model.get("created_at"), model.get("display_name")
     if not isinstance(stamp, str):
-        stamp = written_time(model.get("created"))
+        stamp = rfc3339(model.get("created"))
     own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
     shown = name if isinstance(name, str) else model["id"]
     return own | {"type": "model", "display_name": shown, "created_at": stamp}
 
 
-def written_time(seconds: Any) -> str:
+def rfc3339(seconds: Any) -> str:
     """Seconds since 1970 as RFC 3339 has them; the beginning of time for what is no such number."""
     try:
         return datetime.fromtimestamp(float(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

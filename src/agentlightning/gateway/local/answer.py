@@ -16,7 +16,7 @@ from agentlightning.chat.tool_calls.format import partial_marker_length
 from agentlightning.chat.tool_calls.reader import CallReader
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, ToolCall, assistant_message
-from agentlightning.gateway.local.logprobs import Drawn, Likeliest, Token, token_logprobs
+from agentlightning.gateway.local.logprobs import Token, TokenLogprobs, TopLogprobs, token_logprobs
 
 
 class Detokenizer:
@@ -61,7 +61,7 @@ class StopFilter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._buffer = ""
         self.found: str | None = None
         """The stop string that ended the text."""
 
@@ -72,27 +72,27 @@ class StopFilter:
     def feed(self, text: str) -> str:
         if self.stopped or not self._stops:
             return "" if self.stopped else text
-        self._held += text
-        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self._buffer += text
+        found = [(place, stop) for stop in self._stops if (place := self._buffer.find(stop)) >= 0]
         if found:
             place, self.found = min(found)
-            return self._held[:place]
-        return self._release(len(self._held) - max(partial_marker_length(self._held, stop) for stop in self._stops))
+            return self._buffer[:place]
+        return self._release(len(self._buffer) - max(partial_marker_length(self._buffer, stop) for stop in self._stops))
 
     def finish(self) -> str:
-        return "" if self.stopped else self._release(len(self._held))
+        return "" if self.stopped else self._release(len(self._buffer))
 
     def _release(self, length: int) -> str:
-        shown, self._held = self._held[:length], self._held[length:]
+        shown, self._buffer = self._buffer[:length], self._buffer[length:]
         return shown
 
 
-class ThoughtFilter:
+class ReasoningFilter:
     """Tells the thought an answer may begin with from the rest; whitespace beside the markers is dropped."""
 
     def __init__(self, markers: ThoughtMarkers | None) -> None:
         self._markers = markers
-        self._held = ""
+        self._buffer = ""
         self._thinks = markers is not None and markers.opened
         self._begun = markers is None or self._thinks
         """Whether it is known what the answer begins with."""
@@ -101,44 +101,46 @@ class ThoughtFilter:
 
     def feed(self, text: str) -> tuple[str, str]:
         """(thought, content) that have become certain."""
-        self._held += text
+        self._buffer += text
         if not self._begun:
             self._begin()
         self._trim()
         thought = self._think() if self._thinks else ""
         self._trim()
-        content = self._take(len(self._held)) if self._begun and not self._thinks else ""
+        content = self._take(len(self._buffer)) if self._begun and not self._thinks else ""
         return thought, content
 
     def finish(self) -> tuple[str, str]:
-        rest = self._take(len(self._held))
+        rest = self._take(len(self._buffer))
         return (rest.rstrip(), "") if self._thinks else ("", rest)
 
     def _begin(self) -> None:
-        start, begins = self._markers.start if self._markers else "", self._held.lstrip()
+        start, begins = self._markers.start if self._markers else "", self._buffer.lstrip()
         if begins.startswith(start):
             self._begun = self._thinks = self._trims = True
-            self._held = begins[len(start) :]
+            self._buffer = begins[len(start) :]
         elif not start.startswith(begins):
             self._begun = True
 
     def _think(self) -> str:
         end = self._markers.end if self._markers else ""
-        place = self._held.find(end)
+        place = self._buffer.find(end)
         if place < 0:
-            return self._take(len(self._held[: len(self._held) - partial_marker_length(self._held, end)].rstrip()))
+            return self._take(
+                len(self._buffer[: len(self._buffer) - partial_marker_length(self._buffer, end)].rstrip())
+            )
         thought = self._take(place).rstrip()
-        self._held = self._held[len(end) :]
+        self._buffer = self._buffer[len(end) :]
         self._thinks, self._trims = False, True
         return thought
 
     def _trim(self) -> None:
         if self._trims and self._begun:
-            self._held = self._held.lstrip()
-            self._trims = not self._held
+            self._buffer = self._buffer.lstrip()
+            self._trims = not self._buffer
 
     def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
         return taken
 
 
@@ -180,40 +182,40 @@ class Answer:
     """These tokens; of a provider's answer nothing."""
     _written_ids: list[int] = field(default_factory=list[int])
     """Of what was written last, where log-probabilities were asked for with it."""
-    drawn: Drawn = field(default_factory=Drawn, init=False)
+    token_logprobs: TokenLogprobs = field(default_factory=TokenLogprobs, init=False)
     _text: Detokenizer = field(init=False)
     _stop: StopFilter = field(init=False)
-    _thoughts: ThoughtFilter = field(init=False)
+    _reasoning_filter: ReasoningFilter = field(init=False)
     _calls: CallReader = field(init=False)
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.chat)
         self._stop = StopFilter(self.stops)
-        self._thoughts = ThoughtFilter(self.reasoning_markers)
+        self._reasoning_filter = ReasoningFilter(self.reasoning_markers)
         self._calls = CallReader(self.chat.tool_calls, self.tools)
 
     def feed(
-        self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[Likeliest] = ()
+        self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()
     ) -> list[OutputEvent]:
         """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
         self.num_tokens += len(token_ids)
         self.token_ids += token_ids
         shown = [token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens]
-        pieces = self._show(self._stop.feed(self._text.feed(shown)))
+        pieces = self._read_text(self._stop.feed(self._text.feed(shown)))
         if logprobs:
-            self.drawn.told(token_ids, logprobs, tops, len(pieces))
+            self.token_logprobs.add(token_ids, logprobs, tops, len(pieces))
         return pieces
 
     def finish(self, sample: Sample) -> list[OutputEvent]:
         """What is left to show once the sample is whole."""
         pieces = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
         self.sample = sample
-        self.drawn.complete(sample)
+        self.token_logprobs.complete(sample)
         rest = self._stop.feed(self._text.finish()) + self._stop.finish()
-        pieces += self._show(rest)
-        thought, content = self._thoughts.finish()
-        pieces += self._keep_thought(thought) + self._show_content(content)
-        return pieces + (self._keep(self._calls.finish()) if self.reads_tool_calls else [])
+        pieces += self._read_text(rest)
+        thought, content = self._reasoning_filter.finish()
+        pieces += self._add_reasoning(thought) + self._read_content(content)
+        return pieces + (self._add(self._calls.finish()) if self.reads_tool_calls else [])
 
     @property
     def finish_reason(self) -> str:
@@ -230,10 +232,10 @@ class Answer:
     def engine_stops(self) -> tuple[str, ...]:
         """Strings that end the drawing: those asked for, and what closes the only tool call."""
         closing = self.chat.tool_calls.closing
-        return (*self.stops, closing) if closing and self.stops_after_call else self.stops
+        return (*self.stops, closing) if closing and self.stops_after_tool_call else self.stops
 
     @property
-    def stops_after_call(self) -> bool:
+    def stops_after_tool_call(self) -> bool:
         """The first tool call ends the drawing. A model that thinks may write calls in its thoughts: it is let finish.
         So is an answer that is held, which ends by itself and may say in its arguments what ends a call."""
         return (
@@ -255,11 +257,11 @@ class Answer:
 
     def next_logprobs(self) -> list[dict[str, Any]]:
         """On the wire, of the next piece to be written."""
-        return self._written(self.drawn.of_piece())
+        return self._written(self.token_logprobs.take_event())
 
     def remaining_logprobs(self) -> list[dict[str, Any]]:
         """On the wire, of what no piece has shown."""
-        return self._written(self.drawn.rest())
+        return self._written(self.token_logprobs.take_rest())
 
     def take_token_ids(self) -> list[int]:
         """The tokens of the log-probabilities that were asked for last, once."""
@@ -272,29 +274,29 @@ class Answer:
 
     def all_logprobs(self) -> list[dict[str, Any]]:
         """On the wire."""
-        return token_logprobs(self.chat, self.drawn.tokens)
+        return token_logprobs(self.chat, self.token_logprobs.tokens)
 
-    def _show(self, text: str) -> list[OutputEvent]:
-        thought, content = self._thoughts.feed(text)
-        return self._keep_thought(thought) + self._show_content(content)
+    def _read_text(self, text: str) -> list[OutputEvent]:
+        thought, content = self._reasoning_filter.feed(text)
+        return self._add_reasoning(thought) + self._read_content(content)
 
-    def _keep_thought(self, text: str) -> list[OutputEvent]:
+    def _add_reasoning(self, text: str) -> list[OutputEvent]:
         self.reasoning += text
         return [ReasoningDelta(text)] if text else []
 
-    def _show_content(self, text: str) -> list[OutputEvent]:
+    def _read_content(self, text: str) -> list[OutputEvent]:
         if not self.reads_tool_calls:
-            return self._keep([text] if text else [])
-        return self._keep(self._calls.feed(text))
+            return self._add([text] if text else [])
+        return self._add(self._calls.feed(text))
 
-    def _keep(self, pieces: Sequence[str | ParsedToolCall]) -> list[OutputEvent]:
-        return [self._keep_text(piece) if isinstance(piece, str) else self._keep_call(piece) for piece in pieces]
+    def _add(self, pieces: Sequence[str | ParsedToolCall]) -> list[OutputEvent]:
+        return [self._add_text(piece) if isinstance(piece, str) else self._add_tool_call(piece) for piece in pieces]
 
-    def _keep_text(self, text: str) -> str:
+    def _add_text(self, text: str) -> str:
         self.content += text
         return text
 
-    def _keep_call(self, call: ParsedToolCall) -> ToolCall:
+    def _add_tool_call(self, call: ParsedToolCall) -> ToolCall:
         # The model refers to a call by the id it wrote itself, where it wrote one.
         taken = {known.id for known in self.tool_calls}
         name = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)

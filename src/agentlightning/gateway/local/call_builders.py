@@ -14,7 +14,7 @@ from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.prompt_limit import encode_within
-from agentlightning.gateway.local.reasoning import thought_markers
+from agentlightning.gateway.local.reasoning import find_reasoning_markers
 from agentlightning.gateway.recording.local_span import SpanDraft
 from agentlightning.span import new_span_id
 
@@ -37,7 +37,7 @@ def chat_of(engine: Engine, request: Request) -> ChatFormat:
             raise bad_request("chat_template_kwargs", str(error)) from None
     else:
         chat = engine.chat
-    if request.prefill and (markers := thought_markers(chat)) is not None and markers.opened:
+    if request.prefill and (markers := find_reasoning_markers(chat)) is not None and markers.opened:
         raise bad_request(
             "messages", f"answers of {engine.model} begin with a thought, and cannot go on with the last message"
         )
@@ -106,7 +106,7 @@ def answer_of(
         call_prefix=dialect.call_prefix,
         tools=request.tools,
         is_constrained=params.constraint is not None,
-        reasoning_markers=None if request.prompts or request.prefill else thought_markers(chat),
+        reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
         prefill=request.prefill,
         uses_functions=request.uses_functions,
     )

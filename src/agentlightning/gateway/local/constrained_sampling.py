@@ -12,7 +12,7 @@ from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.local.reasoning import thought_markers
+from agentlightning.gateway.local.reasoning import find_reasoning_markers
 from agentlightning.gateway.offload import offload
 
 EnforcementMode = Literal["auto", "always", "never"]
@@ -37,7 +37,7 @@ async def hold(
     request, by which work is done in the loop or not."""
     if holding == "never" or (holding == "auto" and learned) or not constraint:
         return params
-    thought = thought_markers(chat)
+    thought = find_reasoning_markers(chat)
     if not tools and thought is None:
         schema = constraint.content.schema if constraint.content else None
         known = schema is not None and await engine.can_enforce(schema)

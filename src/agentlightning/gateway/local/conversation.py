@@ -39,25 +39,25 @@ from agentlightning.gateway.dialects.message_digest import (
     text_of,
 )
 from agentlightning.gateway.local.prompt_limit import encode_within
-from agentlightning.gateway.local.prompt_prefixes import Prefixes
-from agentlightning.gateway.local.reasoning import thought_markers, without_opening, without_thought
+from agentlightning.gateway.local.prompt_prefixes import PrefixIndex
+from agentlightning.gateway.local.reasoning import find_reasoning_markers, strip_opening_marker, strip_reasoning
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class TokenPath:
     """The tokens behind one answer, without those of the path it continues."""
 
-    parent: Path | None
+    parent: TokenPath | None
     tokens: array[int]
     span_id: str
     ended: bool
     """Whether the sample closed its turn."""
-    whole: bool = True
+    is_complete: bool = True
     """False: without the last of what was drawn, which the caller was not shown."""
 
     def all_tokens(self) -> list[int]:
         parts: list[array[int]] = []
-        path: Path | None = self
+        path: TokenPath | None = self
         while path is not None:
             parts.append(path.tokens)
             path = path.parent
@@ -76,8 +76,8 @@ class Prompt:
     """What the engine is given, and where it comes from."""
 
     token_ids: list[int]
-    continues: Path | None = None
-    kept: int = 0
+    continues: TokenPath | None = None
+    num_reused: int = 0
     """How many of the tokens are those of `continues`."""
     drift: bool = False
     digests: tuple[bytes, ...] = ()
@@ -94,20 +94,20 @@ class Prompt:
     @property
     def continued_span(self) -> str | None:
         """The span whose tokens, all of them, the prompt begins with."""
-        return self.continues.span_id if self.continues and self.continues.whole else None
+        return self.continues.span_id if self.continues and self.continues.is_complete else None
 
 
 @dataclass(slots=True)
-class _Memory:
+class _AttemptPaths:
     """What we know of one attempt."""
 
-    paths: dict[tuple[bytes, bytes], Path] = field(default_factory=dict[tuple[bytes, bytes], Path])
+    paths: dict[tuple[bytes, bytes], TokenPath] = field(default_factory=dict[tuple[bytes, bytes], TokenPath])
     """(digest of messages and answer, variant) -> path."""
     answered: set[bytes] = field(default_factory=set[bytes])
     """Digests of messages that an answer of ours followed."""
     call_ids: set[str] = field(default_factory=set[str])
     """Ids of tool calls we handed out."""
-    raw: Prefixes[Path] = field(default_factory=Prefixes[Path])
+    raw: PrefixIndex[TokenPath] = field(default_factory=PrefixIndex[TokenPath])
     """Raw prompts, each with what was drawn after it -> path."""
     tokens: int = 0
 
@@ -118,9 +118,9 @@ class Conversations:
     def __init__(self, max_attempts: int = 16384, max_tokens: int = 100_000_000) -> None:
         self._max_attempts = max_attempts
         self._max_tokens = max_tokens
-        self._attempts: OrderedDict[tuple[str, str], _Memory] = OrderedDict()
+        self._attempts: OrderedDict[tuple[str, str], _AttemptPaths] = OrderedDict()
         self._tokens = 0
-        self.forgotten = 0
+        self.num_evicted = 0
         """Attempts dropped for want of room; their next calls start new paths."""
 
     def __len__(self) -> int:
@@ -144,25 +144,25 @@ class Conversations:
         """The prompt of a call, whose answer begins with `prefill`; may be called from any thread. Raises ConfigError
         where the template cannot hold the messages, ContextLengthError where `context` tokens are surely too few."""
         digests, variant = message_digests(messages), _variant(model, chat, tools)
-        memory = self._touch(attempt)
+        memory = self._paths_of(attempt)
         if memory is None:
             tokens = encode_within(chat, chat.render(messages, tools) + chat.escape(prefill), context)
             return Prompt(tokens, digests=digests, variant=variant, prefill=prefill)
-        length, path = _longest(memory, digests, variant, messages)
+        length, path = _longest_path(memory, digests, variant, messages)
         suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
-            drift = _looks_known(memory, digests, messages, 0)
+            drift = _resembles_known_answer(memory, digests, messages, 0)
             text = chat.render(messages, tools) + chat.escape(prefill)
-            reason = _reason(memory, digests, path is not None) if drift else None
+            reason = _drift_reason(memory, digests, path is not None) if drift else None
             tokens = encode_within(chat, text, context)
             return Prompt(tokens, None, 0, drift, digests, variant, reason, prefill=prefill)
-        known, drift = path.all_tokens(), _looks_known(memory, digests, messages, length)
+        known, drift = path.all_tokens(), _resembles_known_answer(memory, digests, messages, length)
         reason = "edited" if drift else None
         suffix += chat.escape(prefill)
         tokens = known + encode_within(chat, suffix, context and context - len(known), context)
         return Prompt(tokens, path, len(known), drift, digests, variant, reason, prefill=prefill)
 
-    def _touch(self, attempt: tuple[str, str]) -> _Memory | None:
+    def _paths_of(self, attempt: tuple[str, str]) -> _AttemptPaths | None:
         """What is known of an attempt that calls now."""
         with suppress(KeyError):  # Another thread may forget it meanwhile.
             self._attempts.move_to_end(attempt)
@@ -178,7 +178,7 @@ class Conversations:
     ) -> Prompt:
         """The prompt of a call that gives text, or tokens: the tokens are then exactly those."""
         raw = _raw(model, given)
-        memory = self._touch(attempt)
+        memory = self._paths_of(attempt)
         found = memory.raw.longest(raw) if memory else None
         if found is None:
             return Prompt(encode_within(chat, given, context) if isinstance(given, str) else given, raw=raw)
@@ -189,7 +189,7 @@ class Conversations:
             given = known + encode_within(chat, rest, context and context - len(known), context)
         return Prompt(given, path, len(known), raw=raw)
 
-    def learn(
+    def add_answer(
         self,
         attempt: tuple[str, str],
         prompt: Prompt,
@@ -199,53 +199,53 @@ class Conversations:
         span_id: str,
     ) -> None:
         """Keep the path of an answer, so that a later call may continue it."""
-        memory = self._attempts.setdefault(attempt, _Memory())
+        memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
-        tokens = array("i", prompt.token_ids[prompt.kept :])
+        tokens = array("i", prompt.token_ids[prompt.num_reused :])
         tokens.extend(sample.token_ids)
         ended = bool(sample.token_ids) and sample.token_ids[-1] in eos_token_ids
-        path = Path(prompt.continues, tokens, span_id, ended)
+        path = TokenPath(prompt.continues, tokens, span_id, ended)
         if prompt.prefill:  # The caller has it as one message.
             answer = {**answer, "content": prompt.prefill + (answer.get("content") or "")}
         memory.paths[extend_digest(prompt.digests[-1], answer), prompt.variant] = path
         memory.answered.add(prompt.digests[-1])
         memory.call_ids.update(call["id"] for call in answer.get("tool_calls") or ())
-        self._count(memory, len(tokens))
+        self._add_tokens(memory, len(tokens))
 
-    def learn_raw(
+    def add_raw_answer(
         self, attempt: tuple[str, str], prompt: Prompt, chat: ChatFormat, shown: str, sample: Sample, span_id: str
     ) -> None:
         """Keep the path of an answer to a raw prompt, of which the caller was shown the text `shown`."""
-        memory = self._attempts.setdefault(attempt, _Memory())
+        memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
-        raw, before = prompt.raw or b"", array("i", prompt.token_ids[prompt.kept :])
+        raw, before = prompt.raw or b"", array("i", prompt.token_ids[prompt.num_reused :])
         drawn = array("i", sample.token_ids)
-        path = Path(prompt.continues, before + drawn, span_id, ended=True)
+        path = TokenPath(prompt.continues, before + drawn, span_id, ended=True)
         if raw.startswith(_RAW_TOKENS):
             memory.raw.add(raw + drawn.tobytes(), path)
         else:
             # The text that was not shown goes on in the next prompt, word for word, or is left out of it.
             length, text = _within(chat, sample.token_ids, shown)
-            part = Path(prompt.continues, before + drawn[:length], span_id, ended=True, whole=False)
+            part = TokenPath(prompt.continues, before + drawn[:length], span_id, ended=True, is_complete=False)
             memory.raw.add(raw + _utf8(text), part)
             memory.raw.add(raw + _utf8(chat.decode(sample.token_ids)), path)
-        self._count(memory, len(path.tokens))
+        self._add_tokens(memory, len(path.tokens))
 
-    def _count(self, memory: _Memory, tokens: int) -> None:
+    def _add_tokens(self, memory: _AttemptPaths, tokens: int) -> None:
         memory.tokens += tokens
         self._tokens += tokens
-        self._make_room()
+        self._evict()
 
     def forget(self, attempt: tuple[str, str]) -> None:
         """Drop what is known of an attempt, once it has ended."""
         if memory := self._attempts.pop(attempt, None):
             self._tokens -= memory.tokens
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while self._attempts and (len(self._attempts) > self._max_attempts or self._tokens > self._max_tokens):
             _, memory = self._attempts.popitem(last=False)
             self._tokens -= memory.tokens
-            self.forgotten += 1
+            self.num_evicted += 1
 
 
 # -- raw prompts -----------------------------------------------------------------------------------------------------
@@ -280,9 +280,9 @@ def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | Non
 # -- which path a request continues ----------------------------------------------------------------------------------
 
 
-def _longest(
-    memory: _Memory, digests: Sequence[bytes], variant: bytes, messages: Sequence[Message]
-) -> tuple[int, Path | None]:
+def _longest_path(
+    memory: _AttemptPaths, digests: Sequence[bytes], variant: bytes, messages: Sequence[Message]
+) -> tuple[int, TokenPath | None]:
     """(number of messages it covers, path) of the longest known path the messages begin with."""
     for length in range(len(messages), 0, -1):
         if messages[length - 1]["role"] == "assistant" and (path := memory.paths.get((digests[length], variant))):
@@ -290,7 +290,7 @@ def _longest(
     return 0, None
 
 
-def _reason(memory: _Memory, digests: Sequence[bytes], same: bool) -> DriftReason:
+def _drift_reason(memory: _AttemptPaths, digests: Sequence[bytes], same: bool) -> DriftReason:
     """Why no path is continued. `same`: the very conversation is known, only its template writes it otherwise."""
     if same:
         return "template"
@@ -298,7 +298,9 @@ def _reason(memory: _Memory, digests: Sequence[bytes], same: bool) -> DriftReaso
     return "tools" if known & set(digests[1:]) else "edited"
 
 
-def _looks_known(memory: _Memory, digests: Sequence[bytes], messages: Sequence[Message], start: int) -> bool:
+def _resembles_known_answer(
+    memory: _AttemptPaths, digests: Sequence[bytes], messages: Sequence[Message], start: int
+) -> bool:
     """Whether an assistant's message from `start` on stands where an answer of ours stood, or calls tools by our
     ids."""
     for place in range(start, len(messages)):
@@ -376,8 +378,8 @@ def _by_prefix(
 def _by_reading(
     chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
 ) -> tuple[str, str] | None:
-    markers = thought_markers(chat)
-    before = without_opening(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
+    markers = find_reasoning_markers(chat)
+    before = strip_opening_marker(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
     if not text.startswith(before):
         return None
     places = [(place, end) for end in ends if (place := text.find(end, len(before))) >= 0]
@@ -385,7 +387,7 @@ def _by_reading(
         return None
     place, end = min(places)
     written = chat.unescape(text[len(before) : place])
-    readings = {written, without_thought(markers, written)}
+    readings = {written, strip_reasoning(markers, written)}
     return (
         (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
     )

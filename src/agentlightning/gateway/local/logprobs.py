@@ -15,28 +15,30 @@ from typing import Any
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import Sample
 
-Likeliest = tuple[tuple[int, float], ...]
+TopLogprobs = tuple[tuple[int, float], ...]
 """(token, log-probability), likeliest first."""
-Token = tuple[int, float, Likeliest]
+Token = tuple[int, float, TopLogprobs]
 """A token drawn, its log-probability, and the likeliest ones at its place where they were asked for."""
 
 
 @dataclass(slots=True)
-class Drawn:
+class TokenLogprobs:
     """What is known so far."""
 
-    _told: list[Token] = field(default_factory=list[Token])
+    _tokens: list[Token] = field(default_factory=list[Token])
     _sample: Sample | None = None
-    _shown: deque[int] = field(default_factory=deque[int])
+    _event_ends: deque[int] = field(default_factory=deque[int])
     """For each piece that was shown and not yet written, how many tokens there were by then."""
     _written: int = 0
 
-    def told(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest], pieces: int) -> None:
+    def add(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs], pieces: int
+    ) -> None:
         """More tokens, after which so many pieces were shown."""
-        self._told += [
+        self._tokens += [
             (token, value, top or ()) for token, value, top in zip_longest(token_ids, logprobs, tops[: len(token_ids)])
         ]
-        self._shown += [len(self._told)] * pieces
+        self._event_ends += [len(self._tokens)] * pieces
 
     def complete(self, sample: Sample) -> None:
         """Know the whole answer."""
@@ -49,20 +51,20 @@ class Drawn:
             sample, self._sample = self._sample, None
             tops = sample.top_logprobs or ((),) * len(sample.token_ids)
             whole = zip(sample.token_ids, sample.logprobs, tops, strict=True)
-            self._told += list(whole)[len(self._told) :]
-        return self._told
+            self._tokens += list(whole)[len(self._tokens) :]
+        return self._tokens
 
-    def of_piece(self) -> list[Token]:
+    def take_event(self) -> list[Token]:
         """Those that the next piece to be written shows."""
-        return self._take(self._shown.popleft()) if self._shown else []
+        return self._take(self._event_ends.popleft()) if self._event_ends else []
 
-    def rest(self) -> list[Token]:
+    def take_rest(self) -> list[Token]:
         """Those that no piece has shown."""
-        self._shown.clear()
+        self._event_ends.clear()
         return self._take(len(self.tokens))
 
     def _take(self, end: int) -> list[Token]:
-        taken, self._written = self._told[self._written : end], end
+        taken, self._written = self._tokens[self._written : end], end
         return taken
 
 

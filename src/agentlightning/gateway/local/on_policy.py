@@ -57,19 +57,19 @@ def is_training(context: AttemptContext, url_mode: str | None, model: str) -> bo
     return (context.mode or url_mode) == "train" and is_policy(context, model)
 
 
-class OnPolicy:
+class OnPolicySampling:
     """Applies the rule, and reports each name once."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._named: set[str] = set()
 
-    def neutral(self, params: SamplingParams) -> SamplingParams:
+    def neutral_params(self, params: SamplingParams) -> SamplingParams:
         """`params` as a training rollout is sampled with, before its LLM resource is heard."""
         warm = {"temperature": 1.0} if params.temperature == 0 else {}
         return replace(params, **NEUTRAL, **warm)
 
-    def without(self, asked: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
+    def strip_request(self, asked: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
         """A request on the wire, without what is not followed. `forced` says what the LLM resource sets."""
         kept = dict(asked)
         for name, neutral in _WIRE_NEUTRAL.items():
@@ -80,7 +80,7 @@ class OnPolicy:
         self._report(tuple(name for name in asked if name not in kept))
         return kept
 
-    def compare(self, asked: SamplingParams, used: SamplingParams) -> tuple[str, ...]:
+    def report_overridden(self, asked: SamplingParams, used: SamplingParams) -> tuple[str, ...]:
         """Names of what the request asked for and did not get, counted."""
         changed = tuple(
             name

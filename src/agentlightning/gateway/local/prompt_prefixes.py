@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Prefixes(Generic[T]):
+class PrefixIndex(Generic[T]):
     """Values by byte string: only lengths and digests are kept."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ _AFTER: Final = re.compile(r"\A\s*" + _TAG)
 
 
 @lru_cache(maxsize=64)
-def thought_markers(chat: ChatFormat) -> ThoughtMarkers | None:
+def find_reasoning_markers(chat: ChatFormat) -> ThoughtMarkers | None:
     """How a model marks its thoughts; None where its template does not say."""
     asked: Message = {"role": "user", "content": "?"}
     said: Message = {"role": "assistant", "content": "!", "reasoning_content": _PROBE}
@@ -37,7 +37,7 @@ def thought_markers(chat: ChatFormat) -> ThoughtMarkers | None:
     return ThoughtMarkers(start[1], end[1], opening.rstrip().endswith(start[1]))
 
 
-def without_thought(markers: ThoughtMarkers | None, text: str) -> str:
+def strip_reasoning(markers: ThoughtMarkers | None, text: str) -> str:
     """The rest of a written answer that may begin with a thought."""
     begins = text.lstrip()
     if markers is None or not begins.startswith(markers.start):
@@ -46,6 +46,6 @@ def without_thought(markers: ThoughtMarkers | None, text: str) -> str:
     return rest.lstrip() if found else text
 
 
-def without_opening(markers: ThoughtMarkers | None, text: str) -> str:
+def strip_opening_marker(markers: ThoughtMarkers | None, text: str) -> str:
     """A prompt without the beginning of the thought that its template opens."""
     return text[: text.rindex(markers.start)] if markers and markers.opened and markers.start in text else text

@@ -25,13 +25,13 @@ from agentlightning.gateway.dialects.openai.responses_reply import ResponsesRepl
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sampling import apply_resource_params, refuse_unsupported
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.local.call import Exchange, Show
+from agentlightning.gateway.local.call import LocalCall, OnEvent
 from agentlightning.gateway.local.call_builders import answer_of, asked_messages, chat_of, prompts_of, record_of
 from agentlightning.gateway.local.constrained_sampling import EnforcementMode, hold
 from agentlightning.gateway.local.conversation import Conversations, Prompt
-from agentlightning.gateway.local.on_policy import OnPolicy, is_policy, is_training
-from agentlightning.gateway.local.streaming import relay
-from agentlightning.gateway.local.update_gate import Gates
+from agentlightning.gateway.local.on_policy import OnPolicySampling, is_policy, is_training
+from agentlightning.gateway.local.streaming import stream_reply
+from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.routing import Router
@@ -41,18 +41,18 @@ from agentlightning.store.base import LightningStoreBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCalls:
+class LocalService:
     """Over what the gateway knows: each field is its own."""
 
     store: LightningStoreBase
     table: Router
     conversations: Conversations
     kept: ResponseStore
-    gates: Gates
+    gates: UpdateGates
     contexts: AttemptCache
     find_context: Callable[[Caller], Awaitable[AttemptContext]]
     counters: Counters
-    on_policy: OnPolicy
+    on_policy: OnPolicySampling
     holding: EnforcementMode
 
     async def count(self, caller: Caller, request: Request, size: int) -> int:
@@ -71,7 +71,7 @@ class LocalCalls:
 
     async def prepare(
         self, dialect: Dialect, path: str, caller: Caller, request: Request, size: int
-    ) -> tuple[Exchange, ReplyWriter]:
+    ) -> tuple[LocalCall, ReplyWriter]:
         """What is to be drawn for a request of `size` bytes, and who writes the reply."""
         model, engine = self._resolve(caller, path)
         params, trace_id, learned, overridden = request.params, "", False, tuple[str, ...]()
@@ -86,7 +86,7 @@ class LocalCalls:
             params = await held(engine, chat, params, request.constraint)
         read = partial(prompts_of, self.conversations, caller.attempt, request, model, chat, engine.context_length)
         prompts = await offload(size, read)
-        self._count_prompts(caller, prompts)
+        self._count(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         response_id = dialect.id_prefix + secrets.token_hex(12)
         head = ReplyMetadata(response_id, model, int(time.time()), tokens)
@@ -98,7 +98,7 @@ class LocalCalls:
         answers = [
             answer_of(dialect, request, chat, params, index, record.prompt) for index, record in enumerate(records)
         ]
-        exchange = Exchange(engine, params, records, answers, attributed=caller.attempt is not None)
+        exchange = LocalCall(engine, params, records, answers, attributed=caller.attempt is not None)
         return exchange, dialect.reply(request, head)
 
     def _params(
@@ -106,11 +106,11 @@ class LocalCalls:
     ) -> tuple[SamplingParams, tuple[str, ...]]:
         """(what is sampled with, names of what the call asked for and does not get)."""
         training = is_training(context, caller.mode, model)
-        params = self.on_policy.neutral(asked) if training else asked
+        params = self.on_policy.neutral_params(asked) if training else asked
         if caller.temperature is not None and is_policy(context, model):
             params = replace(params, temperature=caller.temperature)
         params = apply_resource_params(params, *context.sampling_parameters(model))
-        return params, self.on_policy.compare(asked, params) if training else ()
+        return params, self.on_policy.report_overridden(asked, params) if training else ()
 
     def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
         route = self.table.resolve(caller.agent.model, caller.agent.name, path)
@@ -118,38 +118,38 @@ class LocalCalls:
             raise ApiError(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
         return route.name, route.engine
 
-    def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
+    def _count(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
         self.counters.unattributed += caller.attempt is None
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
         self.counters.drift += sum(prompt.drift for prompt in prompts)
 
     async def draw(
         self,
-        exchange: Exchange,
+        exchange: LocalCall,
         request: Request,
         reply: ReplyWriter,
         scope: Scope,
         receive: Receive,
         writer: ResponseWriter,
     ) -> None:
-        await relay(
+        await stream_reply(
             exchange,
             self._run,
             reply,
             stream=request.stream,
-            finish=partial(self._finish, exchange, request, reply),
+            finish=partial(self._store_response, exchange, request, reply),
             receive=receive,
             writer=writer,
         )
 
-    async def _run(self, exchange: Exchange, show: Show | None) -> None:
+    async def _run(self, exchange: LocalCall, show: OnEvent | None) -> None:
         kept = await exchange.run(self.store, self.gates.of(exchange.engine), show)
-        self._learn(exchange)
+        self._remember_answers(exchange)
         self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in kept)
         if any(span.attributes.get(names.SUPERSEDED) for span in kept):
             self.contexts.invalidate(exchange.records[0].rollout_id, exchange.records[0].attempt_id)
 
-    def _learn(self, exchange: Exchange) -> None:
+    def _remember_answers(self, exchange: LocalCall) -> None:
         chat = exchange.engine.chat
         prompts = {id(record.prompt): record.prompt for record in exchange.records}
         self.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
@@ -161,11 +161,11 @@ class LocalCalls:
                 continue
             key, prompt, span_id = (record.rollout_id, record.attempt_id), record.prompt, record.span_id
             if prompt.raw is not None:
-                self.conversations.learn_raw(key, prompt, chat, answer.content, sample, span_id)
+                self.conversations.add_raw_answer(key, prompt, chat, answer.content, sample, span_id)
             else:
-                self.conversations.learn(key, prompt, answer.message, sample, chat.eos_token_ids, span_id)
+                self.conversations.add_answer(key, prompt, answer.message, sample, chat.eos_token_ids, span_id)
 
-    def _finish(self, exchange: Exchange, request: Request, reply: ReplyWriter) -> None:
+    def _store_response(self, exchange: LocalCall, request: Request, reply: ReplyWriter) -> None:
         """Keep what a later request may name."""
         if not (isinstance(reply, ResponsesReplyWriter) and exchange.attributed):
             return

@@ -17,7 +17,7 @@ from agentlightning.gateway.dialects.base import ReplyWriter
 from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.call import Exchange, Show
+from agentlightning.gateway.local.call import LocalCall, OnEvent
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ Events = asyncio.Queue[tuple[Answer, OutputEvent] | None]
 """Pieces of answers; None: somebody is done."""
 
 
-async def relay(
-    exchange: Exchange,
-    run: Callable[[Exchange, Show | None], Awaitable[None]],
+async def stream_reply(
+    exchange: LocalCall,
+    run: Callable[[LocalCall, OnEvent | None], Awaitable[None]],
     reply: ReplyWriter,
     *,
     stream: bool,
@@ -44,25 +44,25 @@ async def relay(
         task.add_done_callback(lambda _: events.put_nowait(None))
     try:
         while (event := await events.get()) is not None:
-            await writer.send_events(_pieces(reply, exchange, writer.started, event, events))
+            await writer.send_events(_format_events(reply, exchange, writer.started, event, events))
         if not work.done():
             raise ClientDisconnected
         await work
-        await _end(reply, exchange, stream, finish, writer)
+        await _send_end(reply, exchange, stream, finish, writer)
     except asyncio.CancelledError as error:
         if error.args and isinstance(error.args[0], ApiError):  # its attempt has ended
-            exchange.ended = error.args[0]
+            exchange.end_reason = error.args[0]
         raise
     finally:
-        await _settle(exchange, work, gone)
+        await _finish_task(exchange, work, gone)
 
 
 def _put(events: Events, answer: Answer, piece: OutputEvent) -> None:
     events.put_nowait((answer, piece))
 
 
-def _pieces(
-    reply: ReplyWriter, exchange: Exchange, started: bool, first: tuple[Answer, OutputEvent], events: Events
+def _format_events(
+    reply: ReplyWriter, exchange: LocalCall, started: bool, first: tuple[Answer, OutputEvent], events: Events
 ) -> bytes:
     """Everything that is there by now, to be sent at once."""
     parts = [] if started else [reply.start(exchange.answers)]
@@ -76,8 +76,8 @@ def _pieces(
     return b"".join(parts)
 
 
-async def _end(
-    reply: ReplyWriter, exchange: Exchange, stream: bool, finish: Callable[[], None], writer: ResponseWriter
+async def _send_end(
+    reply: ReplyWriter, exchange: LocalCall, stream: bool, finish: Callable[[], None], writer: ResponseWriter
 ) -> None:
     answers = exchange.answers
     if not stream:
@@ -91,10 +91,10 @@ async def _end(
     await writer.close()
 
 
-async def _settle(exchange: Exchange, work: asyncio.Future[None], gone: asyncio.Task[None]) -> None:
+async def _finish_task(exchange: LocalCall, work: asyncio.Future[None], gone: asyncio.Task[None]) -> None:
     """Leave nothing running. What is drawn is recorded to the end, even for a caller that has hung up."""
     gone.cancel()
-    if not exchange.drawn:
+    if not exchange.is_sampled:
         work.cancel()
     await asyncio.wait({work, gone})
     if gone.cancelled() or work.cancelled() or (error := work.exception()) is None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 30.0
 """A drain that takes longer says whom it waits for; again after twice the time."""
-NAMED = 5
+MAX_NAMED = 5
 """How many calls such a message names."""
 CANNOT_GO_ON = (
     "this policy cannot change its weights while answers are drawn; leave in_flight false, and they finish first"
@@ -29,7 +29,7 @@ CANNOT_GO_ON = (
 
 
 @dataclass(slots=True, eq=False)
-class Visitor:
+class InFlightCall:
     """A call that waits or has passed."""
 
     name: str
@@ -39,95 +39,96 @@ class Visitor:
         return f"{self.name} ({time.monotonic() - self.since:.0f} s)"
 
 
-class Gate:
+class UpdateGate:
     """Open, or closed: then callers wait, and are let in when it opens, in the order they came."""
 
     def __init__(self, *, closed: bool = False) -> None:
-        self._held = closed
+        self._closed_by_caller = closed
         """Closed by `close`, until `open`."""
-        self._changing = False
+        self._updating = False
         """Closed by `update`, until its end."""
-        self._inside: set[Visitor] = set()
-        self._waiting: dict[Visitor, asyncio.Future[None]] = {}
-        self._entering = 0
+        self._in_flight: set[InFlightCall] = set()
+        self._waiters: dict[InFlightCall, asyncio.Future[None]] = {}
+        self._num_resuming = 0
         """Let in, and not yet awake."""
-        self._awake = asyncio.Event()
+        self._all_resumed = asyncio.Event()
         """Set while that is 0."""
-        self._awake.set()
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self._updating = asyncio.Lock()
+        self._all_resumed.set()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._update_lock = asyncio.Lock()
 
     @property
     def closed(self) -> bool:
-        return self._held or self._changing
+        return self._closed_by_caller or self._updating
 
     @property
-    def inside(self) -> int:
+    def num_in_flight(self) -> int:
         """Calls that have passed and not yet left."""
-        return len(self._inside)
+        return len(self._in_flight)
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def num_waiting(self) -> int:
+        return len(self._waiters)
 
     # -- for calls -------------------------------------------------------------------------------------------------
 
-    async def enter(self, name: str = "a call") -> Visitor:
+    async def enter(self, name: str = "a call") -> InFlightCall:
         """Pass, once it is open. Whoever has entered leaves with `leave`; `name` is for those who wait for that."""
-        visitor = Visitor(name)
-        while self._entering and not self.closed:
-            await self._awake.wait()  # Those who have waited go first.
+        visitor = InFlightCall(name)
+        while self._num_resuming and not self.closed:
+            await self._all_resumed.wait()  # Those who have waited go first.
         if self.closed:
             await self._wait(visitor)
         else:
             self._admit(visitor)
         return visitor
 
-    def leave(self, visitor: Visitor) -> None:
-        self._inside.remove(visitor)
-        if not self._inside:
-            self._empty.set()
+    def leave(self, visitor: InFlightCall) -> None:
+        self._in_flight.remove(visitor)
+        if not self._in_flight:
+            self._drained.set()
 
-    async def _wait(self, visitor: Visitor) -> None:
+    async def _wait(self, visitor: InFlightCall) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._waiting[visitor] = future
+        self._waiters[visitor] = future
         try:
             await future
         except asyncio.CancelledError:
-            self._waiting.pop(visitor, None)
+            self._waiters.pop(visitor, None)
             if not future.cancelled():  # It was let in, and hung up before it woke.
-                self._woke()
+                self._resumed()
                 self.leave(visitor)
             raise
-        self._woke()
+        self._resumed()
 
-    def _woke(self) -> None:
-        self._entering -= 1
-        if self._entering == 0:
-            self._awake.set()
+    def _resumed(self) -> None:
+        self._num_resuming -= 1
+        if self._num_resuming == 0:
+            self._all_resumed.set()
 
-    def _admit(self, visitor: Visitor) -> None:
-        self._inside.add(visitor)
-        self._empty.clear()
+    def _admit(self, visitor: InFlightCall) -> None:
+        self._in_flight.add(visitor)
+        self._drained.clear()
 
     # -- for updates -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Calls that come from now on wait; those under way go on."""
-        self._held = True
+        self._closed_by_caller = True
 
     def open(self) -> None:
         """Let in all who wait, unless an update is under way: then at its end."""
-        self._held = False
-        self._let_in()
+        self._closed_by_caller = False
+        self._admit_waiting()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Close, and wait until nobody is inside. Raises TimeoutError, with the gate still closed."""
         self.close()
-        if not await self._finished(timeout):
+        if not await self._wait_until_drained(timeout):
             raise TimeoutError(
-                f"{self.inside} calls were still under way after {timeout:g} s: {self._names()}; drain again, or resume"
+                f"{self.num_in_flight} calls were still under way after {timeout:g} s: {self._names()}; "
+                "drain again, or resume"
             )
 
     @asynccontextmanager
@@ -143,66 +144,69 @@ class Gate:
         """
         if in_flight and not can_go_on:
             raise ConfigError(CANNOT_GO_ON)
-        async with self._updating:
-            self._changing = True
+        async with self._update_lock:
+            self._updating = True
             try:
-                if not (in_flight or await self._finished(drain_seconds if can_go_on else None)):
+                if not (in_flight or await self._wait_until_drained(drain_seconds if can_go_on else None)):
                     logger.info(
-                        "%d calls go on across the update after %g s: %s", self.inside, drain_seconds, self._names()
+                        "%d calls go on across the update after %g s: %s",
+                        self.num_in_flight,
+                        drain_seconds,
+                        self._names(),
                     )
-                yield bool(self._inside)
+                yield bool(self._in_flight)
             finally:
-                self._changing = False
-                self._let_in()
+                self._updating = False
+                self._admit_waiting()
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """They count as inside at once, whatever happens to the gate before they wake."""
         if self.closed:
             return
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiters = self._waiters, {}
         for visitor, future in waiting.items():
             if not future.done():
                 self._admit(visitor)
-                self._entering += 1
-                self._awake.clear()
+                self._num_resuming += 1
+                self._all_resumed.clear()
                 future.set_result(None)
 
-    async def _finished(self, timeout: float | None) -> bool:
+    async def _wait_until_drained(self, timeout: float | None) -> bool:
         """Wait until nobody is inside, for at most `timeout` seconds; says now and then for whom."""
         started, warn = time.monotonic(), WARN_SECONDS
-        while self._inside:
+        while self._in_flight:
             spent = time.monotonic() - started
             left = math.inf if timeout is None else timeout - spent
             if left <= 0:
                 return False
             if spent >= warn:
-                logger.warning("an update has waited %.0f s for %d calls: %s", spent, self.inside, self._names())
+                logger.warning("an update has waited %.0f s for %d calls: %s", spent, self.num_in_flight, self._names())
                 warn *= 2
-            await self._until_empty(min(left, warn - spent))
+            await self._wait_drained(min(left, warn - spent))
         return True
 
-    async def _until_empty(self, seconds: float) -> None:
+    async def _wait_drained(self, seconds: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), seconds)
+            await asyncio.wait_for(self._drained.wait(), seconds)
 
     def _names(self) -> str:
-        oldest = sorted(self._inside, key=lambda visitor: visitor.since)
-        more = len(oldest) - NAMED
-        return ", ".join(map(str, oldest[:NAMED])) + (f" and {more} more" if more > 0 else "")
+        oldest = sorted(self._in_flight, key=lambda visitor: visitor.since)
+        more = len(oldest) - MAX_NAMED
+        return ", ".join(map(str, oldest[:MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-class Gates:
+class UpdateGates:
     """The gate of each engine, whatever names it is served under."""
 
     def __init__(self) -> None:
-        self._gates: dict[int, tuple[object, Gate]] = {}
+        self._gates: dict[int, tuple[object, UpdateGate]] = {}
         """By identity; the engine is kept, so that no other can have its identity."""
         self._closed = False
 
-    def of(self, engine: object) -> Gate:
+    def of(self, engine: object) -> UpdateGate:
         known = self._gates.get(id(engine))
         if known is None:
-            known = self._gates[id(engine)] = (engine, Gate(closed=self._closed))
+            known = self._gates[id(engine)] = (engine, UpdateGate(closed=self._closed))
         return known[1]
 
     @property
@@ -227,5 +231,5 @@ class Gates:
         for error in filter(None, ends):
             raise error
 
-    def _all(self) -> list[Gate]:
+    def _all(self) -> list[UpdateGate]:
         return [gate for _, gate in self._gates.values()]

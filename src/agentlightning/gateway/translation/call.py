@@ -29,7 +29,7 @@ from agentlightning.gateway.dialects.sampling import apply_resource_params
 from agentlightning.gateway.dialects.signed_reasoning import needs_echo, turn_key
 from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.passthrough import Forward, Keep, written
+from agentlightning.gateway.forwarding.passthrough import ForwardedCall, RecordSpans, encode_request
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
 from agentlightning.gateway.routing import ModelRoute
@@ -73,7 +73,7 @@ class Translator:
         target = _path_for(path, provider)
         dialect = self._dialects[path]
         lookup = self._responses.lookup(caller.attempt)
-        request = replace(dialect.read(sent := written(body), lookup, attachments=True), raw=body)
+        request = replace(dialect.read(sent := encode_request(body), lookup, attachments=True), raw=body)
         params = apply_resource_params(request.params, resource, forced or {})
         given = given_params(body, params, forced or {})
         target_body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
@@ -94,7 +94,7 @@ class Translator:
 
 
 @dataclass(slots=True)
-class Translation(Forward):
+class Translation(ForwardedCall):
     """A call in another dialect than its provider's; `path` and `data` are the provider's."""
 
     request: Request = field(kw_only=True)
@@ -107,25 +107,25 @@ class Translation(Forward):
     def __post_init__(self) -> None:
         self.response = ProviderResponse(self.path, with_blocks=True)
 
-    async def _pass_whole(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
+    async def _pass_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         self._read_body(call.body)
         self._settle(call)
         body = self.reply.body([self.answer])
-        await self._keep(keep, call)
+        await self._record(keep, call)
         self._store(body)
         await writer.send_json(200, body)
 
-    async def _pass_stream(self, call: UpstreamCall, keep: Keep, writer: ResponseWriter) -> None:
+    async def _pass_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         ended = False
         async for chunks in call.events():
             for chunk in chunks:
                 ended |= self._read_chunk(chunk)
             if events := self._take_events():
                 await writer.send_events(self._write(events))
-        self._check_whole(ended)
+        self._check_ended(ended)
         self._settle(call)
         ending = self._write(self._take_events(done=True)) + self.reply.end([self.answer])
-        await self._keep(keep, call)
+        await self._record(keep, call)
         self._store(None)
         await writer.send_events(ending)
         await writer.close()
@@ -196,7 +196,7 @@ class Translation(Forward):
 
     def _attributes(self) -> dict[str, Any]:
         asked = {names.REQUEST_MODEL: self.request.model or self.route.name, names.RESPONSE_ID: self.head.id}
-        return Forward._attributes(self) | asked
+        return ForwardedCall._attributes(self) | asked
 
     def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
         if self.answer.is_stopped:  # Text after a stop string is not recorded either.
@@ -204,7 +204,7 @@ class Translation(Forward):
             choice = replace(
                 choice, text=[self.answer.content], tool_calls=calls, finish_reason=self.answer.finish_reason
             )
-        found = Forward._choice_attributes(self, choice)
+        found = ForwardedCall._choice_attributes(self, choice)
         constraint = self.request.constraint
         if not constraint or choice.index > 0:
             return found

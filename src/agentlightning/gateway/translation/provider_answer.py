@@ -97,7 +97,7 @@ class ProviderAnswer:
     token_ids: Sequence[int] = field(default=(), init=False)
     prefill: str = field(default="", init=False)
     is_constrained: bool = field(default=False, init=False)
-    stops_after_call: bool = field(default=False, init=False)
+    stops_after_tool_call: bool = field(default=False, init=False)
     protocol_error: str = field(default="", init=False)
     """What the provider did that the caller's dialect cannot express any more."""
     blocks: list[Json] = field(default_factory=list[Json], init=False)
