@@ -118,5 +118,5 @@ async def test_a_machine_on_which_nothing_can_be_started_packs_for_itself(bare, 
         for number in range(3):
             store.append([span_of(attempted, number)])
             await store.flush()
-        await until(lambda: "no process can be started" in caplog.text)
+        await until(lambda: "cannot be started" in caplog.text)
         assert len(await store.query_spans(attempted.rollout_id)) == 3

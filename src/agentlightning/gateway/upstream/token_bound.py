@@ -28,18 +28,18 @@ def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
     if b"image" not in body and b"input_audio" not in body:
         return len(body) // BYTES_PER_TOKEN
     try:
-        body = orjson.loads(body)
+        request = orjson.loads(body)
     except orjson.JSONDecodeError:
         return len(body) // BYTES_PER_TOKEN
-    images, image_bytes, audio_bytes = _media(body)
+    images, image_bytes, audio_bytes = _media(request)
     text = max(0, len(body) - image_bytes - audio_bytes)
     return text // BYTES_PER_TOKEN + images * image_tokens + audio_bytes // BYTES_PER_AUDIO_TOKEN
 
 
-def _media(body: Any) -> tuple[int, int, int]:
+def _media(request: Any) -> tuple[int, int, int]:
     """(images, their bytes in base64, bytes of audio in base64) of a request."""
     images, image_bytes, audio_bytes = 0, 0, 0
-    left = [body]
+    left = [request]
     while left:
         value = left.pop()
         if isinstance(value, list):
