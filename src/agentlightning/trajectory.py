@@ -12,8 +12,8 @@ Two `Transition`s, one `Trajectory`, and one `TokenTree` in which every token is
     node 2   parent  1   d e     sampled=False
     node 3   parent  2   Z       sampled=True    call of call 2
 
-Had the rollout asked twice from `a b c`, node 0 would have two children. Rollouts of one group share the nodes of
-their common prompt, never a sampled node: each was chosen by one rollout and is trained once, for that rollout.
+If the rollout had made two calls with the prompt `a b c`, node 0 would have two children. Rollouts of one group share
+the nodes of their common prompt, but no sampled node: each belongs to one rollout and is trained once.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Transition:
     """What else changed the sampling distribution: penalties, a bias, a grammar."""
     finish_reason: str = "stop"
     reward: Reward | None = None
-    """An intermediate reward given after this call and before the next; None where there was none."""
+    """An intermediate reward between this call and the next; None if there was none."""
     model: str | None = None
     """The model that answered, by the name it was served under."""
     input_messages: str | None = field(default=None, repr=False, compare=False)
-    """The messages of the request as the span has them, JSON; None where they were not recorded."""
+    """The messages of the request as recorded in the span, JSON; None if they were not."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages of the request in OpenTelemetry's form (`role`, `parts`), read anew each time; empty where they
-        were not recorded or cannot be read."""
+        """The messages of the request in OpenTelemetry's form (`role`, `parts`), parsed on each access; empty if they
+        were not recorded or are malformed."""
         try:
             found: Any = json.loads(self.input_messages or "[]")
         except ValueError:
@@ -86,9 +86,9 @@ class Transition:
 
     @property
     def state(self) -> str:
-        """A digest of what the agent showed the model since its last answer: the messages after the last one of the
-        assistant, ids of tool calls left out. Calls of the same state saw the same observation, whatever came before
-        it. Where messages were not recorded, a digest of the whole prompt."""
+        """A digest of the newest observation: the messages after the last one of the assistant, without the ids of tool
+        calls. Calls with the same state had the same observation, but perhaps a different history. Without recorded
+        messages it is a digest of the whole prompt."""
         messages = self.messages
         if not messages:
             return _digest(self.prompt_token_ids)
@@ -129,7 +129,7 @@ class Trajectory:
     attempt_id: str
     transitions: tuple[Transition, ...]
     reward: Reward | None = None
-    """The final reward. None is *missing*: never to be read as 0.0."""
+    """The final reward. None means *missing*, never 0.0."""
     group: str = ""
     """Rollouts of the same task carry the same group."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -163,12 +163,12 @@ class Node:
     token_ids: tuple[int, ...]
     sampled: bool = False
     logprobs: tuple[float, ...] = ()
-    """One for each token where `sampled`, else empty."""
+    """One for each token of a sampled node, else empty."""
     rollout_id: str | None = None
-    """Whose sample it is; None where not sampled."""
+    """The rollout that sampled it; None for prompts."""
     call: str | None = None
-    """span_id of the call that sampled it; None where not sampled. A call that several versions of the weights
-    answered has a node for each, one below the other."""
+    """span_id of the call that sampled it; None for prompts. A call that several versions of the weights sampled has a
+    node for each, one below the other."""
     agent: str | None = None
     policy_version: int | None = None
     """Of the weights that sampled these tokens."""
@@ -213,7 +213,7 @@ class TokenTree:
 class TrainingSample:
     """A token tree with what a loss needs for each sampled token, as named columns of NumPy float32.
 
-    Columns are given by name, or all together in `columns`; what stands at nodes that are not sampled is ignored.
+    Pass columns by name, or several in `columns`; values of nodes that are not sampled are ignored.
 
     >>> tree = agl.TokenTree((agl.Node(-1, (5, 6)), agl.Node(0, (7,), sampled=True, logprobs=(-0.1,))))
     >>> sample = agl.TrainingSample(tree, advantages=((), (0.5,)), weights=((), (1.0,)))
@@ -223,14 +223,14 @@ class TrainingSample:
 
     tree: TokenTree
     columns: Mapping[str, tuple[FloatArray, ...]]
-    """By name, for each node: one number for each token where it is sampled, else none. `advantages`; `weights`, each
-    token's factor in the loss, 0.0 trains nothing; where something computes them, `ref_logprobs`, `proximal_logprobs`,
+    """By name, an array for each node, with one number for each token of a sampled node. `advantages`; `weights`, the
+    factor of each token's loss; and those that some losses and rules add: `ref_logprobs`, `proximal_logprobs`,
     `values`, `returns`."""
     adapter: str | None
-    """Which of the policy's adapters learns from it; None: the policy itself."""
+    """The adapter of the policy that is trained; None: the policy itself."""
     share: float
-    """The part of its batch that this sample is: over a batch they sum to 1. A minibatch divides its loss by the
-    shares in it. Where it is not given, the sum of the weights."""
+    """The sample's share of its batch; the shares of a batch sum to 1. A minibatch divides its loss by the sum of its
+    shares. Default: the sum of the weights."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ def _defect_in_logprobs(logprobs: Sequence[Any]) -> str:
     if within and not math.isnan(sum(logprobs)):
         return ""
     bad = next(item for item in logprobs if not _is_within(item, LEAST_LOGPROB, _ROUNDING))
-    return f"{names.LOGPROBS} holds {bad!r:.80}; a token that was drawn has one from {LEAST_LOGPROB:g} to 0"
+    return f"{names.LOGPROBS} holds {bad!r:.80}; a sampled token has one from {LEAST_LOGPROB:g} to 0"
 
 
 def _defect_in_numbers(attributes: Mapping[str, Any]) -> str:

@@ -26,13 +26,13 @@ class RewardLinks:
 
 
 def link_rewards(spans: Iterable[Span]) -> RewardLinks:
-    """Say which reward belongs to what.
+    """Find what each reward belongs to.
 
     The last reward span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is
     the intermediate reward of the last model call before it; where several follow the same call they add up, named
     dimensions name by name. An earlier reward before the first call belongs to nothing and is counted. Superseded
     spans, those that came after the end of their attempt, and evaluations without a score (a label alone, say) do not
-    count. Where there is no reward span the final reward is missing (None), which is never 0.0.
+    count. Without a reward span, the final reward is missing (None), which is never 0.0.
 
     Raises RewardError for a reward that is not a usable number, and where a plain reward and named dimensions follow
     the same call.

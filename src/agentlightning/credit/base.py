@@ -32,17 +32,17 @@ SMALLEST_SPREAD = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a rule says of one group."""
+    """The credit of one group."""
 
     advantages: PerCall
     """How much better than expected."""
     weights: PerCall | None = None
-    """What each token's share of the loss is multiplied by; None: 1 everywhere."""
+    """The factor of each token's share of the loss; None: 1 everywhere."""
 
 
 class CreditRule(BaseModel, ABC):
-    """A way to say how much better than expected each call was. Subclasses define `advantages`, for one group, or
-    override `assign`, where groups of a batch depend on one another."""
+    """Decides how much better than expected each call was. Subclasses define `advantages` for one group, or override
+    `assign` if groups of a batch depend on one another."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

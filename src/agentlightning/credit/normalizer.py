@@ -1,4 +1,4 @@
-"""What a batch's loss is divided by: the share that each trained token has of it."""
+"""Normalization of the loss of a batch: the share of each trained token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConstantNormalizer(BaseModel):
     type: Literal["constant"] = "constant"
     """Which normalizer this is."""
     length: int = Field(ge=1)
-    """Tokens of a rollout that weighs as one: the most that an answer may have, say."""
+    """Number of tokens by which the loss of each rollout is divided, such as the longest response allowed."""
 
 
 Aggregate: TypeAlias = Literal["rollout", "token"] | ConstantNormalizer
@@ -42,14 +42,14 @@ def normalizer(setting: Aggregate | Mapping[str, Any]) -> Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What is trained in a batch."""
+    """What is trained in a batch, or a sample of it."""
 
     rollouts: int
     tokens: int
 
 
 def token_share(setting: Aggregate, batch: Totals, rollout_tokens: int) -> float:
-    """The share of one token, of a rollout with so many trained tokens."""
+    """The share of one token of a rollout with `rollout_tokens` trained tokens."""
     match setting:
         case "rollout":
             return 1.0 / (batch.rollouts * rollout_tokens)
@@ -60,5 +60,5 @@ def token_share(setting: Aggregate, batch: Totals, rollout_tokens: int) -> float
 
 
 def sample_share(setting: Aggregate, batch: Totals, sample: Totals) -> float:
-    """The part of a batch that one of its samples is. Over a batch they sum to 1."""
+    """The share of one sample. Those of a batch sum to 1."""
     return sample.tokens / batch.tokens if setting == "token" else sample.rollouts / batch.rollouts

@@ -1,8 +1,8 @@
 """Rejections: rollouts that ran but cannot be used, each with the reason it is counted under.
 
-What reads a rollout's spans raises one of `REJECTING` for data that cannot be used; the rollout source turns that into
-a `Rejection`. A rejected rollout is left out, named once and counted; it is never taken for reward 0.0, and a resumed
-run runs it again. Pure.
+Reading a rollout's spans raises one of `REJECTING` for data that cannot be used, which the rollout source turns into a
+`Rejection`. A rejected rollout is excluded, reported once and counted. It never counts as reward 0.0, and a resumed run
+runs it again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from agentlightning.errors import RewardError, RolloutRejectedError, UnfaithfulS
 from agentlightning.trajectory import Trajectory
 
 REJECTING: Final = (RolloutRejectedError, RewardError, UnfaithfulSampleError)
-"""Errors that say that one rollout cannot be used, each with its `reason`."""
+"""Errors for one rollout that cannot be used, each with its `reason`."""
 UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading spans of an unexpected shape raises: agents write them."""
+"""Errors from spans of an unexpected shape, which agents may have written."""
 
 FAILED: Final = "failed"
 """Not rejected: a rollout that ended without success."""
@@ -31,7 +31,7 @@ NO_TARGET_CALLS: Final = "no_target_calls"
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """One rollout that was left out.
+    """One rollout that was excluded.
 
     >>> agl.Rejection("ro-1", reason="missing_reward", message="it emitted none").reason
     'missing_reward'

@@ -1,7 +1,7 @@
 """From groups of trajectories to training samples: a token tree, and an advantage and a weight for each token.
 
-`rejections` names the rollouts that cannot be used at all, for the rollout source to leave out; `training_samples`
-leaves out what teaches nothing, and counts it.
+`rejections` lists the rollouts that cannot be used at all, which the rollout source excludes; `training_samples` skips
+groups that teach nothing, and counts them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajector
 
 @dataclass(frozen=True, slots=True)
 class CreditReport:
-    """What became of the rollouts that were handed in."""
+    """Counts of groups and rollouts by what became of them."""
 
     groups: int = 0
     rollouts: int = 0
     groups_trained: int = 0
     groups_without_spread: int = 0
-    """All rewards equal: nothing to prefer."""
+    """All rewards are equal."""
     groups_too_small: int = 0
     """Fewer rollouts with a reward than the rule needs."""
     groups_without_tokens: int = 0
     """No call of the agent being trained has known tokens."""
     rewards_missing: int = 0
-    """Rollouts without a reward, left out of their group."""
+    """Rollouts without a reward, excluded from their group."""
     rollouts_trained: int = 0
     tokens_trained: int = 0
 
@@ -44,7 +44,7 @@ class CreditReport:
 
 @dataclass(frozen=True, slots=True)
 class CreditedCall:
-    """What a rule says of one call: a number, or an array of one for each token."""
+    """The credit of one call: numbers, or arrays with one for each token."""
 
     advantage: Any
     weight: Any
@@ -80,7 +80,7 @@ def rejections(
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
 ) -> list[Rejection]:
-    """The rollouts `training_samples` would leave out or raise for, whatever their group: without a reward, with one
+    """The rollouts that `training_samples` would exclude or raise for, whatever their group: without a reward, with one
     that the rule cannot use or that has no weight, or sampled from a distribution that no loss corrects for."""
     rule = credit_rule(rule)
     found: list[Rejection] = []
@@ -123,7 +123,7 @@ def training_samples(
 ) -> tuple[list[TrainingSample], CreditReport]:
     """One training sample for each group that teaches something, and a count of all of them.
 
-    `aggregate` decides the share of the loss that each token has. Rollouts with a missing reward are left out of their
+    `aggregate` decides the share of each token in the loss. Rollouts with a missing reward are excluded from their
     group; groups too small for the rule or without spread are skipped. With `target_agent`, a regular expression for
     the whole name of an agent, tokens of other agents have weight 0.
 
@@ -216,7 +216,7 @@ def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals) -> Traini
 
 
 def _of_tokens(value: Any, start: int, length: int) -> Any:
-    """The part of a call's numbers that belongs to one of its nodes; nodes come in the order of the call's tokens."""
+    """The part of a call's numbers that belongs to one of its nodes; nodes are in the order of the call's tokens."""
     return value if isinstance(value, int | float) or not value.shape else value[start : start + length]
 
 

@@ -37,9 +37,9 @@ class TokenBatch:
     columns: Mapping[str, Tensor]
     """By name, float32 [N]: `weights`, and the columns that the loss needs."""
     call: Tensor
-    """Which call each token belongs to, int64 [N]: numbers from 0 within this batch."""
+    """The call of each token, int64 [N]: numbered from 0 within this batch."""
     rollout: Tensor
-    """Which rollout, likewise."""
+    """The rollout of each token, numbered likewise."""
 
     @property
     def weights(self) -> Tensor:
@@ -48,7 +48,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """A loss and what to log of it."""
+    """A loss, and its metrics."""
 
     loss: Tensor
     """Scalar, with gradient."""
@@ -64,7 +64,7 @@ class TokenLoss(BaseModel, ABC):
     type: str
     """Which loss this is."""
     coefficient: float = Field(default=1.0, ge=0)
-    """What the loss is multiplied by: its share where several losses add up."""
+    """The factor of this loss where several add up."""
 
     needs: ClassVar[frozenset[str]]
     """The columns it reads beside `weights`. With `sampled_logprobs` among them, tokens must have been sampled from a

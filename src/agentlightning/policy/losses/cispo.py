@@ -1,4 +1,4 @@
-"""CISPO: policy gradient with a clipped importance weight that has no gradient, so that no token is left out.
+"""CISPO: policy gradient with a clipped importance weight that has no gradient, so that every token has one.
 
     r_t = clip( exp(logprob_t - sampled_logprob_t), 1 - clip_low, 1 + clip_high )
     loss_t = -stop_gradient(r_t) A_t logprob_t

@@ -129,7 +129,7 @@ class Forward:
 
 
 def can_share(model: PreTrainedModel) -> bool:
-    """Whether keys and values of a prefix can be used by several rows: every layer keeps all of them, and no layer is
+    """Whether several rows can use the keys and values of one prefix: every layer caches all of them, and no layer is
     computed again in the backward pass."""
     if checkpoints_activations(model):
         return False
@@ -161,7 +161,7 @@ def _expand_to_rows(cache: DynamicCache, families: Sequence[int]) -> None:
     """Give the keys and values of each prefix to the rows of its family."""
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
-            raise PolicyError('a layer of the model keeps no plain keys and values; train it with sharing="merged"')
+            raise PolicyError('a layer of the model has no plain key-value cache; train it with sharing="merged"')
         layer.keys, layer.values = _repeat(layer.keys, families), _repeat(layer.values, families)
 
 

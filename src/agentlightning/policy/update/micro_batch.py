@@ -30,9 +30,9 @@ class TokenTable:
     """The columns that all samples have, and `sampled_logprobs`."""
     temperatures: FloatArray
     call: IntArray
-    """Which call a token belongs to, a number within the batch."""
+    """The call of each token, numbered within the batch."""
     rollout: IntArray
-    """Which rollout, likewise."""
+    """The rollout of each token, numbered likewise."""
     starts: tuple[IntArray, ...]
     """For each sample, where the tokens of each node begin; `NOT_SAMPLED` for prompts."""
     calls: tuple[IntArray, ...]
@@ -144,7 +144,7 @@ class MicroBatch:
         return np.concatenate([row.places for row in self.rows])
 
     def predictions(self) -> Predictions:
-        """Say where each target is predicted: one token before it, in the shared prefix or in its row."""
+        """The positions that predict the targets: one token before each, in the shared prefix or in its row."""
         shared, width = self.shared_length, self.width
         owners = [family for family, count in enumerate(self.families) for _ in range(count)] or [0] * len(self.rows)
         counts = [len(row.targets) for row in self.rows]
@@ -160,7 +160,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """Where in the computed tokens of a micro-batch the targets are predicted."""
+    """The positions among the computed tokens of a micro-batch that predict its targets."""
 
     prefix: IntArray
     """Flat positions in [families, shared_length]."""

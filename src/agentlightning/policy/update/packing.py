@@ -77,10 +77,10 @@ def plan(
 ) -> list[MicroBatch]:
     """Divide samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
-    "auto" takes the cheapest by `cost` of three plans: nothing shared, shared where it pays for a tree alone, shared
-    where it pays once trees split the launch. A call is trained if one of its tokens has a weight and, unless
-    `trains_zero_advantage`, an advantage; it is then trained whole. Raises PolicyError for a trained token that nothing
-    comes before.
+    "auto" takes the cheapest by `cost` of three plans: nothing shared; shared where that is cheaper for a tree alone;
+    shared where it is cheaper once several trees share a launch. A call is trained if one of its tokens has a weight
+    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Raises PolicyError for a
+    trained token without a prompt.
     """
     cost, samples = cost or CostModel(), list(samples)
     packer = _Packer(token_table(samples), token_budget, cost)
@@ -144,7 +144,7 @@ class _Paths:
         return Row(tuple(tokens[: joined[-1] + 1]), joined, np.concatenate(places))
 
     def best_family(self, cost: CostModel, force: bool) -> tuple[PrefixFamily | None, list[Row]]:
-        """The cheapest way to share one node's prefix, and the rows not through it; (None, all) where none pays."""
+        """The cheapest way to share the prefix of one node, and the other rows; (None, all rows) if none is cheaper."""
         best: tuple[float, PrefixFamily | None, list[Row]] = (_rows_cost(self.rows, cost), None, self.rows)
         if force:
             best = (float("inf"), None, self.rows)
@@ -188,10 +188,10 @@ def _trained_calls(sample: TrainingSample, calls: IntArray, trains_zero_advantag
         if call == NOT_SAMPLED or not len(weights[index]):
             continue
         nodes.setdefault(call, []).append(index)
-        kept = weights[index] != 0
+        counts = weights[index] != 0
         if not trains_zero_advantage and advantages is not None:
-            kept = kept & (advantages[index] != 0)
-        if kept.any():
+            counts = counts & (advantages[index] != 0)
+        if counts.any():
             trained.add(call)
     return [own for call, own in nodes.items() if call in trained]
 
@@ -239,7 +239,7 @@ class _Packer:
         return self._cost.rows(len(batch.rows), batch.width)
 
     def _divide(self, family: PrefixFamily) -> tuple[list[PrefixFamily], list[Row]]:
-        """Families within the budget, each computing the prefix again; rows that fit no such family are plain."""
+        """Families within the budget, each of which computes the prefix; rows that fit none have no prefix."""
         if family.shared_length + 2 * family.width > self._token_budget:
             return [], list(family.rows)
         size = (self._token_budget - family.shared_length) // family.width

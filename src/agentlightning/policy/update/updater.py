@@ -120,8 +120,8 @@ def _sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> LossValue
 
 
 def check_samples(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -> None:
-    """Raises PolicyError where a loss needs a column that the samples lack, and UnfaithfulSampleError for trained
-    tokens that were chosen greedily where it needs the probability they were sampled with."""
+    """Raises PolicyError for a column that a loss needs and the samples lack, and UnfaithfulSampleError for trained
+    tokens that were chosen greedily, if a loss needs the probability they were sampled with."""
     for loss in losses:
         for sample in samples:
             if missing := {*loss.needs, "weights"} - {SAMPLED_LOGPROBS} - set(sample.columns):

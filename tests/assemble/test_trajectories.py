@@ -1,4 +1,4 @@
-"""Spans become transitions, trajectories and token trees."""
+"""Spans become transitions, rewards and trajectories."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.assemble import (
@@ -18,7 +16,6 @@ from agentlightning.assemble import (
     calls,
     link_rewards,
     scalar_reward,
-    token_tree,
     trajectory,
     transitions,
     untrainable_calls,
@@ -26,7 +23,6 @@ from agentlightning.assemble import (
 from agentlightning.assemble.call_validation import TokenLimits
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
-from agentlightning.trajectory import TokenTree, Trajectory, Transition
 
 
 def span(sequence: int, name: str = "chat", /, status: str = "UNSET", attempt: str = "at-1", **attributes: Any) -> Span:
@@ -58,24 +54,6 @@ def reward(sequence: int, value: Any, **more: Any) -> Span:
     return span(sequence, names.REWARD, **{key: value, **more})
 
 
-def call(
-    prompt: tuple[int, ...], sampled: tuple[int, ...], sequence: int = 1, rollout: str = "ro-1", **more: Any
-) -> Transition:
-    logprobs = tuple(-1.0 - i for i in range(len(sampled)))
-    return Transition(rollout, "at-1", f"{rollout}-{sequence}", sequence, prompt, sampled, logprobs, **more)
-
-
-def tree_of(*given_calls: Transition) -> TokenTree:
-    by_rollout: dict[str, list[Transition]] = {}
-    for each in given_calls:
-        by_rollout.setdefault(each.rollout_id, []).append(each)
-    return token_tree(Trajectory(rollout, "at-1", tuple(own)) for rollout, own in by_rollout.items())
-
-
-def texts(tree: TokenTree) -> list[tuple[int, tuple[int, ...], bool]]:
-    return [(node.parent, node.token_ids, node.sampled) for node in tree.nodes]
-
-
 # -- calls and transitions -------------------------------------------------------------------------------------------
 
 
@@ -104,13 +82,13 @@ def test_a_call_without_sampling_parameters_was_sampled_plainly() -> None:
     assert (found.temperature, found.top_p, found.top_k, found.finish_reason) == (1.0, 1.0, 0, "stop")
 
 
-def test_a_call_says_which_weights_drew_which_of_its_tokens() -> None:
+def test_a_call_has_the_versions_of_the_weights_that_sampled_its_tokens() -> None:
     (found,) = transitions([chat(1, [1], [2, 3, 4], **{names.POLICY_VERSION: 8, names.POLICY_VERSIONS: [7, 2, 8, 1]})])
     assert (found.policy_version, found.versions) == (8, ((7, 2), (8, 1)))
 
 
 @pytest.mark.parametrize("numbers", [[], [7], [7, 2], [7, 3, 8, 0], [7, 4, 8, -1], ["7", 2, 8, 1]])
-def test_versions_that_do_not_add_up_to_the_tokens_are_not_believed(numbers: list[Any]) -> None:
+def test_versions_that_do_not_add_up_to_the_tokens_are_ignored(numbers: list[Any]) -> None:
     (found,) = transitions([chat(1, [1], [2, 3, 4], **{names.POLICY_VERSION: 8, names.POLICY_VERSIONS: numbers})])
     assert (found.policy_version, found.versions) == (8, ())
 
@@ -211,7 +189,7 @@ def test_a_call_that_cannot_be_true_is_left_out_named_and_counted(attributes: di
         trajectory("ro-1", "at-1", [bad, reward(3, 1.0)], limits=limits)
 
 
-def test_values_of_any_type_end_nothing() -> None:
+def test_no_value_of_any_type_raises_an_untyped_error() -> None:
     odd: list[Any] = [None, True, -1, 1e308, "x", [], {}, [[1]], {"a": [1]}, [None]]
     keys = (names.OPERATION_NAME, names.FINISH_REASONS, names.AGENT_NAME, names.RESHAPED, names.POLICY_VERSIONS)
     keys += (names.REQUEST, names.RESPONSE_ID, names.RESPONSE_MODEL, names.RETRIES, *names.TOKEN_ATTRIBUTES)
@@ -233,138 +211,6 @@ def test_a_dimension_without_weight_names_the_setting_and_a_missing_one_leaves_t
     assert scalar_reward({"correctness": 1.0}, {"correctness": 0.9, "format": 0.1}) is None
 
 
-# -- token trees -----------------------------------------------------------------------------------------------------
-
-
-def test_the_worked_example_of_the_documentation() -> None:
-    tree = tree_of(call((1, 2, 3), (10, 11)), call((1, 2, 3, 10, 11, 4, 5), (12,), 2))
-    assert texts(tree) == [
-        (-1, (1, 2, 3), False),
-        (0, (10, 11), True),
-        (1, (4, 5), False),
-        (2, (12,), True),
-    ]
-    assert (tree.nodes[1].call, tree.nodes[3].call) == ("ro-1-1", "ro-1-2")
-    assert tree.num_tokens == 8
-    assert tree.num_sampled == 3
-
-
-def test_two_equal_answers_stay_two_samples() -> None:
-    tree = tree_of(call((1, 2), (7, 8), 1), call((1, 2), (7, 8), 2))
-    assert texts(tree) == [(-1, (1, 2), False), (0, (7, 8), True), (0, (7, 8), True)]
-    assert [node.call for node in tree.nodes[1:]] == ["ro-1-1", "ro-1-2"]
-
-
-def test_rollouts_share_prompts_and_never_samples() -> None:
-    answer, follow_up = call((1, 2), (7,), rollout="a"), call((1, 2, 7, 3), (8,), 2, rollout="b")
-    tree = tree_of(answer, follow_up)
-    assert texts(tree) == [(-1, (1, 2), False), (0, (7,), True), (0, (7, 3), False), (2, (8,), True)]
-
-
-def test_a_sampled_node_is_split_with_its_logprobs_where_a_later_prompt_leaves_it() -> None:
-    tree = tree_of(call((1,), (7, 8, 9), agent="writer", policy_version=2), call((1, 7, 5), (6,), 2))
-    assert texts(tree) == [(-1, (1,), False), (0, (7,), True), (1, (8, 9), True), (1, (5,), False), (3, (6,), True)]
-    upper, lower = tree.nodes[1], tree.nodes[2]
-    assert (upper.logprobs, lower.logprobs) == ((-1.0,), (-2.0, -3.0))
-    assert {(n.call, n.agent, n.policy_version, n.rollout_id) for n in (upper, lower)} == {
-        ("ro-1-1", "writer", 2, "ro-1")
-    }
-
-
-def test_what_two_versions_of_the_weights_drew_is_two_nodes_of_one_call() -> None:
-    tree = tree_of(
-        call((1,), (7, 8, 9), policy_version=4, versions=((3, 2), (4, 1))),
-        call((1, 7, 8, 9, 5), (6,), 2, policy_version=4),
-        call((1, 7, 2), (6,), 3, policy_version=4),
-    )
-    sampled = [(n.token_ids, n.logprobs, n.policy_version, n.call) for n in tree.nodes if n.sampled]
-    assert sorted(sampled) == [
-        ((6,), (-1.0,), 4, "ro-1-2"),
-        ((6,), (-1.0,), 4, "ro-1-3"),
-        ((7,), (-1.0,), 3, "ro-1-1"),
-        ((8,), (-2.0,), 3, "ro-1-1"),
-        ((9,), (-3.0,), 4, "ro-1-1"),
-    ]
-
-
-def test_the_longest_prefix_is_found_behind_an_equal_sibling() -> None:
-    twins = [call((1,), (7,), 1), call((1,), (7,), 2), call((1, 7, 2), (9,), 3), call((1, 7, 2, 9, 3), (4,), 4)]
-    assert tree_of(*twins).num_tokens == 7
-
-
-def test_a_thousand_calls_of_a_long_conversation_are_stored_once() -> None:
-    history, made = (1, 2, 3), []
-    for turn in range(1000):
-        made.append(call(history, (turn, turn + 1), turn))
-        history += (turn, turn + 1, 5)
-    tree = tree_of(*made)
-    assert tree.num_tokens == len(history) - 1
-    assert len(tree.leaves()) == 1
-
-
-tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
-
-
-@st.composite
-def rollouts(draw: st.DrawFn) -> list[Transition]:
-    """Calls of two rollouts that often continue, repeat or leave one another."""
-    made: list[Transition] = []
-    for number in range(draw(st.integers(1, 8))):
-        rollout = draw(st.sampled_from(["a", "b"]))
-        histories = [
-            (),
-            *(c.prompt_token_ids + c.response_token_ids for c in made),
-            *(c.prompt_token_ids for c in made),
-        ]
-        history = draw(st.sampled_from(histories))
-        prompt = history[: draw(st.integers(0, len(history)))] + draw(tokens)
-        sampled = draw(tokens)
-        made.append(call(prompt, sampled, number, rollout, versions=draw(versions(len(sampled)))))
-    return made
-
-
-@st.composite
-def versions(draw: st.DrawFn, count: int) -> tuple[tuple[int, int], ...]:
-    """Weights that changed at some of the places between so many tokens."""
-    ends = [*sorted(draw(st.sets(st.integers(1, count - 1)))), count] if count > 1 else []
-    starts = [0, *ends]
-    return tuple((version, end - starts[version]) for version, end in enumerate(ends)) if len(ends) > 1 else ()
-
-
-@settings(deadline=None)
-@given(rollouts())
-def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
-    tree = tree_of(*made)
-    for each in made:
-        own = [
-            i for i, node in enumerate(tree.nodes) if (node.rollout_id, node.call) == (each.rollout_id, each.span_id)
-        ]
-        assert [t for i in own for t in tree.nodes[i].token_ids] == list(each.response_token_ids)
-        assert [x for i in own for x in tree.nodes[i].logprobs] == list(each.logprobs)
-        drawn_by = [tree.nodes[i].policy_version for i in own for _ in tree.nodes[i].token_ids]
-        assert drawn_by == [v for v, n in each.versions for _ in range(n)] or not each.versions
-        path = [t for i in tree.path(own[-1]) for t in tree.nodes[i].token_ids]
-        assert path == [*each.prompt_token_ids, *each.response_token_ids]
-
-
-@settings(deadline=None)
-@given(rollouts())
-def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Transition]) -> None:
-    tree = tree_of(*made)
-    assert tree.num_sampled == sum(len(each.response_token_ids) for each in made)
-    assert all(node.parent < i and node.token_ids for i, node in enumerate(tree.nodes))
-    prompts = [(node.parent, node.token_ids[0]) for node in tree.nodes if not node.sampled]
-    assert len(prompts) == len(set(prompts)), "two prompt nodes with the same parent must differ in their first token"
-    assert all(node.rollout_id is None and not node.logprobs for node in tree.nodes if not node.sampled)
-
-
-@settings(deadline=None)
-@given(rollouts(), st.randoms(use_true_random=False))
-def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
-    shuffled = random.sample(made, len(made))
-    assert tree_of(*made).num_tokens == tree_of(*shuffled).num_tokens
-
-
 # -- requests that were sent again -----------------------------------------------------------------------------------
 
 
@@ -373,28 +219,28 @@ def sent(sequence: int, request: str, reply: str, retries: int = 0, **more: Any)
     return chat(sequence, [1], [2], **{names.REQUEST: request, names.RESPONSE_ID: reply, **again, **more})
 
 
-def test_an_answer_nobody_heard_is_left_out_with_all_of_its_choices() -> None:
+def test_a_lost_response_is_left_out_with_all_of_its_choices() -> None:
     spans = [sent(1, "q", "a"), sent(2, "q", "a"), sent(3, "q", "b", 1), sent(4, "q", "b", 1)]
     assert [each.span_id for each in calls(spans)] == ["s3", "s4"]
     assert [each.span_id for each in calls([*spans, sent(5, "q", "c", 2)])] == ["s5"]
 
 
-def test_where_nobody_can_say_which_answer_was_lost_all_stay() -> None:
+def test_all_responses_stay_if_any_may_be_the_lost_one() -> None:
     spans = [sent(1, "q", "a"), sent(2, "q", "b"), sent(3, "q", "c", 1)]
     assert len(calls(spans)) == 3
 
 
-def test_another_request_and_another_attempt_are_no_repeat() -> None:
+def test_another_request_or_attempt_is_no_retry() -> None:
     spans = [sent(1, "q", "a"), sent(2, "p", "b", 1), sent(3, "q", "c", 1, attempt="at-2")]
     assert len(calls(spans)) == 3
 
 
-def test_the_answer_to_a_client_that_says_everything_once_is_the_last_one() -> None:
+def test_the_last_response_counts_for_a_client_that_retries_lost_ones_alone() -> None:
     spans = [sent(1, names.SENT_ONCE + "q", "a"), sent(2, names.SENT_ONCE + "q", "b"), sent(3, "q", "c")]
     assert [each.span_id for each in calls(spans)] == ["s2", "s3"]
 
 
-def test_a_reward_belongs_to_the_answer_that_was_heard() -> None:
+def test_a_reward_belongs_to_the_response_that_arrived() -> None:
     spans = [sent(1, "q", "a"), reward(2, 1.0), sent(3, "q", "b", 1), reward(4, 0.5), reward(5, 0.0)]
     assert link_rewards(spans).intermediate == {"s3": 0.5}
 
