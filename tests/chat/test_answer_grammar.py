@@ -118,7 +118,7 @@ def tools_of(name):
 
 @pytest.mark.parametrize("examples", [4, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_drawn_is_what_was_asked_for(models, name, examples):
+def test_constrained_answers_have_the_required_shape(models, name, examples):
     model, ended = models[name], 0
     tools = tools_of(name.partition(",")[0])
     thoughts = st.sampled_from([None, *THOUGHTS])
@@ -157,7 +157,7 @@ TWO = (("f", PLAIN), ("g", "{}"))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_format_can_be_held_to_calls_and_free_text_may_come_to_one(models, name):
+def test_every_format_has_grammars_for_required_and_optional_calls(models, name):
     model = models[name]
     for shape in (
         AnswerShape(TWO, True),
@@ -185,14 +185,14 @@ def written(model, shape, seeds=range(10)):
     return [model.read(tokens, None, shape.thought) for tokens, whole in drawn if whole]
 
 
-def test_several_calls_are_drawn_where_they_may_be_and_one_where_not(models):
+def test_parallel_calls_are_sampled_only_if_allowed(models):
     asked = AnswerShape((("g", NOTHING),), True)
     for name, model in models.items():
         counts = {len(answer.tool_calls) for answer in written(model, asked)}
         assert (max(counts) > 1) == (name != "llama3")
 
 
-def test_a_model_that_thinks_does_so_first_and_a_call_in_its_thought_is_none(models):
+def test_a_reasoning_model_thinks_first_and_calls_in_its_thought_do_not_count(models):
     for thought in THOUGHTS:
         answers = written(models["hermes"], AnswerShape((("g", NOTHING),), True, True, thought=thought))
         assert any(answer.reasoning for answer in answers)
@@ -212,12 +212,12 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("why", UNWRITABLE)
-def test_what_a_format_cannot_promise_has_no_grammar(models, why):
+def test_unparsable_arguments_have_no_grammar(models, why):
     name, tools = UNWRITABLE[why]
     assert answer_grammar(models[name].chat, AnswerShape(tools, True)) is None
 
 
-def test_a_format_that_its_tokenizer_declares_is_checked_and_not_held():
+def test_a_declared_format_is_validated_but_not_constrained():
     call = "<<{{ call.function.name }}|{{ call.function.arguments | tojson }}>>"
     turn = "{{ m.content }}{% for call in m.tool_calls or [] %}" + call + "{% endfor %}<|im_end|>"
     tokenizer = tiny_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")
@@ -233,7 +233,7 @@ def test_a_format_that_its_tokenizer_declares_is_checked_and_not_held():
     assert answer_grammar(chat, AnswerShape(TWO, True)) is None
 
 
-def test_no_grammar_without_knowing_the_markers_or_how_a_template_writes_calls():
+def test_a_grammar_needs_markers_and_a_layout():
     assert answer_grammar(ByteChatFormat(), AnswerShape(TWO, True)) is None
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     chat = HFChatFormat(tiny_tokenizer(template))
@@ -258,7 +258,7 @@ def may_end(model, shape, text):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_free_text_cannot_be_spelled_like_a_call_that_is_none(models, name):
+def test_free_text_cannot_look_like_a_malformed_call(models, name):
     model, shape = models[name], AnswerShape(TWO)
     marker, layout = model.chat.tool_calls.opening, model.chat.tool_calls.layout
     assert may_end(model, shape, "So " + marker[:-1])
@@ -269,7 +269,7 @@ def test_free_text_cannot_be_spelled_like_a_call_that_is_none(models, name):
     assert may_end(model, shape, f" {layout.opening[0]}") == (not begins)
 
 
-def test_free_text_of_a_model_that_thinks_cannot_begin_like_a_thought_that_does_not_end(models):
+def test_free_text_of_a_reasoning_model_cannot_begin_an_unfinished_thought(models):
     shape = AnswerShape(TWO, thought=THOUGHTS[2])
     assert not may_end(models["hermes"], shape, "[?] hm")
     assert may_end(models["hermes"], shape, "[?] hm]")
@@ -281,7 +281,7 @@ def test_free_text_of_a_model_that_thinks_cannot_begin_like_a_thought_that_does_
 TEXT_NEEDED = '{"properties": {"x": {"type": "string"}}, "required": ["x"]}'
 
 
-def test_a_bare_value_cannot_be_spelled_like_its_end(models):
+def test_qwen_coder_values_cannot_contain_their_end_marker(models):
     shape, model = AnswerShape((("f", TEXT_NEEDED),), True), models["qwen_coder"]
     call = "<tool_call>\n<function=f><parameter=x>\n"
     assert goes_on(model, shape, "a</parameter", call) is not None
@@ -291,7 +291,7 @@ def test_a_bare_value_cannot_be_spelled_like_its_end(models):
     assert all(may[token] for token in model.chat.eos_token_ids)
 
 
-def test_an_id_may_be_written_where_the_template_writes_one(models):
+def test_the_model_may_write_ids_where_the_template_does(models):
     asked, model = AnswerShape((("g", NOTHING),), True, True), models["mistral"]
     for rest in ("}]", ', "id": "abcdefgh1"}]'):
         may = goes_on(model, asked, "", '[TOOL_CALLS] [{"name": "g", "arguments": {}' + rest)
@@ -299,7 +299,7 @@ def test_an_id_may_be_written_where_the_template_writes_one(models):
         assert all(may[token] for token in model.chat.eos_token_ids)
 
 
-def test_arguments_hold_what_a_schema_names_unless_it_asks_for_more(models):
+def test_constrained_arguments_have_only_the_named_properties(models):
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1'
     one = {"properties": {"x": {"const": 1}}, "required": ["x"]}
     for schema, more in ((one, False), ({**one, "additionalProperties": {"type": "integer"}}, True)):
@@ -307,7 +307,7 @@ def test_arguments_hold_what_a_schema_names_unless_it_asks_for_more(models):
         assert (goes_on(models["hermes"], asked, "", call + ', "') is not None) == more
 
 
-def test_what_a_schema_says_to_people_may_be_spelled_like_a_marker(models):
+def test_schema_annotations_may_look_like_markers(models):
     schema = {"description": "Ends with <|im_end|>.", "properties": {"title": {"type": "integer"}}}
     assert answer_grammar(models["hermes"].chat, AnswerShape((("f", json.dumps(schema)),), True)) is not None
     schema["properties"]["<|im_end|>"] = {"type": "integer"}

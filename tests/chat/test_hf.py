@@ -31,19 +31,19 @@ def test_tool_call_arguments_from_the_wire_are_not_encoded_twice(chat):
     assert '{"name": "calculator", "arguments": {"expression": "6*7"}}' in text
 
 
-def test_arguments_that_are_not_json_are_written_as_the_text_they_are(chat):
+def test_arguments_that_are_not_json_stay_text(chat):
     text = chat.render([{"role": "user", "content": "?"}, assistant('{"expression": ')])
     assert json.dumps('{"expression": ') in text
 
 
-def test_a_template_that_concatenates_arguments_is_given_text():
+def test_a_template_that_concatenates_arguments_gets_text():
     calls = "{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.arguments }}{% endfor %}"
     template = "{% for m in messages %}{{ m.content }}" + calls + "<|im_end|>{% endfor %}"
     text = HFChatFormat(tiny_tokenizer(template)).render([assistant('{"a":1}')], add_generation_prompt=False)
     assert text == 'CALL {"a":1}<|im_end|>'
 
 
-def test_the_end_of_turn_of_the_template_ends_an_answer_beside_the_tokenizers_own(chat):
+def test_the_templates_end_of_turn_also_ends_an_answer(chat):
     assert {chat.decode([token]) for token in chat.eos_token_ids} == {"<|endoftext|>", "<|im_end|>"}
 
 
@@ -55,14 +55,14 @@ def test_the_generation_config_beside_the_tokenizer_is_read(tmp_path):
     assert {1, 7} <= HFChatFormat(AutoTokenizer.from_pretrained(tmp_path)).eos_token_ids
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_with_its_path_and_the_way_out(tmp_path):
+def test_a_tokenizer_without_a_chat_template_is_rejected_with_a_remedy(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=None)
     tokenizer.name_or_path = str(tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} has no chat template; .*tokenizer_config.json"):
         HFChatFormat(tokenizer)
 
 
-def test_messages_the_template_refuses_are_an_error_in_its_words():
+def test_errors_quote_the_template():
     refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     template = "{% for m in messages %}" + refusal + "{{ m.content }}<|im_end|>{% endfor %}"
     chat = HFChatFormat(tiny_tokenizer(template))
@@ -70,7 +70,7 @@ def test_messages_the_template_refuses_are_an_error_in_its_words():
         chat.render([{"role": "tool", "content": "42"}])
 
 
-def test_changing_the_trainers_tokenizer_changes_nothing_here():
+def test_the_tokenizer_is_independent_of_the_trainers():
     tokenizer = tiny_tokenizer()
     chat = HFChatFormat(tokenizer)
     tokenizer.chat_template = "nothing"

@@ -14,7 +14,7 @@ from agentlightning.testing.models import model_tokenizer
     text=st.text("ab é漢🙂", min_size=1, max_size=30),
     stops=st.lists(st.text("ab é漢🙂", min_size=1, max_size=4), min_size=1),
 )
-def test_a_stop_string_is_seen_at_the_token_that_completes_it(text: str, stops: list[str]) -> None:
+def test_a_stop_string_is_found_at_the_token_that_completes_it(text: str, stops: list[str]) -> None:
     tokenizer = model_tokenizer()
     tokens = tokenizer.encode(text, add_special_tokens=False)
     scanner = StopScanner(stops, lambda ids: tokenizer.decode(list(ids)))

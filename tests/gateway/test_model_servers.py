@@ -59,7 +59,7 @@ async def agent(two: list[ScriptedModelServer], store: Any, tmp_path: Path) -> A
         yield Agent(store, attempted, await stack.enter_async_context(client))
 
 
-async def test_a_conversation_stays_with_one_server_and_grows_by_the_very_tokens_it_drew(
+async def test_a_conversation_stays_on_one_server_and_reuses_its_exact_tokens(
     agent: Agent, two: list[ScriptedModelServer]
 ):
     said = [{"role": "user", "content": "Count."}]
@@ -78,7 +78,7 @@ async def test_a_conversation_stays_with_one_server_and_grows_by_the_very_tokens
     assert sorted(len(each) for each in drawn) == [0, 3]
 
 
-async def test_an_adapter_is_a_model_agents_ask_for_by_name(agent: Agent, two: list[ScriptedModelServer]):
+async def test_an_adapter_is_a_model_of_its_own(agent: Agent, two: list[ScriptedModelServer]):
     assert [server.adapters for server in two] == [{"critic": "/adapters/critic"}] * 2
     listed = (await agent.client.get("models")).json()["data"]
     assert {model["id"] for model in listed} == {"big", "critic"}
@@ -88,7 +88,7 @@ async def test_an_adapter_is_a_model_agents_ask_for_by_name(agent: Agent, two: l
     assert asked.count("critic") == 1
 
 
-async def test_what_goes_wrong_has_the_status_its_cause_deserves(agent: Agent, two: list[ScriptedModelServer]):
+async def test_errors_have_the_status_of_their_cause(agent: Agent, two: list[ScriptedModelServer]):
     question = {"role": "user", "content": "Hm?"}
     too_long = await agent.ask({"role": "user", "content": "Hm? " * 2000})
     assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")

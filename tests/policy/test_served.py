@@ -105,13 +105,15 @@ async def test_tokens_are_scored_by_the_learner(policy: ServedPolicy):
     assert await policy.score([], {"ref_logprobs"}, reference=Path("model")) == {"ref_logprobs": [Path("model")]}
 
 
-async def test_servers_that_answer_otherwise_than_the_learner_end_the_run(policy: ServedPolicy):
+async def test_servers_that_disagree_with_the_learner_end_the_run(policy: ServedPolicy):
     policy.learner.off = 0.02  # type: ignore[attr-defined]
     with pytest.raises(PolicyError, match=r"differ by 0.0200 from the trainer's \(tolerance 0.01\)"):
         await policy.train([])
 
 
-async def test_without_in_flight_nothing_changes_under_an_answer(policy: ServedPolicy, server: ScriptedModelServer):
+async def test_without_in_flight_weights_never_change_during_an_answer(
+    policy: ServedPolicy, server: ScriptedModelServer
+):
     server.delay = 0.001
     seen: list[int] = []
     call = asyncio.create_task(policy.sample([50], SamplingParams(max_tokens=100), seen.extend))
@@ -151,7 +153,7 @@ async def test_runs_that_share_a_directory_for_weights_leave_each_others_alone(
     assert Path(places[0]).parent.parent == tmp_path / "shared"
 
 
-def test_a_run_that_cannot_have_its_servers_is_refused_before_it_begins():
+def test_a_run_without_its_servers_is_rejected_at_the_start():
     config = TrainConfig(policy=PolicyConfig(engine="sglang"))
     with pytest.raises(ConfigError, match="sglang servers are joined, not started"):
         with_absolute_paths(config)
@@ -165,7 +167,7 @@ def test_a_run_that_cannot_have_its_servers_is_refused_before_it_begins():
         ({"url": ("http://x",)}, "Extra inputs"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str):
+def test_invalid_settings_are_rejected(settings: dict[str, Any], words: str):
     with pytest.raises(ValidationError, match=words):
         ServersConfig(**settings)
 
@@ -181,7 +183,7 @@ async def test_servers_cannot_be_opened_without_what_they_need(monkeypatch: pyte
             await open_servers(config, Chat(), kind=kind)
 
 
-def test_a_run_can_be_taken_up_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_can_be_resumed_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = ServersConfig(command="env/bin/vllm --x", weights="shared").with_absolute_paths()
     assert (config.command, config.weights) == (f"{tmp_path}/env/bin/vllm --x", str(tmp_path / "shared"))
@@ -189,12 +191,12 @@ def test_a_run_can_be_taken_up_from_another_directory(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("setting", [{"transfer": "nccl"}, {"weights": "/shared"}, {"tolerance": 0.5}])
-def test_what_is_said_of_new_weights_is_refused_where_nobody_trains(setting: dict[str, Any]):
+def test_training_settings_are_rejected_for_served_models(setting: dict[str, Any]):
     with pytest.raises(ValidationError, match=f"{next(iter(setting))} is about new weights, and m is not trained"):
         ServedModel(model="m", servers=ServersConfig(**setting))
 
 
-def test_servers_we_start_are_told_that_there_are_adapters():
+def test_started_servers_enable_adapters():
     adapters = {"a": "/a", "b": "/b"}
     started = ServedModel(model="m", adapters=adapters, servers=ServersConfig(args=("--x",))).with_adapters()
     assert started.args == ("--x", "--enable-lora", "--max-loras=2")
@@ -220,7 +222,7 @@ class Saved:
 
 @pytest.mark.parametrize("shard", ["5GB", "100KB"])
 @pytest.mark.parametrize("tied", [True, False])
-async def test_a_tied_output_layer_is_written_under_its_own_name_too(tmp_path: Path, shard: str, tied: bool):
+async def test_a_tied_output_layer_is_also_written_under_its_own_name(tmp_path: Path, shard: str, tied: bool):
     model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path / "m", ["a b c"]), tie_word_embeddings=tied)
     policy: Any = Saved(model, shard)
     directory = await CheckpointFolder(tmp_path / "weights").write(policy)

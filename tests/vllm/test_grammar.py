@@ -31,7 +31,7 @@ async def engine(server: str, models: list[Path]) -> AsyncIterator[ReplicaPool]:
     await engine.close()
 
 
-async def test_answers_are_the_calls_that_are_asked_for(engine: ReplicaPool):
+async def test_constrained_answers_are_the_required_calls(engine: ReplicaPool):
     chat = engine.chat
     prompt = chat.encode(chat.render([{"role": "user", "content": "What is 12 + 30?"}]))
     several, one = (
@@ -57,5 +57,5 @@ async def test_answers_are_the_calls_that_are_asked_for(engine: ReplicaPool):
     assert sum(sample.finish_reason == "stop" for sample in drawn) >= 12
 
 
-async def test_a_grammar_that_is_none_is_said_so_beforehand(engine: ReplicaPool):
+async def test_an_invalid_grammar_cannot_be_enforced(engine: ReplicaPool):
     assert not await engine.can_enforce('%llguidance {}\nstart: %json {"type": "of no kind"}\n', "grammar")

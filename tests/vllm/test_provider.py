@@ -13,7 +13,7 @@ from agentlightning.server.app import Server
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 
 
-async def test_its_tokenizer_counts_what_a_call_then_uses(server: str) -> None:
+async def test_the_token_count_endpoint_matches_usage(server: str) -> None:
     them = {"name": "farm", "base_urls": [f"{server}/v1"], "token_ids": True}
     config = GatewayConfig.model_validate({"providers": [them], "routes": [{"provider": "farm"}]})
     store = InMemoryLightningStore()

@@ -207,7 +207,7 @@ def reach_step(run: Path, process: subprocess.Popen[bytes], step: int) -> None:
     raise AssertionError(f"step {step} was never reached")
 
 
-async def test_answers_go_on_across_the_updates_of_a_run_each_token_with_the_version_that_drew_it(
+async def test_answers_continue_across_the_updates_of_a_run_with_token_versions(
     started: ServersConfig, models: list[Path], tmp_path: Path, given: dict[int, Weights]
 ):
     config = config_of(tmp_path, models[0], started, in_flight=True)

@@ -126,7 +126,7 @@ async def test_greedy_and_sampled_answers_side_by_side_keep_their_own_distributi
         assert difference(models[0], prompt, sample, params) < NEAR
 
 
-async def test_the_likeliest_tokens_are_named_in_order(engine: ReplicaPool, models: list[Path], prompt: list[int]):
+async def test_top_logprobs_are_sorted(engine: ReplicaPool, models: list[Path], prompt: list[int]):
     params = SamplingParams(max_tokens=8, seed=1, top_logprobs=5)
     sample = await engine.sample(prompt, params)
     best = logits_of(models[0], prompt, sample).log_softmax(-1).topk(5)
@@ -135,7 +135,7 @@ async def test_the_likeliest_tokens_are_named_in_order(engine: ReplicaPool, mode
         assert [value for _, value in sample.top_logprobs[place]] == pytest.approx(values, abs=NEAR)
 
 
-async def test_an_answer_ends_with_its_end_token_or_with_its_stop_string(engine: ReplicaPool, prompt: list[int]):
+async def test_an_answer_ends_at_end_tokens_and_stop_strings(engine: ReplicaPool, prompt: list[int]):
     drawn = await engine.sample(prompt, SamplingParams(max_tokens=40, seed=6))
     text = engine.chat.decode(drawn.token_ids)
     stop = text[len(text) // 2 : len(text) // 2 + 2]
@@ -150,9 +150,7 @@ async def test_an_answer_ends_with_its_end_token_or_with_its_stop_string(engine:
     assert (ended.token_ids, ended.finish_reason) == ((end,), "stop")
 
 
-async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_callers_errors(
-    engine: ReplicaPool, prompt: list[int]
-):
+async def test_long_prompts_and_invalid_params_are_the_callers_errors(engine: ReplicaPool, prompt: list[int]):
     with pytest.raises(ContextLengthError, match="1024"):
         await engine.sample([5] * 1024, SamplingParams())
     engine.context_length = 4096
@@ -162,7 +160,7 @@ async def test_a_prompt_that_leaves_no_room_and_params_that_cannot_be_are_the_ca
         await engine.sample(prompt, SamplingParams(top_p=2.0))
 
 
-async def test_an_answer_can_be_held_to_a_schema(engine: ReplicaPool, prompt: list[int]):
+async def test_an_answer_can_be_constrained_by_a_schema(engine: ReplicaPool, prompt: list[int]):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     assert await engine.can_enforce(json.dumps(schema))
     assert not await engine.can_enforce('{"type": "of no kind"}')
@@ -185,7 +183,7 @@ async def until_running(server: str, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_hanging_up_frees_the_server(engine: ReplicaPool, server: str, prompt: list[int]):
+async def test_cancelling_frees_the_server(engine: ReplicaPool, server: str, prompt: list[int]):
     long = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids))
     for watch in (None, lambda _: None):
         call = asyncio.create_task(engine.sample(prompt, long, watch))
@@ -194,7 +192,7 @@ async def test_hanging_up_frees_the_server(engine: ReplicaPool, server: str, pro
         await until_running(server, 0)
 
 
-async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_too(
+async def test_an_update_also_replaces_cached_prompts(
     engine: ReplicaPool, models: list[Path], weights: list[Path], prompt: list[int]
 ):
     params = SamplingParams(max_tokens=24, seed=1)
@@ -206,7 +204,7 @@ async def test_after_an_update_all_comes_from_the_new_weights_the_cached_prompt_
         assert difference(models[1 - which], prompt, sample, params) > 100 * NEAR
 
 
-async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it_names(
+async def test_answers_continue_across_an_update_with_token_versions(
     engine: ReplicaPool, server: str, models: list[Path], weights: list[Path], prompt: list[int]
 ):
     params = SamplingParams(logit_bias=tuple((end, -100.0) for end in engine.chat.eos_token_ids), max_tokens=900)
@@ -230,7 +228,7 @@ async def test_answers_go_on_across_an_update_each_token_drawn_by_the_version_it
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, at its import
-async def test_an_adapter_draws_as_the_model_with_the_adapter_does(
+async def test_an_adapter_samples_like_the_merged_model(
     engine: ReplicaPool, models: list[Path], weights: list[Path], prompt: list[int], tmp_path: Path
 ):
     from peft import LoraConfig, PeftModel, get_peft_model

@@ -113,7 +113,7 @@ class Watch:
         return float((gathered(own, sample.token_ids) - drawn).abs().max())
 
 
-async def test_three_steps_with_vllm_sampling_agree_with_our_own_forward_pass(
+async def test_three_steps_with_vllm_agree_with_our_forward_pass(
     vllm: str, on_cpu: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     watch = Watch()

@@ -176,7 +176,7 @@ def difference(policy: ServedPolicy, weights: dict[str, torch.Tensor], prompt: l
     return float((drawn - torch.tensor(sample.logprobs)).abs().max())
 
 
-async def test_after_each_update_vllm_draws_as_the_weights_in_the_trainers_memory_do(
+async def test_vllm_samples_from_the_trainers_weights_after_each_update(
     policy: ServedPolicy, library: GlooLibrary, prompt: list[int], tmp_path: Path
 ):
     greedy, far = SamplingParams(temperature=0, max_tokens=32), 0.0
@@ -198,9 +198,7 @@ async def test_after_each_update_vllm_draws_as_the_weights_in_the_trainers_memor
     assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["version-000000"]
 
 
-async def test_answers_go_on_across_a_transfer_each_token_drawn_by_the_version_it_names(
-    policy: ServedPolicy, prompt: list[int]
-):
+async def test_answers_continue_across_a_transfer_with_token_versions(policy: ServedPolicy, prompt: list[int]):
     ends = sorted(policy.chat.eos_token_ids)
     params = SamplingParams(logit_bias=tuple((end, -100.0) for end in ends), max_tokens=LONG)
     shown: list[int] = []
@@ -226,7 +224,7 @@ async def test_answers_go_on_across_a_transfer_each_token_drawn_by_the_version_i
             assert float((drawn - torch.tensor(sample.logprobs))[part].abs().max()) < NEAR
 
 
-async def test_a_transfer_that_breaks_off_leaves_no_trace_the_disk_takes_over_and_the_next_one_succeeds(
+async def test_an_interrupted_transfer_leaves_no_trace_and_the_next_succeeds(
     policy: ServedPolicy, library: GlooLibrary, prompt: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING, "agentlightning")
@@ -246,7 +244,7 @@ async def test_a_transfer_that_breaks_off_leaves_no_trace_the_disk_takes_over_an
         await learn(policy, prompt)
 
 
-async def test_a_server_that_somebody_left_in_the_middle_of_a_transfer_is_taken_over(
+async def test_a_server_left_in_a_partial_update_can_be_joined(
     receiver: str, models: list[Path], library: GlooLibrary, tmp_path: Path
 ):
     for path in ("/pause?mode=keep", "/start_weight_update"):
@@ -259,7 +257,7 @@ async def test_a_server_that_somebody_left_in_the_middle_of_a_transfer_is_taken_
     await policy.close()
 
 
-async def test_a_server_that_was_not_started_for_it_is_named_before_anything_is_trained(
+async def test_a_server_without_transfer_support_is_named_before_training(
     server: str, models: list[Path], library: GlooLibrary, tmp_path: Path
 ):
     learner = learner_of(models[0])

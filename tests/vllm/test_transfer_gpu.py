@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("transfer", "device", "gpus"), [("nccl", "1", 2), ("ipc", "0", 1), ("auto", "1", 2)])
-async def test_after_each_update_vllm_agrees_with_the_trainer_and_nothing_was_written(
+async def test_vllm_agrees_with_the_trainer_after_updates_without_disk(
     vllm: str, models: list[Path], tmp_path: Path, transfer: str, device: str, gpus: int
 ):
     if torch.cuda.device_count() < gpus:

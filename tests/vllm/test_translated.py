@@ -31,7 +31,7 @@ async def environment(server: str) -> AsyncIterator[dict[str, str]]:
     await store.close()
 
 
-async def test_a_tool_call_is_heard_while_it_is_written_whatever_the_model_writes(server: str) -> None:
+async def test_tool_calls_stream_while_they_are_generated(server: str) -> None:
     """A model that knows nothing writes no object."""
     choice = {"type": "tool", "name": "add"}
     asked = {"model": "tiny", "max_tokens": 60, "messages": HI, "tools": [TOOL], "tool_choice": choice}

@@ -155,11 +155,11 @@ class HFChatFormat(ChatFormat):
         """What the template writes for a turn with one call per id; "" if it refuses."""
         function = {"name": NAME, "arguments": arguments}
         calls = [{"id": name, "type": "function", "function": function} for name in ids]
-        asked: Message = {"role": "user", "content": "?"}
+        question: Message = {"role": "user", "content": "?"}
         turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            before = self._apply([asked], None, True)
-            text = self._apply([asked, turn], None, False)
+            before = self._apply([question], None, True)
+            text = self._apply([question, turn], None, False)
         except _TEMPLATE_ERRORS:
             return ""
         # Some templates begin a thought in the prompt and omit it from a turn without one.
@@ -198,18 +198,18 @@ class HFChatFormat(ChatFormat):
 
     def _turn_markers(self) -> frozenset[str]:
         """Markers that the template writes around turns, and the texts that end a turn."""
-        asked: Message = {"role": "user", "content": _PROBE}
-        said: Message = {"role": "assistant", "content": _PROBE}
+        question: Message = {"role": "user", "content": _PROBE}
+        answer: Message = {"role": "assistant", "content": _PROBE}
         try:
-            text = self._apply([asked, said, asked], None, True)
+            text = self._apply([question, answer, question], None, True)
         except _TEMPLATE_ERRORS:
             text = ""
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         found = [marker for marker in added if marker.strip() and marker in text]
         return frozenset([*_unpaired(self._tokenizer, found), *self._turn_ends()])
 
-    def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
-        found = {*given, *self._generation_eos(), *self._template_eos()}
+    def _find_eos(self, extra: Iterable[int]) -> frozenset[int]:
+        found = {*extra, *self._generation_eos(), *self._template_eos()}
         if self._tokenizer.eos_token_id is not None:
             found.add(int(self._tokenizer.eos_token_id))
         if not found:

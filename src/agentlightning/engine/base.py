@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from agentlightning.chat.base import ChatFormat
+from agentlightning.errors import ContextLengthError, PolicyError
 
 __all__ = [
     "DISTRIBUTION_PARAMS",
@@ -21,6 +22,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "TopLogprobs",
+    "room_for_answer",
 ]
 
 ConstraintKind = Literal["json_schema", "grammar"]
@@ -173,3 +175,16 @@ class Engine(Protocol):
         Cancelling the call frees the engine's resources. Calls with the same `affinity` share their history: an engine
         of several servers sends them to the same one. Raises ContextLengthError when the prompt leaves no room."""
         ...
+
+
+def room_for_answer(prompt: Sequence[int], context_length: int) -> int:
+    """Number of tokens that an answer may have. Raises PolicyError for an empty prompt, ContextLengthError for one that
+    leaves no room."""
+    if not prompt:
+        raise PolicyError("the prompt has no tokens; give at least one")
+    if len(prompt) >= context_length:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and the context holds {context_length}, which leaves no room for an "
+            "answer; shorten the prompt, or use a model with a longer context"
+        )
+    return context_length - len(prompt)

@@ -49,12 +49,12 @@ def meant(parsed):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_format_is_the_one_its_template_writes(chats, name):
+def test_the_format_is_detected_from_the_template(chats, name):
     assert chats[name].tool_calls.name == FAMILIES[name].name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_format_is_found_behind_a_thought_that_the_template_begins(chats, name):
+def test_the_format_is_detected_after_a_thought_begun_by_the_template(chats, name):
     family = FAMILIES[name]
     template = family.template + "{% if add_generation_prompt %}<think>\n{% endif %}"
     chat = HFChatFormat(tiny_tokenizer(template, special=family.special, eos=family.eos))
@@ -83,25 +83,25 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_how_a_template_writes_calls_is_found_out(chats, name):
+def test_the_layout_of_calls_is_detected(chats, name):
     layout = chats[name].tool_calls.layout
     assert (layout.opening, layout.middle, layout.closing) == LAYOUTS[name]
     assert (layout.between is None) == (name == "llama3")
 
 
-def test_an_option_wins_over_what_the_template_writes_and_an_unknown_one_is_refused_with_the_known_ones():
+def test_an_option_overrides_detection_and_unknown_formats_are_rejected():
     family = FAMILIES["hermes"]
     assert HFChatFormat(tiny_tokenizer(family.template), tool_calls="llama3").tool_calls.name == "llama3"
     with pytest.raises(ConfigError, match="'hermse' is not a format of tool calls; use one of hermes, qwen_coder, "):
         HFChatFormat(tiny_tokenizer(family.template), tool_calls="hermse")
 
 
-def test_a_template_that_writes_no_calls_is_taken_for_hermes():
+def test_hermes_is_the_fallback_format():
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("hermes")
 
 
-def test_a_template_that_only_mentions_a_format_is_taken_for_it():
+def test_a_template_that_mentions_a_format_uses_it():
     mentions = "{% if false %}[TOOL_CALLS]{% endif %}"
     template = mentions + "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("mistral")
@@ -167,7 +167,7 @@ FEW_OR_MANY = [10, pytest.param(2000, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("examples", FEW_OR_MANY)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_template_writes_for_calls_is_read_back(chats, name, examples):
+def test_rendered_calls_parse_back(chats, name, examples):
     chat = chats[name]
 
     @settings(max_examples=examples, deadline=None)
@@ -194,7 +194,7 @@ def test_arguments_keep_the_spelling_the_model_gave_them(chats, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_before_a_call_stays_and_text_in_half_a_call_is_no_call(chats, name):
+def test_text_before_a_call_is_kept_and_incomplete_calls_are_text(chats, name):
     chat = chats[name]
     call = written(chat, turn(("f", '{"x": 1}')))
     for cut in range(len(call) - 1):
@@ -245,7 +245,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("parallel", "examples"), [(True, 20), (False, 8), SLOWLY])
-def test_however_a_text_is_cut_it_is_read_as_it_is_whole(name, parallel, examples):
+def test_incremental_parsing_equals_whole_parsing(name, parallel, examples):
     format = replace(call_format(name), parallel=parallel)
     pieces = [*PARTS[name] * 2, CALLED[name], CALLED[name], " ", "\n", "hello", "{", "<", "é"]
 
@@ -269,7 +269,7 @@ def test_however_a_text_is_cut_it_is_read_as_it_is_whole(name, parallel, example
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_text_that_cannot_become_a_call_is_shown_at_once(name):
+def test_text_that_cannot_become_a_call_is_emitted_at_once(name):
     reader = CallReader(call_format(name))
     assert reader.feed("The answer") == ["The answer"]
     assert reader.feed(" is {") == [" is {"]
@@ -277,7 +277,7 @@ def test_text_that_cannot_become_a_call_is_shown_at_once(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_is_given_once_it_is_whole(name):
+def test_a_call_is_emitted_once_complete(name):
     reader = CallReader(call_format(name))
     assert reader.feed(CALLED[name][:-20]) == []
     (call,) = reader.feed(CALLED[name][-20:] + (" " if name == "pythonic" else ""))
@@ -287,7 +287,7 @@ def test_a_call_is_given_once_it_is_whole(name):
 # -- what single families have of their own ---------------------------------------------------------------------------
 
 
-def test_a_template_that_takes_one_call_gets_one_and_the_rest_is_text(chats):
+def test_a_single_call_template_gets_one_call(chats):
     one = '{"name": "f", "parameters": {}}'
     parsed = chats["llama3"].parse(f"{one}; {one}")
     assert (meant(parsed), parsed.content) == ([("f", {})], f"; {one}")
@@ -307,7 +307,7 @@ def test_llama_calls_come_in_several_shapes(text, arguments):
 
 
 @pytest.mark.parametrize("text", ['{"name": "Ann"}', '{"name": "f", "parameters": {}, "age": 3}', "[1, 2]", "{"])
-def test_a_json_answer_that_is_no_call_stays_text_for_llama(text):
+def test_llama3_json_without_call_keys_stays_text(text):
     assert parse_answer(call_format("llama3"), text).content == text
 
 
@@ -334,7 +334,7 @@ def test_python_that_is_no_list_of_calls_with_constants_stays_text(text):
     assert parse_answer(call_format("pythonic"), text).content == text
 
 
-def test_a_mistral_call_keeps_the_id_the_model_gave_it_where_it_is_one():
+def test_a_mistral_call_keeps_its_id_if_valid():
     call = '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "%s"}]'
     assert parse_answer(call_format("mistral"), call % "abc123XYZ").tool_calls[0].id == "abc123XYZ"
     assert parse_answer(call_format("mistral"), call % "short").tool_calls[0].id is None
@@ -344,7 +344,7 @@ def test_a_mistral_call_keeps_the_id_the_model_gave_it_where_it_is_one():
 
 
 @pytest.mark.parametrize("name", ["mistral", "mistral_named"])
-def test_ids_are_made_in_the_familys_form_and_those_of_others_are_brought_into_it(chats, name):
+def test_ids_are_created_and_converted_in_the_familys_form(chats, name):
     chat = chats[name]
     assert is_short_id(chat.tool_calls.new_id("call_"))
     message = turn(("f", "{}"))
@@ -353,7 +353,7 @@ def test_ids_are_made_in_the_familys_form_and_those_of_others_are_brought_into_i
     assert text.count(chat.tool_calls.convert_id("toolu_from_elsewhere")) == 2
 
 
-def test_ids_elsewhere_begin_as_the_callers_wire_begins_them(chats):
+def test_ids_have_the_prefix_of_the_callers_api(chats):
     assert chats["hermes"].tool_calls.new_id("toolu_").startswith("toolu_")
 
 
@@ -383,7 +383,7 @@ SCHEMA = {
         ("a", "\n two lines \n", '"\\n two lines \\n"'),
     ],
 )
-def test_the_tools_schema_says_what_bare_text_is(key, value, json_value):
+def test_the_tools_schema_decides_the_type_of_bare_text(key, value, json_value):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}]
     text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
     (call,) = parse_answer(call_format("qwen_coder"), text, tools).tool_calls
@@ -401,7 +401,7 @@ DEFINED = {
     ("name", "value", "json_value"),
     [("Size", '{"w": 1}', '{"w": 1}'), ("Colour", "1", '"1"'), ("Loop", "1", '"1"'), ("missing", "1", '"1"')],
 )
-def test_a_schema_that_refers_to_another_means_that_one(name, value, json_value):
+def test_schema_references_are_resolved(name, value, json_value):
     schema = {"properties": {"x": {"$ref": f"#/$defs/{name}"}}, "$defs": DEFINED}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
@@ -413,14 +413,14 @@ def test_a_schema_that_refers_to_another_means_that_one(name, value, json_value)
     "schema",
     [{"type": 5}, {"enum": 5}, {"anyOf": 5}, {"oneOf": {"type": "integer"}}, {"$ref": 5}, {"$ref": "#/$defs/x"}, 5],
 )
-def test_a_schema_that_is_none_says_nothing(schema):
+def test_an_invalid_schema_is_ignored(schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}, "$defs": 5}}}]
     text = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
     (call,) = parse_answer(call_format("qwen_coder"), text, tools).tool_calls
     assert call.arguments == '{"x": "1"}'
 
 
-def test_a_tokenizer_that_declares_its_answers_is_read_by_transformers():
+def test_a_declared_response_template_is_parsed_by_transformers():
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     tokenizer.response_template = {
         "start_anchor": "assistant\n",

@@ -15,7 +15,7 @@ def read_hermes(text):
     return parse_answer(HERMES, text)
 
 
-def test_tool_calls_are_read_with_their_arguments_as_they_were_written():
+def test_tool_calls_keep_the_spelling_of_arguments():
     parsed = read_hermes(
         'Let me see. \n<tool_call>\n{"name": "f", "arguments": {"x":  1.50,\t"y": [ ]}}\n</tool_call>\n'
     )
@@ -32,7 +32,7 @@ def test_tool_calls_are_read_with_their_arguments_as_they_were_written():
         ('{"name": "f", "arguments": {"a": "}</tool_cal"}}', '{"a": "}</tool_cal"}'),
     ],
 )
-def test_unusual_but_well_formed_tool_calls_are_read(body, arguments):
+def test_unusual_but_valid_tool_calls_are_parsed(body, arguments):
     assert read_hermes(f"<tool_call>{body}</tool_call>").tool_calls == (ParsedToolCall("f", arguments),)
 
 
@@ -49,7 +49,7 @@ def test_unusual_but_well_formed_tool_calls_are_read(body, arguments):
         "",
     ],
 )
-def test_what_is_not_a_well_formed_tool_call_stays_in_the_content(text):
+def test_malformed_tool_calls_stay_in_the_content(text):
     parsed = read_hermes(text)
     assert (parsed.content, parsed.tool_calls) == (text, ())
 
@@ -59,7 +59,7 @@ def test_a_broken_tool_call_does_not_hide_the_next_one():
     assert (parsed.content, parsed.tool_calls) == ("<tool_call>oops", (ParsedToolCall("f", "{}"),))
 
 
-def test_a_model_that_begins_calls_without_end_is_read_in_no_time():
+def test_unterminated_calls_are_parsed_in_linear_time():
     text = '<tool_call>{"' * 20_000 + "</tool_call>"
     assert read_hermes(text).content == text
 
@@ -73,7 +73,7 @@ JSON = st.recursive(
 
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), JSON), st.sampled_from([None, 1, "\t"]), st.booleans())
-def test_any_arguments_come_back_as_they_were_written(arguments, indent, ascii):
+def test_arguments_round_trip(arguments, indent, ascii):
     written = json.dumps(arguments, indent=indent, ensure_ascii=ascii)
     parsed = read_hermes(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')
     assert parsed.tool_calls == (ParsedToolCall("f", written),)

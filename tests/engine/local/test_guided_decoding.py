@@ -52,7 +52,7 @@ async def policy(checkpoint):
     await policy.close()
 
 
-async def test_an_untrained_model_writes_json_that_fits_and_another_row_is_free(policy):
+async def test_a_constrained_row_yields_valid_json_beside_a_free_row(policy):
     prompt = policy.chat.encode("Say yes or no: ")
     assert await policy.can_enforce(TEXT)
     held = [
@@ -86,7 +86,7 @@ async def test_log_probabilities_are_those_under_the_mask(policy):
     assert may.sum() < len(may)
 
 
-async def test_a_schema_nobody_can_be_held_to_is_said_so_beforehand(policy):
+async def test_unenforceable_schemas_are_reported_in_advance(policy):
     cannot = json.dumps({"not": {"type": "string"}})
     assert not await policy.can_enforce(cannot)
     assert not await policy.can_enforce("[]")
@@ -127,7 +127,7 @@ async def ask(policy):
         ("val", "never", False),
     ],
 )
-async def test_answers_are_held_where_nobody_learns_from_them_or_as_configured(ask, mode, holding, held):
+async def test_answers_are_constrained_unless_they_are_trained_on(ask, mode, holding, held):
     attributes, text = await ask(mode, holding)
     assert attributes[CONSTRAINT] == ("enforced" if held else "violated")
     assert attributes.get(RESHAPED) == (["json_schema"] if held else None)
@@ -135,7 +135,7 @@ async def test_answers_are_held_where_nobody_learns_from_them_or_as_configured(a
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(text))
 
 
-async def test_an_answer_that_is_cut_is_no_json_and_the_verdict_says_so(ask):
+async def test_a_truncated_answer_is_reported_as_invalid_json(ask):
     attributes, _ = await ask("val", max_tokens=3)
     assert (attributes[CONSTRAINT], len(attributes[RESPONSE_TOKEN_IDS])) == ("violated", 3)
 
@@ -143,19 +143,19 @@ async def test_an_answer_that_is_cut_is_no_json_and_the_verdict_says_so(ask):
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
 
-async def test_where_tools_are_offered_an_answer_is_a_call_or_what_was_asked_for(ask):
+async def test_with_tools_an_answer_is_a_call_or_the_required_content(ask):
     attributes, text = await ask("val", tools=TOOLS)
     assert (attributes[CONSTRAINT], attributes[RESHAPED]) == ("enforced", ["grammar"])
     assert text is None or jsonschema_rs.is_valid(SCHEMA, json.loads(text))
 
 
-async def test_tools_that_are_offered_and_no_more_leave_an_answer_free(ask):
+async def test_offered_tools_alone_do_not_constrain_an_answer(ask):
     attributes, _ = await ask("val", tools=TOOLS, response_format=None)
     assert CONSTRAINT not in attributes
     assert RESHAPED not in attributes
 
 
-def test_a_held_answer_cannot_be_whitespace_for_ever():
+def test_whitespace_in_a_constrained_answer_is_bounded():
     tokenizer = model_tokenizer()
     grammars = GrammarCompiler(tokenizer, 320, [tokenizer.eos_token_id])
     matcher = grammars.matcher(json.dumps(SCHEMA))

@@ -99,9 +99,7 @@ def assert_faithful(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_token_is_what_the_weights_recorded_for_it_give(
-    architecture: Architecture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_token_matches_its_recorded_version(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths and prompts in common join and leave; the slots are scarce; four changes."""
     monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 0)
     torch.manual_seed(0)
@@ -127,7 +125,7 @@ def test_every_token_is_what_the_weights_recorded_for_it_give(
         weights.assert_faithful(request, each, temperature=0.8)
 
 
-def test_a_greedy_answer_goes_on_as_the_new_weights_would() -> None:
+def test_a_greedy_answer_continues_with_the_new_weights() -> None:
     model = tiny_model()
     engine = generator(model)
     weights, ids = Weights(model, engine), prompts_of(1, shortest=30)[0]
@@ -142,7 +140,7 @@ def test_a_greedy_answer_goes_on_as_the_new_weights_would() -> None:
     assert request.sampled[5:] == by_transformers(model, so_far, 7)
 
 
-def test_an_answer_that_begins_after_the_change_is_of_the_new_weights_alone() -> None:
+def test_an_answer_begun_after_an_update_uses_only_new_weights() -> None:
     model = tiny_model()
     engine = generator(model, max_batch_size=1, prefill_tokens=8)
     weights, ids = Weights(model, engine), prompts_of(2, shortest=50)
@@ -155,7 +153,7 @@ def test_an_answer_that_begins_after_the_change_is_of_the_new_weights_alone() ->
         weights.assert_faithful(request, each)
 
 
-def test_a_prompt_half_prefilled_is_prefilled_anew() -> None:
+def test_a_partly_prefilled_prompt_is_prefilled_again() -> None:
     model = tiny_model()
     engine = generator(model, prefill_tokens=16)
     weights, ids = Weights(model, engine), prompts_of(1, shortest=160, longest=160)[0]
@@ -172,7 +170,7 @@ def test_a_prompt_half_prefilled_is_prefilled_anew() -> None:
     weights.assert_faithful(short, [5, 6, 7])
 
 
-def test_what_a_change_costs_is_one_prefill_of_the_tokens_so_far_those_in_common_once() -> None:
+def test_an_update_costs_one_prefill_with_shared_prefixes_once() -> None:
     model = tiny_model()
     engine = generator(model)
     weights, ids = Weights(model, engine), prompts_of(1, shortest=60, longest=60)[0]
@@ -191,7 +189,7 @@ def test_what_a_change_costs_is_one_prefill_of_the_tokens_so_far_those_in_common
         assert request.versions == ((0, 8), (1, 12))
 
 
-def test_a_change_that_failed_leaves_one_version() -> None:
+def test_a_failed_update_leaves_one_version() -> None:
     model = tiny_model()
     engine = generator(model)
     ids = prompts_of(1, shortest=30)[0]
@@ -205,7 +203,7 @@ def test_a_change_that_failed_leaves_one_version() -> None:
     assert request.sampled == by_transformers(model, ids, 12)
 
 
-def test_a_stop_string_and_the_end_of_the_context_are_found_across_a_change() -> None:
+def test_stop_strings_and_length_limits_work_across_an_update() -> None:
     model = tiny_model(context_length=64)
     ids = prompts_of(1, shortest=10, longest=20)[0]
     free = generator(model)
@@ -225,7 +223,7 @@ def test_a_stop_string_and_the_end_of_the_context_are_found_across_a_change() ->
     assert (endless.finish_reason, len(endless.tokens)) == ("length", 64)
 
 
-def test_a_request_cancelled_while_it_has_no_slot_is_gone() -> None:
+def test_a_request_cancelled_without_a_slot_is_dropped() -> None:
     model = tiny_model()
     engine = generator(model, prefill_tokens=16)
     weights, ids = Weights(model, engine), prompts_of(3, shortest=40)
@@ -242,7 +240,7 @@ def test_a_request_cancelled_while_it_has_no_slot_is_gone() -> None:
     weights.assert_faithful(prefilling, ids[1])
 
 
-def test_slots_are_given_back_while_the_weights_change() -> None:
+def test_slots_are_freed_during_a_weight_update() -> None:
     engine = generator(tiny_model())
     request = engine.submit(prompts_of(1)[0], GREEDY)
     engine.step()
@@ -254,7 +252,7 @@ def test_slots_are_given_back_while_the_weights_change() -> None:
 
 
 @pytest.mark.parametrize("sharing", ["rows", "merged", "shared"])
-def test_which_weights_drew_a_token_does_not_change_its_gradient(sharing: Literal["rows", "merged", "shared"]) -> None:
+def test_token_versions_do_not_change_gradients(sharing: Literal["rows", "merged", "shared"]) -> None:
     """Two calls of one conversation, the first drawn by three versions; and a second rollout of the group."""
 
     def trajectory(rollout: str, sampled: tuple[int, ...], runs: tuple[tuple[int, int], ...]) -> Trajectory:
@@ -314,7 +312,7 @@ class Listener:
             self.heard.set()
 
 
-async def test_training_goes_on_under_answers_that_are_drawn(policy: LocalPolicy) -> None:
+async def test_training_runs_with_answers_in_flight(policy: LocalPolicy) -> None:
     ids = prompt(policy)
     sample = await policy.sample(ids, SamplingParams(max_tokens=12))
     listeners = [Listener(5 + i) for i in range(6)]
@@ -337,7 +335,7 @@ async def test_training_goes_on_under_answers_that_are_drawn(policy: LocalPolicy
     assert any(len(each.versions) == 3 for each in drawn)
 
 
-async def test_what_an_answer_is_held_to_holds_across_an_update(policy: LocalPolicy) -> None:
+async def test_a_constraint_holds_across_an_update(policy: LocalPolicy) -> None:
     """A JSON schema, penalties and the likeliest tokens: what they need of the tokens so far is not lost."""
     ids, listeners = prompt(policy), [Listener(4) for _ in range(4)]
     sample = await policy.sample(ids, SamplingParams(max_tokens=8))
@@ -364,7 +362,7 @@ async def test_what_an_answer_is_held_to_holds_across_an_update(policy: LocalPol
                 assert dict(likeliest)[token] == pytest.approx(logprob, abs=1e-4)
 
 
-async def test_without_in_flight_training_and_loading_are_refused_under_answers(policy: LocalPolicy, tmp_path) -> None:
+async def test_without_in_flight_updates_are_rejected_during_answers(policy: LocalPolicy, tmp_path) -> None:
     ids, listener = prompt(policy), Listener(1)
     await policy.save(tmp_path / "kept", training_state=True)
     sample = await policy.sample(ids, SamplingParams(max_tokens=4))
@@ -376,7 +374,7 @@ async def test_without_in_flight_training_and_loading_are_refused_under_answers(
     assert (await running).versions == ()
 
 
-async def test_a_checkpoint_is_loaded_under_answers_that_are_drawn(policy: LocalPolicy, tmp_path) -> None:
+async def test_a_checkpoint_loads_while_answers_are_in_flight(policy: LocalPolicy, tmp_path) -> None:
     ids, listener = prompt(policy), Listener(3)
     await policy.save(tmp_path / "kept", training_state=True)
     sample = await policy.sample(ids, SamplingParams(max_tokens=12))
@@ -392,7 +390,7 @@ async def test_a_checkpoint_is_loaded_under_answers_that_are_drawn(policy: Local
     assert_faithful(by_version, drawn, ids)
 
 
-async def test_an_update_that_fails_leaves_the_answers_under_way(policy: LocalPolicy) -> None:
+async def test_a_failed_update_keeps_answers_in_flight(policy: LocalPolicy) -> None:
     ids, listener = prompt(policy), Listener(2)
     greedy = await policy.sample(ids, SamplingParams(temperature=0.0, max_tokens=30))
     sample = await policy.sample(ids, SamplingParams(max_tokens=4))
@@ -427,7 +425,7 @@ async def test_weights_that_a_failed_update_has_changed_are_a_new_version(
     assert_faithful({1: policy._model}, after, ids)
 
 
-async def test_calls_given_up_while_the_weights_change_free_the_engine(policy: LocalPolicy) -> None:
+async def test_calls_cancelled_during_an_update_free_the_engine(policy: LocalPolicy) -> None:
     ids, listener = prompt(policy), Listener(2)
     sample = await policy.sample(ids, SamplingParams(max_tokens=8))
     running = [asyncio.create_task(policy.sample(ids, SamplingParams(max_tokens=200), listener)) for _ in range(3)]

@@ -115,7 +115,7 @@ def test_recorded_logprobs_are_those_of_a_scoring_forward(architecture: Architec
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_requests_share_is_computed_once_and_changes_nothing(
+def test_shared_prefixes_are_computed_once_without_changing_answers(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 0)
@@ -143,7 +143,7 @@ def test_the_next_turn_of_a_conversation_computes_only_its_new_tokens() -> None:
     assert_faithful(model, [second])
 
 
-def test_a_shared_prefix_is_read_through_the_group_while_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_prefix_is_read_once_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 0)
     model = tiny_model("qwen3")
     engine = generator(model)
@@ -160,7 +160,7 @@ def test_a_shared_prefix_is_read_through_the_group_while_drawing(monkeypatch: py
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_model_with_another_attention_draws_the_same(architecture: Architecture) -> None:
+def test_another_attention_implementation_samples_the_same(architecture: Architecture) -> None:
     model = tiny_model(architecture)
     prompts = prompts_of(3, shortest=30) * 2
     expected = [request.tokens for request in answers(generator(model), prompts, GREEDY)]
@@ -170,7 +170,7 @@ def test_a_model_with_another_attention_draws_the_same(architecture: Architectur
     assert_faithful(model, requests)
 
 
-def test_after_the_weights_change_nothing_old_is_used() -> None:
+def test_nothing_cached_survives_a_weight_update() -> None:
     model = tiny_model()
     engine = generator(model)
     prompts = prompts_of(2, shortest=40) * 4
@@ -184,14 +184,14 @@ def test_after_the_weights_change_nothing_old_is_used() -> None:
     assert not torch.allclose(torch.tensor(before[0].logprobs), scored(model, before[0]), atol=1e-2)
 
 
-def test_the_weights_may_not_change_while_answers_are_drawn() -> None:
+def test_the_weights_may_not_change_with_answers_in_flight() -> None:
     engine = generator(tiny_model())
     engine.submit([5, 6], GREEDY)
     with pytest.raises(PolicyError, match="in flight"):
         engine.invalidate_cache()
 
 
-def test_a_seed_gives_the_same_answer_whoever_else_is_served() -> None:
+def test_a_seed_is_reproducible_in_any_batch() -> None:
     model = tiny_model()
     params = SamplingParams(max_tokens=20, seed=11)
     prompt = prompts_of(1, shortest=30)[0]
@@ -232,7 +232,7 @@ def test_samples_follow_the_models_distribution() -> None:
 
 
 @pytest.mark.parametrize("odd", [{"temperature": 1e-39}, {"temperature": 1e-300}, {"top_p": 1e-50}, {"min_p": 1e-50}])
-def test_a_number_too_small_for_the_model_draws_the_likeliest_and_disturbs_nobody(odd: dict[str, float]) -> None:
+def test_tiny_temperatures_sample_the_most_likely_token(odd: dict[str, float]) -> None:
     model, prompt = tiny_model(), prompts_of(1, shortest=10)[0]
     alone = answers(generator(model), [prompt], SamplingParams(seed=7, max_tokens=6))[0]
     engine = generator(model)
@@ -267,7 +267,7 @@ def test_a_stop_string_ends_the_answer_even_across_tokens() -> None:
     assert stop not in decode(stopped.sampled[:-1])
 
 
-def test_an_answer_ends_where_the_context_does() -> None:
+def test_an_answer_ends_with_the_context() -> None:
     model = tiny_model("gpt2", context_length=32)
     engine = generator(model)
     prompts = [list(range(3, 33)), list(range(3, 34)), [5]]
@@ -277,7 +277,7 @@ def test_an_answer_ends_where_the_context_does() -> None:
     assert_faithful(model, requests)
 
 
-def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
+def test_a_cancelled_request_frees_its_row_without_affecting_others() -> None:
     model = tiny_model()
     engine = generator(model, max_batch_size=2)
     first, second, third = (engine.submit(prompt, GREEDY) for prompt in prompts_of(3, shortest=20))
@@ -292,7 +292,7 @@ def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
         assert request.sampled == by_transformers(model, request.tokens[: request.prompt_length], 12)
 
 
-def test_cancelling_the_last_request_leaves_the_generator_idle() -> None:
+def test_cancelling_the_last_request_leaves_the_batcher_idle() -> None:
     engine = generator(tiny_model(), prefill_tokens=8)
     drawing, prefilling = engine.submit([5, 6], GREEDY), engine.submit(prompts_of(1, shortest=60)[0], GREEDY)
     engine.step()
@@ -305,7 +305,7 @@ def test_cancelling_the_last_request_leaves_the_generator_idle() -> None:
     assert engine.idle
 
 
-def test_a_long_prompt_does_not_keep_others_waiting() -> None:
+def test_a_long_prompt_does_not_delay_other_requests() -> None:
     model = tiny_model()
     engine = generator(model, prefill_tokens=16)
     short = engine.submit([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40))
@@ -319,7 +319,7 @@ def test_a_long_prompt_does_not_keep_others_waiting() -> None:
     assert_faithful(model, [short, long])
 
 
-def test_more_requests_than_memory_wait_and_all_are_answered() -> None:
+def test_requests_beyond_memory_wait() -> None:
     model = tiny_model()
     roomy = generator(model)
     tight = generator(model, kv_cache_bytes=3 * 64 * roomy._cache.layout.bytes_per_token, prefix_cache_bytes=0)
@@ -332,7 +332,7 @@ def test_more_requests_than_memory_wait_and_all_are_answered() -> None:
     assert_faithful(model, requests)
 
 
-def test_a_request_that_waits_for_memory_while_the_weights_change_knows_which_drew_what() -> None:
+def test_a_preempted_request_knows_its_versions() -> None:
     model = tiny_model()
     room = 2 * kv_cache.BLOCK * probe_layout(model).bytes_per_token
     engine = generator(model, kv_cache_bytes=room, prefix_cache_bytes=0)
@@ -349,7 +349,7 @@ def test_a_request_that_waits_for_memory_while_the_weights_change_knows_which_dr
         assert request.versions == ((0, before), (1, kv_cache.BLOCK - before))
 
 
-def test_a_small_prefix_store_stays_small() -> None:
+def test_a_small_prefix_cache_stays_within_its_limit() -> None:
     model = tiny_model()
     limit = 100 * generator(model)._cache.layout.bytes_per_token
     engine = generator(model, prefix_cache_bytes=limit)
@@ -385,7 +385,7 @@ def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
         ([1], SamplingParams(grammar="start: "), ConfigError, "this grammar cannot be enforced"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_by_name(
+def test_invalid_requests_are_rejected_with_the_field_name(
     prompt: list[int], params: SamplingParams, error: type[Exception], words: str
 ) -> None:
     engine = generator(tiny_model())

@@ -34,7 +34,7 @@ async def test_a_policy_that_is_closed_leaves_the_interval_as_it_was(tmp_path: P
     assert sys.getswitchinterval() == interval
 
 
-def test_what_others_set_meanwhile_stays(interval: float) -> None:
+def test_an_interval_set_by_others_is_kept(interval: float) -> None:
     switching = SwitchInterval()
     with switching.short():
         sys.setswitchinterval(0.001)

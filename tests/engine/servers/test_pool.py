@@ -89,7 +89,7 @@ def draws(server: ScriptedModelServer) -> list[Any]:
 
 @pytest.mark.parametrize("options", [{}, {"generates": False}, {"dialect": "sglang"}], ids=["ids", "texts", "sglang"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_and_their_log_probabilities_come_as_the_server_drew_them(options: Any, stream: bool):
+async def test_tokens_and_log_probabilities_are_the_servers(options: Any, stream: bool):
     async with ScriptedModelServer(**options) as server, engine_of(server) as engine:
         server.ends_at = 6
         seen: list[int] = []
@@ -105,7 +105,7 @@ async def test_tokens_and_their_log_probabilities_come_as_the_server_drew_them(o
         assert (cut.token_ids, cut.finish_reason) == (counted(42, 3), "length")
 
 
-async def test_log_probabilities_are_told_with_their_tokens_where_they_are_wanted(one: ScriptedModelServer):
+async def test_log_probabilities_are_streamed_on_request(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         told: list[Any] = []
         params = SamplingParams(max_tokens=3, stream_logprobs=True, top_logprobs=2)
@@ -114,7 +114,7 @@ async def test_log_probabilities_are_told_with_their_tokens_where_they_are_wante
         assert parts == [sample.token_ids, sample.logprobs, sample.top_logprobs]
 
 
-async def test_what_schemas_servers_hold_to_is_found_out_once(one: ScriptedModelServer):
+async def test_enforceable_schemas_are_probed_once(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         assert await engine.can_enforce('{"type": "object"}')
         assert draws(one)[0]["sampling_params"]["structured_outputs"] == {"json": '{"type": "object"}'}
@@ -130,14 +130,14 @@ async def test_what_schemas_servers_hold_to_is_found_out_once(one: ScriptedModel
         assert not await engine.can_enforce("start: none", "grammar")
 
 
-async def test_a_stream_leaves_its_connection_good_for_the_next_call(one: ScriptedModelServer):
+async def test_a_stream_leaves_its_connection_reusable(one: ScriptedModelServer):
     async with engine_of(one, health_seconds=60.0) as engine:
         for _ in range(5):
             await engine.sample(PROMPT, SamplingParams(max_tokens=3), lambda _: None)
         assert one.connections == 1
 
 
-async def test_all_that_shapes_an_answer_is_sent(one: ScriptedModelServer):
+async def test_every_sampling_parameter_is_sent(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         params = SamplingParams(0.7, 0.9, 5, 4, ("ab",), 11, 3, logit_bias=((7, 1.5),), min_p=0.1, presence_penalty=0.2)
         await engine.sample(PROMPT, params)
@@ -158,7 +158,7 @@ async def test_an_answer_without_a_limit_may_fill_the_context(one: ScriptedModel
             await engine.sample([5] * 20, SamplingParams())
 
 
-async def test_a_server_with_less_context_than_it_said_still_gives_the_error_of_a_long_prompt(one: ScriptedModelServer):
+async def test_a_server_with_a_smaller_context_still_raises_context_length_errors(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         one.context_length = 20
         with pytest.raises(ContextLengthError, match="no room for an answer"):
@@ -173,7 +173,7 @@ async def test_a_server_with_less_context_than_it_said_still_gives_the_error_of_
         ("sglang", SamplingParams(top_k=3), "top_k=3"),
     ],
 )
-async def test_what_would_be_drawn_otherwise_than_asked_is_refused(dialect: Any, params: SamplingParams, words: str):
+async def test_unsupported_params_are_rejected(dialect: Any, params: SamplingParams, words: str):
     async with ScriptedModelServer(dialect=dialect) as server, engine_of(server) as engine:
         with pytest.raises(ConfigError, match=words):
             await engine.sample(PROMPT, params)
@@ -202,7 +202,7 @@ async def test_cancelling_a_call_frees_the_server(one: ScriptedModelServer):
         ({"token": "s3cret"}, "give the token"),
     ],
 )
-async def test_a_server_started_wrongly_is_refused_with_the_way_out(options: Any, words: str):
+async def test_a_misconfigured_server_is_rejected_with_a_remedy(options: Any, words: str):
     async with ScriptedModelServer(**options) as server:
         with pytest.raises(ConfigError, match=words):
             await open_servers(ServersConfig(urls=(server.url,)), Chat(), weights_change=True)
@@ -214,7 +214,7 @@ async def test_servers_of_different_models_are_no_replicas():
             await open_servers(ServersConfig(urls=(first.url, second.url)), Chat())
 
 
-async def test_a_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch):
+async def test_the_api_token_is_sent_but_never_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SERVERS", "s3cret")
     async with ScriptedModelServer(token="s3cret") as server:
         config = ServersConfig(urls=(server.url,), token_env="SERVERS", retries=0)
@@ -227,7 +227,7 @@ async def test_a_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch):
         await engine.close()
 
 
-async def test_a_server_that_somebody_left_paused_goes_on(one: ScriptedModelServer):
+async def test_a_server_left_paused_is_resumed(one: ScriptedModelServer):
     one._pause(None)
     async with asyncio.timeout(5), engine_of(one) as engine:
         await engine.sample(PROMPT, SamplingParams(max_tokens=1))
@@ -247,9 +247,7 @@ async def test_calls_of_one_affinity_go_to_one_server_and_others_are_spread(two:
 
 
 @pytest.mark.parametrize("watched", [False, True])
-async def test_an_answer_that_breaks_off_is_drawn_on_by_another_server_without_gap_or_repetition(
-    two: Any, watched: bool
-):
+async def test_an_interrupted_answer_resumes_on_another_server(two: Any, watched: bool):
     async with engine_of(*two) as engine:
         for server in two:
             server.break_after = 4
@@ -261,7 +259,7 @@ async def test_an_answer_that_breaks_off_is_drawn_on_by_another_server_without_g
         assert tuple(seen) == (counted(42, 20) if watched else ())
 
 
-async def test_a_call_is_drawn_again_only_so_often_and_the_error_says_what_happened(one: ScriptedModelServer):
+async def test_retries_are_limited_and_the_error_names_the_cause(one: ScriptedModelServer):
     async with engine_of(one, retries=2) as engine:
         one.failures["/inference/v1/generate"] = [500, 503, 500]
         with pytest.raises(PolicyError, match="answered 500: scheduled failure"):
@@ -270,7 +268,7 @@ async def test_a_call_is_drawn_again_only_so_often_and_the_error_says_what_happe
         assert (await engine.sample(PROMPT, SamplingParams(max_tokens=1))).token_ids == counted(42, 1)
 
 
-async def test_what_the_server_refuses_is_not_asked_again(one: ScriptedModelServer):
+async def test_rejected_requests_are_not_retried(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         one.failures["/inference/v1/generate"] = [400]
         with pytest.raises(ConfigError, match="cannot sample with these"):
@@ -291,7 +289,7 @@ async def test_a_stop_string_is_found_across_two_servers(two: Any):
         assert len(sample.token_ids) < 10
 
 
-async def test_where_no_server_is_left_calls_wait_for_one_and_then_fail_by_name():
+async def test_calls_wait_for_a_server_and_then_fail_with_reasons():
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(ScriptedModelServer())
         engine = await stack.enter_async_context(engine_of(server, wait_seconds=0.3))
@@ -300,7 +298,7 @@ async def test_where_no_server_is_left_calls_wait_for_one_and_then_fail_by_name(
             await engine.sample(PROMPT, SamplingParams(max_tokens=1))
 
 
-async def test_a_call_that_finds_the_last_server_going_out_waits_until_it_is_back(one: ScriptedModelServer):
+async def test_a_call_waits_for_recovery_when_the_last_server_fails(one: ScriptedModelServer):
     async with engine_of(one) as engine:
         call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=3)))
         await asyncio.sleep(0)
@@ -309,7 +307,7 @@ async def test_a_call_that_finds_the_last_server_going_out_waits_until_it_is_bac
         assert (await asyncio.wait_for(call, 10)).token_ids == counted(PROMPT[-1], 3)
 
 
-async def test_a_server_that_comes_back_gets_the_newest_weights_before_it_draws(tmp_path: Path):
+async def test_a_recovered_server_gets_the_newest_weights_first(tmp_path: Path):
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(ScriptedModelServer())
         engine = await stack.enter_async_context(engine_of(server))
@@ -326,7 +324,7 @@ async def test_a_server_that_comes_back_gets_the_newest_weights_before_it_draws(
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-async def test_new_weights_are_read_while_nothing_is_drawn_and_nothing_old_is_kept(two: Any, tmp_path: Path):
+async def test_weights_load_while_sampling_is_paused_and_caches_are_dropped(two: Any, tmp_path: Path):
     async with engine_of(*two) as engine:
         await engine.set_weights(tmp_path, 1)
         for server in two:
@@ -342,7 +340,7 @@ async def test_new_weights_are_read_while_nothing_is_drawn_and_nothing_old_is_ke
 @pytest.mark.parametrize(
     "options", [{}, {"labels": False}, {"dialect": "sglang"}], ids=["labels", "no labels", "sglang"]
 )
-async def test_answers_under_way_go_on_across_an_update_each_token_with_its_version(options: Any, tmp_path: Path):
+async def test_answers_in_flight_continue_across_an_update_with_token_versions(options: Any, tmp_path: Path):
     async with ScriptedModelServer(**options) as server, engine_of(server) as engine:
         await engine.set_weights(tmp_path, 1)
         server.delay = 0.001
@@ -361,7 +359,7 @@ async def test_answers_under_way_go_on_across_an_update_each_token_with_its_vers
             assert list(sample.logprobs) == expected
 
 
-async def test_a_server_that_cannot_read_the_weights_draws_nothing_until_it_can(two: Any, tmp_path: Path):
+async def test_a_server_that_cannot_load_weights_samples_nothing_until_it_can(two: Any, tmp_path: Path):
     bad, good = two
     async with engine_of(*two) as engine:
         await engine.set_weights(tmp_path, 1)
@@ -377,7 +375,7 @@ async def test_a_server_that_cannot_read_the_weights_draws_nothing_until_it_can(
         assert not bad.paused
 
 
-async def test_weights_that_cannot_be_had_from_the_disk_are_given_to_that_server_later(two: Any, tmp_path: Path):
+async def test_a_server_without_its_weights_on_disk_gets_them_later(two: Any, tmp_path: Path):
     class Disk:
         """Full when it is asked first."""
 
@@ -396,7 +394,7 @@ async def test_weights_that_cannot_be_had_from_the_disk_are_given_to_that_server
         await until(lambda: all(replica.up and replica.version == 1 for replica in engine.replicas))
 
 
-async def test_a_server_that_cannot_be_started_at_once_is_started_again(one: ScriptedModelServer):
+async def test_a_failed_restart_is_retried(one: ScriptedModelServer):
     class Program:
         """Cannot write its log the first time."""
 
@@ -417,14 +415,14 @@ async def test_a_server_that_cannot_be_started_at_once_is_started_again(one: Scr
         assert program.starts == 2
 
 
-async def test_an_update_that_no_server_takes_fails(one: ScriptedModelServer, tmp_path: Path):
+async def test_an_update_that_no_server_accepts_fails(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one, wait_seconds=0.2) as engine:
         one.failures["/collective_rpc"] = [500] * 100
         with pytest.raises(PolicyError, match="no model server was up"):
             await engine.set_weights(tmp_path, 1)
 
 
-async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: ScriptedModelServer, tmp_path: Path):
+async def test_answers_of_a_restarted_server_are_discarded(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one, health_seconds=60.0) as engine:
         await engine.set_weights(tmp_path, 1)
         one.restart()
@@ -433,7 +431,7 @@ async def test_answers_of_a_server_that_lost_its_weights_are_not_used(one: Scrip
         assert one.weights == str(tmp_path)
 
 
-async def test_a_server_that_lost_its_weights_is_found_without_a_call(one: ScriptedModelServer, tmp_path: Path):
+async def test_health_checks_detect_a_restarted_server(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one) as engine:
         await engine.set_weights(tmp_path, 1)
         one.restart()
@@ -458,7 +456,7 @@ async def test_an_adapter_is_an_engine_of_its_own_on_every_server(two: Any, tmp_
             await adapter.sample(PROMPT, SamplingParams(max_tokens=1))
 
 
-async def test_an_adapter_that_one_server_cannot_load_is_served_by_the_others_until_it_can(two: Any, tmp_path: Path):
+async def test_a_server_that_cannot_load_an_adapter_is_evicted_until_it_can(two: Any, tmp_path: Path):
     bad = two[0]
     async with engine_of(*two) as engine:
         bad.failures["/v1/load_lora_adapter"] = [500, 500]
@@ -472,7 +470,7 @@ async def test_an_adapter_that_one_server_cannot_load_is_served_by_the_others_un
         assert adapter.policy_version == 0
 
 
-async def test_a_server_that_comes_back_gets_its_adapters(one: ScriptedModelServer, tmp_path: Path):
+async def test_a_recovered_server_gets_its_adapters(one: ScriptedModelServer, tmp_path: Path):
     async with engine_of(one) as engine:
         await engine.set_weights(tmp_path, 1)
         await engine.load_adapter("critic", tmp_path)

@@ -40,14 +40,14 @@ def drawn(tokens: Sequence[int], cuts: Sequence[int], parts: Sequence[int], para
 
 
 @given(st.lists(st.integers(97, 120), min_size=1, max_size=40), st.data())
-def test_runs_and_servers_leave_no_trace(tokens: list[int], data: st.DataObject):
+def test_chunks_and_servers_do_not_affect_the_sample(tokens: list[int], data: st.DataObject):
     places = st.lists(st.integers(0, len(tokens)), max_size=5)
     sample = drawn(tokens, data.draw(places), data.draw(places), SamplingParams())
     assert sample == Sample(tuple(tokens), tuple(-token / 8 for token in tokens), "stop", 7)
 
 
 @given(st.lists(st.sampled_from(b"abc"), min_size=2, max_size=30), st.data())
-def test_a_stop_string_that_begins_at_one_server_ends_the_answer_at_the_next(tokens: list[int], data: st.DataObject):
+def test_a_stop_string_may_span_two_servers(tokens: list[int], data: st.DataObject):
     stop = data.draw(st.text("abc", min_size=2, max_size=3))
     place = text(tokens).find(stop)
     if place < 0:
@@ -58,14 +58,14 @@ def test_a_stop_string_that_begins_at_one_server_ends_the_answer_at_the_next(tok
     assert sample.token_ids == tuple(tokens[: place + len(stop)])
 
 
-def test_another_server_does_not_repeat_the_numbers_of_a_seed():
+def test_another_server_does_not_repeat_the_random_numbers_of_a_seed():
     answer = ResumableSample(PROMPT, SamplingParams(seed=5), 10, frozenset(), text, None)
     assert answer.request("m", False).params.seed == 5
     answer.append(TokenChunk((9, 9), (-1.0, -1.0)), 0)
     assert answer.request("m", False).params.seed == 7
 
 
-def test_the_servers_word_for_which_weights_drew_what_is_taken():
+def test_the_servers_reported_versions_are_used():
     answer = ResumableSample(PROMPT, SamplingParams(), 10, frozenset(), text, None)
     answer.request("m", False)
     answer.append(TokenChunk((9,) * 5, (-1.0,) * 5), 3)
@@ -80,7 +80,7 @@ COUNTING = [SamplingParams(presence_penalty=0.5), SamplingParams(json_schema="{}
 
 
 @pytest.mark.parametrize("params", COUNTING)
-def test_what_counts_tokens_drawn_is_not_taken_to_another_server(params: SamplingParams):
+def test_stateful_parameters_prevent_resuming_elsewhere(params: SamplingParams):
     answer = ResumableSample(PROMPT, params, 10, frozenset(), text, None)
     assert answer.can_resume
     answer.append(TokenChunk((9,), (-1.0,)), 0)

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.engine.base import SamplingParams
+from agentlightning.engine.base import SamplingParams, room_for_answer
 from agentlightning.engine.local import cascade_attention, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.local.request import Request
 from agentlightning.engine.stop_strings import StopScanner
-from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.util.common_prefix import common_prefix_length
 
 GROWTH_TOKENS = 256
@@ -104,13 +104,7 @@ class ContinuousBatcher:
             kind, text = constraint
             if self._grammars is None or not self._grammars.can_compile(text, kind):
                 raise ConfigError(f"this {kind} cannot be enforced here; leave it out, and check the answers")
-        if not prompt:
-            raise PolicyError("the prompt has no tokens; give at least one")
-        if len(prompt) >= self.context_length:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.context_length}, which leaves no "
-                "room for an answer; shorten the prompt, or use a model with a longer context"
-            )
+        room_for_answer(prompt, self.context_length)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             raise PolicyError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to "
@@ -120,7 +114,7 @@ class ContinuousBatcher:
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request. Raises as `validate` does."""
         self.validate(prompt, params)
-        room, constraint = self.context_length - len(prompt), params.constraint
+        room, constraint = room_for_answer(prompt, self.context_length), params.constraint
         request = Request(
             tokens=list(prompt),
             prompt_length=len(prompt),
@@ -319,12 +313,12 @@ class ContinuousBatcher:
         cascade = self._use_cascade
         with cascade_attention.use_cascade_attention(self.model, self._shared_prefix) if cascade else nullcontext():
             logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.cached for row in rows])
-        drawn = self._sample_tokens(rows, logits, self._batch_params)
+        sampled = self._sample_tokens(rows, logits, self._batch_params)
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
-        pairs = torch.stack([drawn.tokens.double(), drawn.logprobs.double()]).tolist()
+        pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
         for request, token, logprob in zip(rows, *pairs, strict=True):
             self._append_token(request, int(token), logprob)
-        _record_top_logprobs(rows, drawn)
+        _record_top_logprobs(rows, sampled)
         self._free_rows([request for request in rows if request.finish_reason is not None])
         return rows
 

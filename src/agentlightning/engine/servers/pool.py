@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams
+from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.engine.servers.adapters import PoolAdapters
 from agentlightning.engine.servers.base import Completion, ModelServerError, ServedModelInfo, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
@@ -23,7 +23,7 @@ from agentlightning.engine.servers.recovery import HealthMonitor
 from agentlightning.engine.servers.replica import DiskWeights, Replica, WeightSource
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 from agentlightning.engine.servers.weights import PoolWeights
-from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.transport import Transport
 from agentlightning.util.rendezvous_hash import weight
 
@@ -169,14 +169,7 @@ class ReplicaPool:
         return answer.sample(reason, self._weights.version)
 
     def _new_answer(self, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None) -> ResumableSample:
-        if not prompt:
-            raise PolicyError("the prompt has no tokens; give at least one")
-        if len(prompt) >= self.context_length:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.context_length}, which leaves no "
-                "room for an answer; shorten the prompt, or use a model with a longer context"
-            )
-        room = self.context_length - len(prompt)
+        room = room_for_answer(prompt, self.context_length)
         max_tokens = min(room, params.max_tokens or room)
         end_tokens = params.end_tokens(self.chat.eos_token_ids)
         return ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)

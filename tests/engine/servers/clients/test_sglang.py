@@ -32,9 +32,7 @@ def http() -> JsonClient:
 
 
 @pytest.mark.parametrize("repeats", [True, False])
-async def test_events_that_repeat_all_before_them_and_events_that_do_not_give_the_same_answer(
-    http: JsonClient, repeats: bool
-):
+async def test_cumulative_and_incremental_events_give_the_same_answer(http: JsonClient, repeats: bool):
     runs: list[TokenChunk] = []
     reader = _ResponseReader(http, 2, runs.append)
     for start, end in ((0, 1), (1, 3), (3, 4)):
@@ -48,13 +46,13 @@ async def test_events_that_repeat_all_before_them_and_events_that_do_not_give_th
 
 
 @pytest.mark.parametrize("answer", [{}, {"meta_info": {}}, [], event(DRAWN, 4, "abort")])
-async def test_what_is_no_answer_is_a_failure_of_the_server(http: JsonClient, answer: Any):
+async def test_malformed_responses_are_server_errors(http: JsonClient, answer: Any):
     with pytest.raises(ModelServerError) as failed:
         _ResponseReader(http, 0, lambda _: None).read(answer)
     assert failed.value.retryable
 
 
-async def test_a_proxy_that_refuses_is_not_asked_again(tmp_path: Path):
+async def test_a_proxy_rejection_is_not_retryable(tmp_path: Path):
     async with LocalProxy("me:secret") as proxy:
         transport = open_transport(ConnectOptions.create(proxy.url))
         with pytest.raises(ModelServerError, match="wants credentials") as failed:
@@ -85,7 +83,7 @@ async def test_weights_are_replaced_while_answers_wait_without_their_caches(tmp_
     await transport.close()
 
 
-async def test_an_update_that_sglang_says_failed_has_failed(tmp_path: Path):
+async def test_an_update_that_sglang_reports_as_failed_raises(tmp_path: Path):
     transport = open_transport()
     async with ScriptedModelServer(dialect="sglang") as server:
         server._update = lambda body: {"success": False, "message": "no such file"}  # type: ignore[method-assign]

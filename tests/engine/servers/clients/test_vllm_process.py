@@ -65,7 +65,7 @@ def read_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_what_we_started_ends_when_we_are_killed(tmp_path: Path):
+def test_started_servers_end_when_we_are_killed(tmp_path: Path):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, guard_process.__file__, FAMILY, str(tmp_path / "pid")])
     pid = read_pid(tmp_path / "pid")
     assert alive(pid)
@@ -83,7 +83,7 @@ def test_the_workers_of_a_server_that_crashed_end_too(tmp_path: Path):
         wait_until_gone(pid)
 
 
-async def test_a_server_is_told_what_we_need_and_started_again_with_other_weights(tmp_path: Path):
+async def test_a_server_gets_its_options_and_restarts_with_other_weights(tmp_path: Path):
     transport = open_transport()
     launch = LaunchOptions(
         tmp_path / "m", "mine", tmp_path / "x.log", (sys.executable, "-c", SERVER), ("--more",), seconds=20
@@ -121,6 +121,6 @@ async def test_a_server_that_does_not_start_says_why(tmp_path: Path, command: st
 
 
 @pytest.mark.parametrize("command", ["/no/such/vllm", "no-such-vllm --x", ""])
-async def test_a_program_that_is_not_there_is_named_at_once(tmp_path: Path, command: str):
+async def test_a_missing_program_is_named(tmp_path: Path, command: str):
     with pytest.raises(ConfigError, match="is no program here; install vLLM"):
         await open_servers(ServersConfig(command=command), ByteChatFormat(), model=tmp_path, logs=tmp_path)

@@ -71,7 +71,7 @@ class GenerateWire(SamplingWire):
 
 
 class CompletionsWire(SamplingWire):
-    """COMPLETIONS, which names tokens by their text unless it is told to write their ids."""
+    """COMPLETIONS, which names tokens by their text unless asked for their ids."""
 
     path = COMPLETIONS
 

@@ -1,47 +1,29 @@
-"""Weights without the disk: what servers are told and sent, and what holds when it goes wrong half-way."""
+"""Weight transfer through NCCL to scripted servers: the protocol, failures and recovery."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
-import pickle
 import threading
-import types
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
-from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
-from agentlightning.models.checkpoint import named_weights
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.weight_sync import select
-from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES, NcclLibrary
-from agentlightning.weight_sync.base import TransferError, as_bytes, manifest, num_bytes, pack_over
-from agentlightning.weight_sync.cuda_ipc import CudaIpcSender, CudaMemory, pack_within
-from agentlightning.weight_sync.disk import CheckpointFolder
+from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES
+from agentlightning.weight_sync.base import TransferError
 from agentlightning.weight_sync.nccl import NcclSender
 
 WEIGHTS = {
@@ -190,10 +172,7 @@ def received(server: ScriptedModelServer, group: Group) -> dict[str, torch.Tenso
     return found
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
-
-
-async def test_workers_are_invited_once_and_get_all_weights_between_pause_and_resume(
+async def test_workers_connect_once_and_get_all_weights_between_pause_and_resume(
     policy: ServedPolicy, server: ScriptedModelServer, library: Library, tmp_path: Path
 ):
     assert paths(server) == [*JOIN, *GIVE]
@@ -218,57 +197,7 @@ async def test_workers_are_invited_once_and_get_all_weights_between_pause_and_re
     assert (library.ranks, policy.learner.saved) == ([3], [0])
 
 
-class Call:
-    """A function of a C library."""
-
-    def __init__(self, name: str, calls: list[tuple[Any, ...]], result: int = 0) -> None:
-        self.name, self.calls, self.result = name, calls, result
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.calls.append((self.name, *arguments))
-        return b"invalid usage" if self.name == "ncclGetErrorString" else self.result
-
-
-class NcclOnPaper:
-    """libnccl, as far as its declarations go: no GPU is needed to see what it is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Call:
-        function = Call(name, self.calls)
-        setattr(self, name, function)
-        return function
-
-
-def test_nccl_is_called_as_its_header_declares(monkeypatch: pytest.MonkeyPatch):
-    paper, zeros = NcclOnPaper(), torch.zeros
-    stream = types.SimpleNamespace(cuda_stream=77, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
-    library: Any = paper
-    nccl = NcclLibrary(library, "cuda:0")
-    unique_id = nccl.unique_id()
-    assert len(unique_id) == UNIQUE_ID_BYTES
-    group = nccl.join(unique_id, 3)
-    data = torch.arange(7, dtype=torch.uint8)
-    group.broadcast(data)
-    group.abort()
-    with pytest.raises(TransferError, match="aborted"):
-        group.broadcast(data)
-    (got, joined, summed, sent) = paper.calls[:4]
-    assert got[0] == "ncclGetUniqueId"
-    assert (joined[0], joined[2], bytes(joined[3]), joined[4]) == ("ncclCommInitRank", 3, unique_id, 0)
-    assert (summed[0], summed[3:6], summed[7]) == ("ncclAllReduce", (1, 7, 0), 77)  # One float, summed up.
-    where = data.data_ptr()
-    assert (sent[0], sent[1:6], sent[7]) == ("ncclBroadcast", (where, where, 7, 1, 0), 77)  # Bytes, from rank 0.
-    paper.ncclGetUniqueId.result = 5
-    with pytest.raises(TransferError, match="ncclGetUniqueId: invalid usage"):
-        nccl.unique_id()
-
-
-async def test_each_server_has_a_group_of_its_own(server: ScriptedModelServer, library: Library, tmp_path: Path):
+async def test_each_server_has_its_own_nccl_group(server: ScriptedModelServer, library: Library, tmp_path: Path):
     async with ScriptedModelServer(receives=True) as other:
         policy = await open_policy(server, tmp_path, other)
         library.groups.sort(key=lambda group: len(group.sent))
@@ -280,139 +209,11 @@ async def test_each_server_has_a_group_of_its_own(server: ScriptedModelServer, l
         assert all(group.aborted.is_set() for group in library.groups)
 
 
-sizes = st.lists(st.integers(0, 40), max_size=30)
-
-
-@given(sizes, st.integers(1, 60))
-def test_tensors_are_cut_where_the_server_cuts(lengths: list[int], limit: int):
-    tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
-    runs = [[num_bytes(tensor) for tensor in run] for run in pack_over(tensors, limit)]
-    assert [length for run in runs for length in run] == lengths
-    assert all(sum(run) > limit for run in runs[:-1])
-    assert all(sum(run[:-1]) <= limit for run in runs)
-
-
-@given(sizes, st.integers(1, 60))
-def test_a_shared_buffer_is_never_overfull_but_by_one_tensor(lengths: list[int], limit: int):
-    weights = {str(index): torch.zeros(length, dtype=torch.uint8) for index, length in enumerate(lengths)}
-    runs = list(pack_within(weights, limit))
-    assert [name for run in runs for name in run] == list(weights)
-    assert all(len(run) == 1 or sum(map(num_bytes, run.values())) <= limit for run in runs)
-
-
-def test_what_a_server_is_told_of_tensors_has_their_order_types_and_shapes():
-    assert manifest(WEIGHTS) == {
-        "names": ["a.weight", "b.weight", "c.bias", "d.weight"],
-        "dtype_names": ["float32", "bfloat16", "float32", "float32"],
-        "shapes": [[3, 4], [3, 2], [], [5]],
-    }
-    assert as_bytes(WEIGHTS["b.weight"]).view(torch.bfloat16).tolist() == [0, 3, 1, 4, 2, 5]
-
-
-def small(kind: type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return kind(vocab_size=32, num_key_value_heads=1, **sizes, **more)
-
-
-class Saved:
-    """A model as a policy that is saved."""
-
-    policy_version = 0
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    async def save(self, directory: Path, *, training_state: bool = False) -> None:
-        self.model.save_pretrained(directory)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        small(LlamaConfig, tie_word_embeddings=True),
-        small(Qwen2Config, tie_word_embeddings=False),
-        small(MixtralConfig, num_local_experts=2),  # Its experts are one tensor in memory and many in a checkpoint.
-    ],
-    ids=["tied", "untied", "experts"],
-)
-async def test_what_is_lent_is_what_a_checkpoint_holds(config: PreTrainedConfig, tmp_path: Path):
-    model = AutoModelForCausalLM.from_config(config)
-    lent = named_weights(model)
-    saved: Any = Saved(model)
-    directory = await CheckpointFolder(tmp_path).write(saved)
-    written: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        written |= load_file(file)
-    assert set(lent) == set(written)
-    assert all(lent[name].equal(written[name]) for name in written)
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    assert config.model_type == "mixtral" or {tensor.data_ptr() for tensor in lent.values()} == own  # Nothing copied.
-
-
-class Shared:
-    """One GPU, as far as `CudaIpcSender` knows."""
-
-    def __init__(self) -> None:
-        self.buffers: list[torch.Tensor] = []
-        self.settled = self.collected = 0
-
-    def allocate(self, size: int) -> torch.Tensor:
-        self.buffers.append(torch.zeros(size, dtype=torch.uint8))
-        return self.buffers[-1]
-
-    def handle(self, buffer: torch.Tensor) -> dict[str, Any]:
-        return {"GPU-1": ("a handle", len(buffer))}
-
-    def synchronize(self) -> None:
-        self.settled += 1
-
-    def collect(self) -> None:
-        self.collected += 1
-
-
-def test_a_shared_buffer_is_filled_again_only_once_the_server_has_what_it_held():
-    memory, told, found = Shared(), [], {}
-
-    def tell(info: dict[str, Any]) -> Future[Any]:
-        told.append(info)
-        start = 0
-        assert memory.settled == len(told)
-        for name, dtype, shape, count in zip(
-            info["names"], info["dtype_names"], info["shapes"], info["tensor_sizes"], strict=True
-        ):
-            part = memory.buffers[-1][start : start + count].clone()
-            found[name] = part.view(getattr(torch, dtype)).reshape(shape)
-            start += count
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
-
-    sender = CudaIpcSender(memory, buffer_bytes=62)
-    with pytest.raises(TransferError, match="2 workers"):
-        sender.init_info(2)
-    assert sender.init_info(1) == {"packed": True}
-    assert not sender.connected
-    sender.connect()
-    sender.send(WEIGHTS, tell)
-    assert (sender.connected, memory.collected, len(memory.buffers), len(told)) == (True, 1, 1, 2)
-    assert all(found[name].equal(tensor) for name, tensor in WEIGHTS.items())
-    for info in told:
-        assert pickle.loads(base64.b64decode(info["ipc_handles_pickled"])) == {"GPU-1": ("a handle", 62)}
-
-
-def test_a_server_that_does_not_answer_for_a_shared_buffer_is_given_up():
-    sender = CudaIpcSender(Shared(), stall_seconds=0.05)
-    sender.connect()
-    with pytest.raises(TransferError, match=r"accepted nothing for 0\.05 s"):
-        sender.send(WEIGHTS, lambda info: Future())
-    assert not sender.connected
-
-
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-async def test_a_server_where_a_transfer_fails_reads_the_disk_and_the_next_transfer_begins_anew(
+async def test_a_failed_transfer_falls_back_to_disk_and_reconnects(
     policy: ServedPolicy, server: ScriptedModelServer, library: Library, tmp_path: Path, path: str
 ):
     paths(server)
@@ -429,7 +230,7 @@ async def test_a_server_where_a_transfer_fails_reads_the_disk_and_the_next_trans
     assert sample.logprobs == (logprob_of(51, server.label),)
 
 
-async def test_after_a_second_failure_it_is_the_disk_for_the_rest_of_the_run(
+async def test_after_a_second_failed_transfer_the_disk_is_used(
     policy: ServedPolicy, server: ScriptedModelServer, caplog: pytest.LogCaptureFixture
 ):
     server.failures["/update_weights"] = [500, 500]
@@ -443,7 +244,7 @@ async def test_after_a_second_failure_it_is_the_disk_for_the_rest_of_the_run(
     assert "scheduled failure" in caplog.text
 
 
-async def test_one_that_fails_draws_nothing_until_it_has_what_the_other_has(
+async def test_a_failed_server_samples_nothing_until_it_has_caught_up(
     server: ScriptedModelServer, library: Library, tmp_path: Path
 ):
     async with ScriptedModelServer(receives=True) as other:
@@ -463,7 +264,7 @@ async def test_one_that_fails_draws_nothing_until_it_has_what_the_other_has(
         await policy.close()
 
 
-async def test_a_server_that_takes_nothing_is_given_up(
+async def test_a_stalled_transfer_fails(
     server: ScriptedModelServer, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     quick = NcclSender(library, stall_seconds=0.1)
@@ -479,7 +280,7 @@ async def test_a_server_that_takes_nothing_is_given_up(
     await policy.close()
 
 
-async def test_a_server_that_comes_back_between_updates_reads_what_the_learner_still_has(
+async def test_a_server_that_recovers_between_updates_gets_the_current_weights(
     policy: ServedPolicy, server: ScriptedModelServer, tmp_path: Path
 ):
     await policy.train([])
@@ -493,7 +294,7 @@ async def test_a_server_that_comes_back_between_updates_reads_what_the_learner_s
     assert (sample.policy_version, sample.logprobs) == (1, (logprob_of(51, server.label),))
 
 
-async def test_weights_that_have_changed_since_are_not_written_under_the_old_name(policy: ServedPolicy, tmp_path: Path):
+async def test_changed_weights_are_not_written_under_the_old_version(policy: ServedPolicy, tmp_path: Path):
     changes = policy.generation
     await policy.train([])
     with pytest.raises(PolicyError, match="have changed since"):
@@ -511,7 +312,7 @@ async def test_weights_that_have_changed_since_are_not_written_under_the_old_nam
     assert not (tmp_path / "weights" / "version-000001").exists()
 
 
-async def test_a_run_that_ends_in_the_middle_of_a_transfer_does_not_wait_for_it(
+async def test_closing_does_not_wait_for_a_running_transfer(
     policy: ServedPolicy, server: ScriptedModelServer, library: Library
 ):
     library.groups[0].blocks = True
@@ -529,13 +330,13 @@ async def test_a_run_that_ends_in_the_middle_of_a_transfer_does_not_wait_for_it(
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_not_started_for_it_is_named_with_the_way_out(library: Library, tmp_path: Path):
+async def test_a_server_without_transfer_support_is_named_with_a_remedy(library: Library, tmp_path: Path):
     async with ScriptedModelServer() as plain:
         with pytest.raises(ConfigError, match=r"not configured.*start it with --weight-transfer-config"):
             await open_policy(plain, tmp_path)
 
 
-async def test_a_refusal_that_comes_before_we_wait_for_the_workers_ends_the_wait(library: Library):
+async def test_an_abort_before_connecting_ends_the_wait(library: Library):
     library.nobody.clear()
     sender = NcclSender(library, stall_seconds=20.0)
     sender.init_info(1)
@@ -547,7 +348,7 @@ async def test_a_refusal_that_comes_before_we_wait_for_the_workers_ends_the_wait
         sender.connect()
 
 
-async def test_workers_that_never_come_are_not_waited_for_for_ever(
+async def test_waiting_for_workers_times_out(
     server: ScriptedModelServer, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     library.nobody.clear()
@@ -558,7 +359,7 @@ async def test_workers_that_never_come_are_not_waited_for_for_ever(
     library.nobody.set()
 
 
-async def test_where_the_way_was_chosen_for_the_user_a_server_that_cannot_join_reads_the_disk(
+async def test_with_auto_a_server_that_cannot_connect_uses_the_disk(
     server: ScriptedModelServer, library: Library, caplog: pytest.LogCaptureFixture
 ):
     server.failures["/init_weight_transfer_engine"] = [500]
@@ -569,46 +370,10 @@ async def test_where_the_way_was_chosen_for_the_user_a_server_that_cannot_join_r
     await engine.close()
 
 
-# -- choosing --------------------------------------------------------------------------------------------------------
+# -- configuration ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("device", "devices", "visible", "way"),
-    [
-        ("cpu", ("0",), None, "disk"),
-        ("cuda:0", (), None, "disk"),
-        ("cuda:0", ("1", "2,3"), None, "nccl"),
-        ("cuda", ("0",), None, "ipc"),
-        ("cuda:0", ("0", "1"), None, "disk"),
-        ("cuda:0", ("1, 0",), None, "disk"),
-        ("cuda:1", ("0",), None, "nccl"),
-        ("cuda:1", ("7",), "4,7", "ipc"),
-        ("cuda:1", ("4",), "4,7", "nccl"),
-    ],
-)
-def test_auto_goes_by_who_has_which_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, devices: tuple[str, ...], visible: str | None, way: str
-):
-    for name in select.SENDERS:
-        monkeypatch.setitem(select.SENDERS, name, lambda device: object())
-    monkeypatch.setenv(select.VISIBLE_DEVICES, visible) if visible else monkeypatch.delenv(
-        select.VISIBLE_DEVICES, raising=False
-    )
-    assert select.select_transport("auto", device, devices) == way
-
-
-def test_auto_is_the_disk_where_the_libraries_are_missing_and_a_way_by_name_is_refused():
-    assert select.select_transport("auto", "cuda:0", ("1",)) == "disk"
-    assert select.select_transport("disk", "cpu", ()) == "disk"
-    for way in ("nccl", "ipc"):
-        with pytest.raises(ConfigError, match=f'transfer="{way}" needs the trainer on a GPU, and it is on cpu'):
-            select.select_transport(way, "cpu", ())
-    for leaf in (NcclLibrary, CudaMemory):
-        with pytest.raises(ConfigError, match="needs the trainer on a GPU"):
-            leaf.open("cuda:0")
-
-
-async def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Path):
+async def test_impossible_transports_are_rejected_before_servers_start(tmp_path: Path):
     with pytest.raises(ValidationError, match="choose one of disk, auto, nccl, ipc"):
         ServersConfig(transfer="rsync")
     learner: Any = Learner(ScriptedModelServer())
@@ -620,9 +385,7 @@ async def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Pa
         await ServedPolicy.open(learner, config, tmp_path)
 
 
-async def test_servers_we_start_are_told_what_they_will_receive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library
-):
+async def test_started_servers_get_transfer_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library):
     launches: list[LaunchOptions] = []
 
     async def start(launch: LaunchOptions, transport: Any) -> None:
