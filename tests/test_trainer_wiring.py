@@ -190,9 +190,9 @@ async def test_supervised_learning_trains_by_its_own_settings(run: Run) -> None:
 
 async def test_every_part_of_the_tasks_is_used_for_its_own_purpose(run: Run) -> None:
     await run.fit(greedy(every=1), LightningRL(steps=3, tasks_per_step=2, group_size=2), **TASKS)
-    drawn = [numbers(run.tasks(f"train-{step:06d}")) for step in range(3)]
-    assert [len(tasks) for tasks in drawn] == [2, 2, 2]
-    assert set.union(*drawn) == {0, 1, 2, 3, 4, 5}, "each step draws other tasks, until all were drawn"
+    batches = [numbers(run.tasks(f"train-{step:06d}")) for step in range(3)]
+    assert [len(tasks) for tasks in batches] == [2, 2, 2]
+    assert set.union(*batches) == {0, 1, 2, 3, 4, 5}, "each step has other tasks, until all were used"
     assert numbers(run.tasks("validation")) == {10, 11}
     assert numbers(run.tasks("before")) == numbers(run.tasks("after")) == {20, 21}
 

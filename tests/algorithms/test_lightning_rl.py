@@ -23,16 +23,16 @@ def rollout(name, group, reward, calls=1):
 
 
 class FakeTraining:
-    """Hands out the same rollouts at every step, and writes down what it is asked to do."""
+    """Returns the same rollouts at every step, and records the calls of the algorithm."""
 
     def __init__(self, *trajectories):
         self.collected = Collected(trajectories)
         self.step = 0
         self.target_agent = None
-        self.asked, self.updates, self.figures = [], [], []
+        self.requests, self.updates, self.metrics = [], [], []
 
-    async def collect(self, check, **wish):
-        self.asked.append(wish)
+    async def collect(self, check, **request):
+        self.requests.append(request)
         rejected = tuple(check(self.collected.trajectories))
         left_out = {each.rollout_id for each in rejected}
         return Collected(tuple(t for t in self.collected.trajectories if t.rollout_id not in left_out), (), rejected)
@@ -41,9 +41,9 @@ class FakeTraining:
         self.updates.append((samples, options))
         return {"loss": 0.5}
 
-    async def finish_step(self, collected, figures):
+    async def finish_step(self, collected, metrics):
         self.step += 1
-        self.figures.append(figures)
+        self.metrics.append(metrics)
 
 
 GOOD_AND_BAD = (rollout("r1", "g", 1.0), rollout("r2", "g", 0.0))
@@ -67,9 +67,9 @@ async def test_every_step_asks_updates_and_finishes():
     training = FakeTraining(*GOOD_AND_BAD)
     settings = {"steps": 3, "tasks_per_step": 1, "group_size": 2, "minibatches": 2, "temperature": 0.7}
     await LightningRL(**settings, timeout_reward=-1.0).run(training)
-    assert training.asked == [{"tasks": 1, "group_size": 2, "temperature": 0.7, "timeout_reward": -1.0}] * 3
+    assert training.requests == [{"tasks": 1, "group_size": 2, "temperature": 0.7, "timeout_reward": -1.0}] * 3
     assert [options["minibatches"] for _, options in training.updates] == [2, 2, 2]
-    assert [figures["reward"] for figures in training.figures] == [0.5, 0.5, 0.5]
+    assert [metrics["reward"] for metrics in training.metrics] == [0.5, 0.5, 0.5]
 
 
 async def test_a_resumed_run_does_only_what_is_left():
@@ -83,7 +83,7 @@ async def test_groups_without_spread_are_counted_and_train_nothing():
     training = FakeTraining(rollout("r1", "g", 1.0), rollout("r2", "g", 1.0))
     await LightningRL(steps=1, group_size=2).run(training)
     assert training.updates == []
-    assert training.figures[0]["groups_without_spread"] == 1
+    assert training.metrics[0]["groups_without_spread"] == 1
 
 
 async def test_the_better_rollout_gets_the_higher_advantage():
@@ -150,10 +150,10 @@ def test_arguments_change_the_settings_they_are_given_with():
 
 def test_calls_without_tokens_are_rejected_with_what_to_do():
     metadata = {"untrainable_calls": 1, "other_models": 2}
-    told = [
+    rollouts = [
         Trajectory(name, "a", (), reward=float(name == "r1"), group="g", metadata=metadata) for name in ("r1", "r2")
     ]
-    found = LightningRL(group_size=2).rejections(told)
+    found = LightningRL(group_size=2).rejections(rollouts)
     assert [each.reason for each in found] == ["unknown_tokens"] * 2
     assert "none of the 6 model calls" in found[0].message
     assert "4 were answered by other models" in found[0].message

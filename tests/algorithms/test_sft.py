@@ -1,4 +1,4 @@
-"""Supervised learning: only the assistant's tokens are learned, in the order asked for; the checkpoint loads."""
+"""Supervised learning: only the assistant's tokens are learned, in the requested order; the checkpoint loads."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -129,21 +129,21 @@ async def test_without_shuffling_the_dataset_keeps_its_order(chat: HFChatFormat)
 def test_each_epoch_sees_every_conversation_once(count: int, size: int, epochs: int, shuffle: bool) -> None:
     config = SFTConfig(batch_size=size, shuffle=shuffle, seed=1)
     per_epoch = -(-count // size)
-    drawn = list(batches(count, per_epoch * epochs, config))
+    parts = list(batches(count, per_epoch * epochs, config))
     for epoch in range(epochs):
-        part = drawn[epoch * per_epoch : (epoch + 1) * per_epoch]
+        part = parts[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert sorted(index for batch in part for index in batch) == list(range(count))
 
 
-async def test_progress_is_told_after_each_step(chat: HFChatFormat) -> None:
-    told: list[tuple[int, float]] = []
+async def test_progress_is_reported_after_each_step(chat: HFChatFormat) -> None:
+    steps: list[tuple[int, float]] = []
     result = await SFTAlgorithm(
         model=RecordingPolicy(chat),
         dataset=[question("a"), question("b"), question("c")],
         batch_size=1,
-        on_step=lambda step, figures: told.append((step, figures["loss"])),
+        on_step=lambda step, metrics: steps.append((step, metrics["loss"])),
     ).run()
-    assert told == [(1, 1.0), (2, 1 / 2), (3, 1 / 3)]
+    assert steps == [(1, 1.0), (2, 1 / 2), (3, 1 / 3)]
     assert (result.steps, result.conversations, result.losses) == (3, 3, (1.0, 1 / 2, 1 / 3))
     assert result.tokens == 3 * len(chat.encode("yes<|im_end|>"))
 

@@ -17,7 +17,7 @@ from agentlightning.demo.agent import SYSTEM, calculator, client, solve
 
 
 class ScriptedModel:
-    """Answers chat completions with the given messages, one after the other, and keeps what it was asked."""
+    """Answers chat completions with the given messages, one after the other, and records the requests."""
 
     def __init__(self) -> None:
         self.answers: list[dict[str, Any]] = []

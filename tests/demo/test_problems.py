@@ -74,10 +74,10 @@ def test_demonstrations_are_clean_first_and_show_a_bad_habit_later() -> None:
 
 def test_a_clean_demonstration_is_what_the_agent_would_have_said_and_seen() -> None:
     task, demonstration = make_tasks("train", 1, seed=3)[0], demonstrations(1, seed=3)[0]
-    system, user, asks, told, answers = demonstration["messages"]
+    system, user, asks, result, answers = demonstration["messages"]
     assert (system["content"], user["content"], demonstration["tools"]) == (SYSTEM, task["question"], TOOLS)
-    assert told["content"] == calculator(asks["tool_calls"][0]["function"]["arguments"])
-    assert told["tool_call_id"] == asks["tool_calls"][0]["id"]
+    assert result["content"] == calculator(asks["tool_calls"][0]["function"]["arguments"])
+    assert result["tool_call_id"] == asks["tool_calls"][0]["id"]
     assert score(task, answers["content"]) == 1.0
 
 

@@ -64,7 +64,7 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(job, agl):
     assert "steps = 7" in done.stdout
 
 
-def test_errors_are_json_where_json_was_asked_for(job, agl):
+def test_errors_are_json_with_the_option_json(job, agl):
     done = agl("train", *job.arguments, "--json", "--model", "no/such/model")
     assert json.loads(done.stdout.splitlines()[-1])["error"]["type"] in ("ConfigError", "PolicyError")
 
@@ -133,8 +133,8 @@ def post(url, body):
         return error.read()
 
 word = json.loads(os.environ["AGL_TASK"])["word"]
-asked = {"model": "policy", "messages": [{"role": "user", "content": word}], "max_tokens": 6}
-said = json.loads(post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked))
+body = {"model": "policy", "messages": [{"role": "user", "content": word}], "max_tokens": 6}
+reply = json.loads(post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body))
 forged = {
     "gen_ai.operation.name": "chat", "agentlightning.prompt_token_ids": [10**8] * 9,
     "agentlightning.response_token_ids": [-5], "agentlightning.logprobs": [-1e30], "agentlightning.policy_version": "x",
@@ -148,7 +148,7 @@ post(url, {"event_type": "gen_ai.evaluation.result", "data": {"gen_ai.evaluation
 post(url, {"event_type": "reward", "data": {"value": 1e308}})
 if word in ("red", "green"):  # of a kind that the run cannot use
     post(url, {"event_type": "gen_ai.evaluation.result", "data": {"agentlightning.reward.values": "much"}})
-print(said["choices"][0]["message"]["content"])
+print(reply["choices"][0]["message"]["content"])
 """
 
 

@@ -41,8 +41,8 @@ def test_a_run_killed_three_times_ends_like_an_undisturbed_one(job):
     assert rough["rollouts"] == calm["rollouts"] == STEPS * 16
     assert optimizer_steps(job.directory / "rough") == optimizer_steps(job.directory / "calm")
     assert finished_rollouts(job.directory / "rough") == finished_rollouts(job.directory / "calm")
-    kept = spans(job.directory / "rough")
-    lost = [span for span_id, span in seen.items() if kept.get(span_id) != span]
+    stored = spans(job.directory / "rough")
+    lost = [span for span_id, span in seen.items() if stored.get(span_id) != span]
     assert not lost, f"{len(lost)} of {len(seen)} spans that were there before a kill are gone or changed"
     steps = [json.loads(line)["step"] for line in (job.directory / "rough" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
@@ -64,8 +64,8 @@ async def read(run_dir) -> tuple[dict[str, Span], Counter[str]]:
     store = LightningStore(run_dir / "store.db")
     try:
         rollouts = await store.query_rollouts()
-        kept = [span for rollout in rollouts for span in await store.query_spans(rollout.rollout_id)]
-        return {span.span_id: span for span in kept}, Counter(rollout.status for rollout in rollouts)
+        stored = [span for rollout in rollouts for span in await store.query_spans(rollout.rollout_id)]
+        return {span.span_id: span for span in stored}, Counter(rollout.status for rollout in rollouts)
     finally:
         await store.close()
 

@@ -129,7 +129,7 @@ def test_a_run_that_waits_for_runners_says_how_to_start_one(programs: Programs):
     trainer = programs.train(url, 0)
     assert trainer.stderr is not None
     deadline = time.monotonic() + 200
-    said = ""
-    while "no runner works on them" not in said and time.monotonic() < deadline:
-        said = trainer.stderr.readline()
-    assert f"agl runner --server {url} --queue val" in said
+    line = ""
+    while "no runner works on them" not in line and time.monotonic() < deadline:
+        line = trainer.stderr.readline()
+    assert f"agl runner --server {url} --queue val" in line

@@ -81,7 +81,7 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job, co
         assert gain["interval"][0] <= gain["gain"] <= gain["interval"][1]
         assert gain["tasks"] == 2
     assert "small model with random weights" in report["warnings"][0]
-    assert report["warnings"][0] in done.stderr, "said while it runs, and again in the result"
+    assert report["warnings"][0] in done.stderr, "shown while it runs, and again in the result"
     assert (job.directory / report["curve"]).read_bytes().startswith(b"\x89PNG")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,9 +135,9 @@ def wait_for_step(run_dir, step: int) -> None:
 
 @pytest.mark.slow
 def test_an_agent_that_sets_a_seed_and_top_p_is_learned_from_all_the_same(job):
-    said = "max_tokens=6"
+    limit = "max_tokens=6"
     source = (job.directory / "agent.py").read_text()
-    (job.directory / "agent.py").write_text(source.replace(said, f"{said}, seed=7, top_p=0.9, temperature=0.0"))
+    (job.directory / "agent.py").write_text(source.replace(limit, f"{limit}, seed=7, top_p=0.9, temperature=0.0"))
     done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=2"))
     assert done.returncode == 0, done.stderr
     assert "top_p" in done.stderr

@@ -2,9 +2,7 @@
 
 import pytest
 
-import agentlightning as agl
-from agentlightning.config import RunnerConfig
-from agentlightning.errors import ConfigError, RewardError
+from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import Evaluation, compare, gain_of
 
 
@@ -61,47 +59,3 @@ def test_only_tasks_with_both_rewards_are_compared_and_the_interval_covers_the_o
     with pytest.raises(RewardError, match="nothing can be compared"):
         compare(Evaluation((None,)), Evaluation((1.0,)))
     assert gain_of(Evaluation((None,)), Evaluation((1.0,))).missing_before == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"mode": "best"}, "mode='best' is not one of greedy, sampled"),
-        ({"limit": 0}, "limit=0 leaves no task"),
-        ({"limit": -1}, "limit=-1 leaves no task"),
-        ({"model": object()}, "model is a object object"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_by_name(arguments, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        agl.evaluate(lambda task: 1.0, [{"n": 1}], **arguments)
-
-
-@pytest.mark.slow
-def test_an_evaluation_without_any_reward_is_an_error_that_says_why():
-    with pytest.raises(RewardError, match=r"none of 2 tasks has a reward \(2 missing reward\).*emit_reward"):
-        agl.evaluate(lambda task: None, [{"n": 0}, {"n": 1}])
-    with pytest.raises(RewardError, match=r"none of 1 tasks .*agl eval ... --reward-weights '{\"a\": 1.0}'"):
-        agl.evaluate(lambda task: {"a": 1.0}, [{"n": 0}])
-    assert agl.evaluate(lambda task: {"a": 1.0}, [{"n": 0}], reward_weights={"a": 0.5}) == 0.5
-
-
-@pytest.mark.slow
-def test_rollouts_that_fail_are_part_of_the_result():
-    def agent(task):
-        if task["n"] < 4:
-            raise ValueError("no luck")
-        return 1.0
-
-    evaluation = agl.evaluate(agent, [{"n": n} for n in range(10)], runner=RunnerConfig(max_attempts=1))
-    assert (evaluation.mean, evaluation.failed) == (1.0, 4)
-    assert evaluation == 0.6
-
-
-def test_an_agent_without_a_model_is_measured():
-    def agent(task):
-        return 1.0 if task["n"] % 2 else 0.0
-
-    evaluation = agl.evaluate(agent, [{"n": n} for n in range(4)])
-    assert evaluation == 0.5
-    assert evaluation.rewards == (0.0, 1.0, 0.0, 1.0)
