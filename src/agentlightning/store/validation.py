@@ -38,7 +38,7 @@ def to_json(value: Any, what: str) -> str:
 
 def dict_to_json(value: Any, what: str) -> str:
     if not isinstance(value, dict):
-        raise ConfigError(f"{what}={value!r} is no dict")
+        raise ConfigError(f"{what}={value!r} is not a dict")
     return to_json(value, what)
 
 
@@ -68,11 +68,11 @@ def check_text(value: Any, what: str) -> None:
     if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
         return
     if not isinstance(value, str):
-        raise ConfigError(f"{what}={value!r} is no text")
+        raise ConfigError(f"{what}={value!r} is not a string")
     if len(value) > MAX_TEXT:
         raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
     if "\0" in value:
-        raise ConfigError(f"{what}={value!r} holds a NUL character; leave it out")
+        raise ConfigError(f"{what}={value!r} contains a NUL character; leave it out")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -96,7 +96,7 @@ def check_new_id(value: Any, what: str) -> None:
 
 def check_time(value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{what}={value!r} is no time in seconds")
+        raise ConfigError(f"{what}={value!r} is not a time in seconds")
 
 
 def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
@@ -110,13 +110,13 @@ def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
 
 def check_rollout_status(value: Any) -> str:
     if value not in ROLLOUT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is none that a rollout has; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
+        raise ConfigError(f"status={value!r} is not a rollout status; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
     return value
 
 
 def check_attempt_status(value: Any) -> str:
     if value not in ATTEMPT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is none that an attempt has; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
+        raise ConfigError(f"status={value!r} is not an attempt status; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
     return value
 
 

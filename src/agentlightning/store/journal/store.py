@@ -204,7 +204,7 @@ class JournaledStore(LightningStoreBase):
             except Exception as error:  # the error boundary: waiters are released, and the write is retried
                 retry_seconds = min(_MAX_RETRY_SECONDS, retry_seconds * 2 or 0.1)
                 known = isinstance(error, StoreError)
-                message = "%d records wait in the journal, trying again in %g s: %s"
+                message = "%d records wait in the journal; retrying in %g s: %s"
                 logger.error(message, self.pending, retry_seconds, error, exc_info=None if known else error)
                 self._failure = error if isinstance(error, StoreError) else StoreError(f"the journal failed: {error}")
             self._release_waiters()
@@ -252,7 +252,7 @@ def _decode_record(record: bytes, decode: Decode | None) -> list[Span]:
     if record.startswith(_JSON_SPANS):
         return _spans_decoder.decode(record)
     if decode is None:
-        raise StoreError("a journal holds records that nobody here can read; open it with `agl serve`")
+        raise StoreError("a journal holds records that only `agl serve` can decode; open the store with it")
     return decode(record)
 
 
@@ -273,7 +273,7 @@ async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> tuple[list[S
             raise result
     if rejected:
         named = ", ".join(rejected[:MAX_LOGGED]) + (", ..." if len(rejected) > MAX_LOGGED else "")
-        logger.error("the store does not take %d of %d spans: %s", len(rejected), len(spans), named)
+        logger.error("the store rejected %d of %d spans: %s", len(rejected), len(spans), named)
     return stored, len(rejected)
 
 
@@ -287,7 +287,7 @@ async def _recover(store: LightningStoreBase, segments: Segments, decode: Decode
         try:
             spans = [span for record in records for span in _decode_record(record, decode)]
         except ValueError as error:
-            logger.error("%d records cannot be read, and are kept in %s: %s", len(records), _set_aside(path), error)
+            logger.error("%d records cannot be decoded and are kept in %s: %s", len(records), _set_aside(path), error)
             continue
         rejected = 0
         for start in range(0, len(spans), MAX_BATCH):

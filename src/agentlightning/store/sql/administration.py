@@ -115,7 +115,7 @@ class SqlAdministration(SqlExecutor):
         if lease_seconds is not None:
             validation.check_time(lease_seconds, "lease_seconds")
             if lease_seconds <= 0:
-                raise ConfigError(f"lease_seconds={lease_seconds} is over before it began; use more than 0")
+                raise ConfigError(f"lease_seconds={lease_seconds} is not positive; use more than 0")
         return await self.do(
             "update_worker",
             lambda unit: transitions.update_worker(unit, worker_id, text, lease_seconds),

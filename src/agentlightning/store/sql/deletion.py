@@ -114,7 +114,7 @@ def check_retention(retention: Retention) -> None:
         ("max_bytes", retention.max_bytes),
     ):
         if value is not None and (isinstance(value, bool) or not math.isfinite(value) or value < 0):
-            raise ConfigError(f"{name}={value!r} is no limit; use a number from 0, or None for no limit")
+            raise ConfigError(f"{name}={value!r} is not a limit; use a number from 0, or None for no limit")
 
 
 def rollout_sizes(connection: Connection, after: RolloutSize | None) -> list[RolloutSize]:

@@ -134,7 +134,7 @@ def resources_page(
     if after is not None:
         rows = connection.all(statements.RESOURCES_KEY, after)
         if not rows:
-            raise NotFoundError(f"no resources {after!r} in this store to go on after")
+            raise NotFoundError(f"no resources {after!r} in this store to continue after")
         key = rows[0][0]
     resources_id, part = filters
     statement = statements.query_resources(resources_id is not None, part is not None, order.field, order.descending)
@@ -216,7 +216,7 @@ def workers(
     if after is not None:
         rows = connection.all(statements.WORKER_KEY, after)
         if not rows:
-            raise NotFoundError(f"no worker {after!r} in this store to go on after")
+            raise NotFoundError(f"no worker {after!r} in this store to continue after")
         key = rows[0][0]
     if order.natural and not filters.present and not offset:
         count = validation.NO_LIMIT if limit < 0 else limit

@@ -61,13 +61,13 @@ class Order:
     def of(cls, kind: str, sort_by: str | None, sort_order: SortOrder, after: str | None = None) -> Self:
         """Raises ConfigError for an unknown field, and for `after` with an order that has no such cursor."""
         if sort_by is not None and sort_by not in SORTABLE[kind]:
-            raise ConfigError(f"sort_by={sort_by!r} is no field that {kind} are sorted by: {', '.join(SORTABLE[kind])}")
+            raise ConfigError(f"sort_by={sort_by!r} cannot sort {kind}; use one of: {', '.join(SORTABLE[kind])}")
         if sort_order not in ("asc", "desc"):
             raise ConfigError(f"sort_order={sort_order!r} is neither asc nor desc")
         field = None if sort_by == _NATURAL.get(kind) else sort_by
         descending = sort_order == "desc"
         if after is not None and (field is not None or (descending and kind != "rollouts")):
-            raise ConfigError(f"after={after!r} goes with the order of creation; page through others by offset")
+            raise ConfigError(f"after={after!r} requires the order of creation; page through other orders by offset")
         return cls(field, descending)
 
     @property

@@ -130,7 +130,7 @@ class SqlStore(SqlAdministration):
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
         if limit < 0:
-            raise ConfigError(f"limit={limit} is no number of rollouts; use 0 or more")
+            raise ConfigError(f"limit={limit} is negative; use 0 or more")
         if limit == 0:
             return []
         _check_claimer(worker_id, claim_id)
@@ -421,6 +421,6 @@ def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
 
 def _check_pair(pair: tuple[str, str]) -> None:
     if isinstance(pair, str) or len(pair) != 2:
-        raise ConfigError(f"rollout_attempt_ids: {pair!r} is no pair of a rollout_id and an attempt_id")
+        raise ConfigError(f"rollout_attempt_ids: {pair!r} is not a pair of a rollout_id and an attempt_id")
     validation.check_text(pair[0], "rollout_id")
     validation.check_text(pair[1], "attempt_id")

@@ -50,7 +50,7 @@ def test_every_usual_scheme_is_understood_and_no_name_shows_the_password(scheme:
 @pytest.mark.parametrize(
     ("url", "about"),
     [
-        ("mysql://ann@host/db", "no address of a PostgreSQL database"),
+        ("mysql://ann@host/db", "not the address of a PostgreSQL database"),
         (f"postgresql://ann:{SECRET}@host/db?speed=11", "'speed' is neither schema nor a parameter"),
         ("postgresql://ann:hush%hush@host/db", "cannot be read; write @"),
         ("postgresql://ann:hush/hush@host/db", "cannot be read; write @"),

@@ -118,7 +118,7 @@ async def test_a_store_of_an_older_version_is_rewritten_once(tmp_path: Path, cap
         await store.vacuum()
         await store.close()
         assert pragma(path, "freelist_count") == 0
-        assert caplog.text.count("rewritten whole") == rewritten
+        assert caplog.text.count("being rewritten once") == rewritten
     assert pragma(path, "auto_vacuum") == 2
 
 

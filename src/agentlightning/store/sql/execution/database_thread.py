@@ -204,7 +204,7 @@ class DatabaseThread:
             if self.observe is not None:
                 self.observe(command.name, started - command.submitted_at, seconds, batch)
         except Exception:
-            logger.exception("the observer of %s failed and is asked no more", self.name)
+            logger.exception("the observer of %s failed and is disabled", self.name)
             self.observe = None
 
     # -- results ---------------------------------------------------------------------------------------------------

@@ -187,13 +187,17 @@ class GroupCommitWriter(DatabaseThread):
                     continue
                 fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
                 if len(batch) > 1 and not fatal:
-                    logger.warning("a transaction of %d calls was undone, each is tried alone: %r", len(batch), error)
+                    logger.warning(
+                        "a transaction of %d calls was rolled back; retrying each call on its own: %r",
+                        len(batch),
+                        error,
+                    )
                     return [result for command in batch for result in self._try_batch([command])]
                 return self._failures(batch, results, error)
             try:
                 self._after_commit(committed)
             except Exception:  # what is durable must not run again
-                logger.exception("%s: a transaction is done, and what is kept in memory is read anew", self.name)
+                logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
                 self._reset()
             for command, _, _ in results:
                 self._waiters.remove(command)
@@ -204,7 +208,7 @@ class GroupCommitWriter(DatabaseThread):
         try:
             self._connection.rollback()
         except self._database.errors as error:
-            logger.warning("the store could not undo a transaction: %s", self._database.explain(error))
+            logger.warning("the store could not roll back a transaction: %s", self._database.explain(error))
         self._unit.rolled_back()
         self._clock.invalidate()
 
@@ -216,9 +220,9 @@ class GroupCommitWriter(DatabaseThread):
         commands = dict.fromkeys([*batch, *(command for command, _, _ in results)])
         if commands or str(fault) != self._last_failure:
             if commands:
-                what = "a transaction was undone"
+                what = "a transaction was rolled back"
             else:
-                what = "the store could not apply its time limits, and tries again"
+                what = "the store could not check deadlines; retrying"
             logger.warning("%s: %s", what, fault, exc_info=error)
         self._last_failure = str(fault)
         for command in commands:

@@ -88,7 +88,7 @@ def _end(unit: UnitOfWork, attempt: AttemptRow, status: str, error: dict[str, st
         record_failure(unit, worker, attempt)
     except StoreError as refusal:
         unit.rollback_to_savepoint()
-        logger.error("an attempt whose time is up cannot be ended: %s", refusal)
+        logger.error("an expired attempt cannot be ended: %s", refusal)
         unit.modify_attempt(attempt)
         attempt.timeout_at = attempt.silent_at = None
     unit.release_savepoint()

@@ -95,7 +95,9 @@ class PostgresListener:
                 self._receive(self._connection)
             except (psycopg.Error, ConnectError) as error:
                 if not failures and not self._closed.is_set():
-                    logger.warning("other servers cannot be heard for now; trying again: %s", str(error).strip())
+                    logger.warning(
+                        "notifications of other servers cannot be received; retrying: %s", str(error).strip()
+                    )
                 self._drop()
                 self._closed.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
                 failures += 1
@@ -126,7 +128,7 @@ class PostgresListener:
             try:
                 server, claims, ids = read_payload(notice.extra.decode())
             except ValueError:
-                logger.warning("something else speaks on the channel %r: %r", self._channel, notice.extra)
+                logger.warning("unexpected notification on the channel %r: %r", self._channel, notice.extra)
                 continue
             if server == self._server:
                 continue

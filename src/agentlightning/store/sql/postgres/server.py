@@ -123,7 +123,7 @@ def _read_url(url: str) -> tuple[dict[str, Any], str]:
     """(libpq's parameters, the schema; empty for the default one). No error of it shows what may be a password."""
     scheme, rest = url.split("://", 1) if "://" in url else ("", url)
     if scheme.split("+")[0] not in ("postgresql", "postgres"):
-        raise ConfigError(f"this is no address of a PostgreSQL database; {_EXAMPLE}")
+        raise ConfigError(f"this is not the address of a PostgreSQL database; {_EXAMPLE}")
     parts = urlsplit(f"postgresql://{rest}")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     schema = query.pop("schema", "")

@@ -182,7 +182,7 @@ def _find(connection: Connection, attempts: Sequence[Row], query: SpanQuery) -> 
                 sequence_id = sequence_ids_of(row)[inner]
                 start = min(header[2] for header in headers if max(sequence_ids_of(header)) >= sequence_id)
                 return index, ((sequence_id, row[0], inner), start)
-    raise NotFoundError(f"rollout {query.rollout_id!r} has no span {query.after!r} to go on after")
+    raise NotFoundError(f"rollout {query.rollout_id!r} has no span {query.after!r} to continue after")
 
 
 def _stream(

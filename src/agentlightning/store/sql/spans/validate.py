@@ -36,12 +36,12 @@ def check_fields(span: Span) -> None:
     texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
     for field, value in texts.items():
         if not isinstance(value, str):
-            raise ConfigError(f"{field}={value!r} of span {span.name!r} is no text")
+            raise ConfigError(f"{field}={value!r} of span {span.name!r} is not a string")
     for field, time in (("start_time", span.start_time), ("end_time", 0 if span.end_time is None else span.end_time)):
         if not isinstance(time, int | float) or isinstance(time, bool):
-            raise ConfigError(f"{field}={time!r} of span {span.name!r} is no number of seconds since 1970")
+            raise ConfigError(f"{field}={time!r} of span {span.name!r} is not a number of seconds since 1970")
     if not isinstance(span.attributes, dict):
-        raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is no dict")
+        raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is not a dict")
 
 
 def check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ def check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[
         text = "".join(parts)
     except TypeError as error:
         bad = next(value for value in span_ids if not isinstance(value, str))
-        raise ConfigError(f"span_id={bad!r} is no text") from error
+        raise ConfigError(f"span_id={bad!r} is not a string") from error
     if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_ID_CHARACTERS:
         return
     for span, span_id in zip(spans, span_ids, strict=True):
@@ -67,7 +67,7 @@ def check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[
 
 def _check_one_text(field: str, value: str, span: Span) -> None:
     if "\0" in value:
-        raise ConfigError(f"{field}={value!r} of span {span.name!r} holds a NUL character; leave it out")
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} contains a NUL character; leave it out")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -103,7 +103,7 @@ def refuse_not_json(span: Span) -> None:
     containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
     for name in (name for container in containers for name in container):
         if not isinstance(name, str):
-            raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is no text")
+            raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
     for name, value in _parts(span):
         try:
             orjson.dumps(value)

@@ -56,7 +56,7 @@ def locate(url: str | Path | None) -> Path | None:
     elif text.startswith(("http://", "https://")):
         raise ConfigError(f"{text} is a server, not a database; use LightningStoreClient({text!r})")
     elif "://" in text:
-        raise ConfigError(f"{text} is no store; give a path, sqlite:///PATH, postgresql://... or :memory:")
+        raise ConfigError(f"{text} is not a store; give a path, sqlite:///PATH, postgresql://... or :memory:")
     if not text:
         raise ConfigError("the path of the store is empty; give a path, sqlite:///PATH or :memory:")
     return Path(text).expanduser().absolute()

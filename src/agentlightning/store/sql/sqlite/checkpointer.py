@@ -63,7 +63,7 @@ class Checkpointer:
         try:
             cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:  # nothing is lost: the next checkpoint writes these pages
-            logger.warning("the write-ahead log could not be moved into the database: %s", error)
+            logger.warning("the write-ahead log could not be checkpointed: %s", error)
 
     def close(self) -> None:
         """End the thread."""

@@ -44,7 +44,7 @@ class SqliteSchema:
     def create(self) -> None:
         row = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()
         if row:
-            raise StoreError(f"{self.name} is a database of something else (it has a table {row[0]!r}); "
+            raise StoreError(f"{self.name} is not a store (it has a table {row[0]!r}); "
                              "give another path")  # fmt: skip
         for statement in ddl(sqlite.dialect()):
             self.connection.execute(statement)

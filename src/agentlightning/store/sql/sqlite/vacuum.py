@@ -46,7 +46,7 @@ def shrink(cursor: sqlite3.Cursor) -> None:
 def _rewrite(cursor: sqlite3.Cursor) -> None:
     size = _number(cursor, "page_count") * _number(cursor, "page_size")
     logger.warning(
-        "a database of an older version is rewritten whole (%d MB), once; writes wait until then", size // 10**6
+        "a database of an older version is being rewritten once (%d MB); writes wait until it is done", size // 10**6
     )
     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     cursor.execute("VACUUM")

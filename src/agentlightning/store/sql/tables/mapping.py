@@ -86,7 +86,7 @@ def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, R
     if request.queue is not None or request.mode not in (None, "train", "val", "test"):
         validation.check_new_id(queue, "queue")
     if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
-        raise ConfigError(f"priority={request.priority!r} is no integer of 32 bits")
+        raise ConfigError(f"priority={request.priority!r} is not a 32-bit integer")
     metadata = validation.dict_to_json(request.metadata, "metadata") if request.metadata else "{}"
     config = DEFAULT_CONFIG if request.config is None else request.config
     rollout = Rollout(
