@@ -219,10 +219,7 @@ class GroupCommitWriter(DatabaseThread):
         fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
         commands = dict.fromkeys([*batch, *(command for command, _, _ in results)])
         if commands or str(fault) != self._last_failure:
-            if commands:
-                what = "a transaction was rolled back"
-            else:
-                what = "the store could not check deadlines; retrying"
+            what = "a transaction was rolled back" if commands else "the store could not check deadlines; retrying"
             logger.warning("%s: %s", what, fault, exc_info=error)
         self._last_failure = str(fault)
         for command in commands:
