@@ -1,0 +1,1 @@
+"""Calls that our own engines answer: prompt, sampling, answer and record."""

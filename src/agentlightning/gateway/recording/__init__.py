@@ -1,0 +1,1 @@
+"""From a request and its response to the span that the store keeps."""

@@ -1,0 +1,1 @@
+"""OpenAI's wire formats: chat completions, completions, embeddings and responses."""
