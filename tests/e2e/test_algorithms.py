@@ -107,3 +107,30 @@ def test_supervised_learning_is_an_algorithm_of_a_trainer(tmp_path):
     assert len(losses) == 4
     assert (tmp_path / "out" / "config.json").exists()
     assert (result.checkpoint / "config.json").exists()
+
+
+class KeepPrompt(agl.Algorithm):
+    """An algorithm that trains no weights: it publishes a prompt."""
+
+    learns_weights = False
+    total_steps = 1
+
+    async def run(self, training):
+        await training.publish({"prompt_template": agl.PromptTemplate(template="say {word}")})
+        collected = await training.collect(tasks=2, group_size=2, temperature=1.0)
+        await training.finish_step(collected, {"reward": collected.trajectories[0].reward})
+
+
+def prompt_length(task, prompt_template):
+    return float(len(prompt_template.format(**task)))
+
+
+def test_an_agent_of_prompts_is_run_without_a_model(tmp_path):
+    prompt = agl.PromptTemplate(template="{word}")
+    trainer = agl.Trainer(
+        SETTINGS, algorithm=KeepPrompt(), run_dir=tmp_path / "run", initial_resources={"prompt_template": prompt}
+    )
+    result = trainer.fit(agl.prompt_rollout(prompt_length), TASKS)
+    assert result.held_out["greedy"].gain == 4.0
+    assert (result.checkpoint / "resources.json").exists()
+    assert not (tmp_path / "run" / "start").exists()
