@@ -14,6 +14,7 @@ from agentlightning.errors import ConfigError, ConflictError, DatasetError, NotF
 from agentlightning.rollouts import RolloutMode, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.export.schema import Exported, Imported, Item, Reader, ResourcesRecord, Writer
+from agentlightning.store.paging import PageSizer
 from agentlightning.store.types import RolloutRecord
 
 T = TypeVar("T")
@@ -129,12 +130,12 @@ async def _export_rollouts(
 ) -> tuple[int, int]:
     """(rollouts, spans)."""
     total = await store.count_rollouts(**filters)
-    batch = _BatchSize()
+    sizer = PageSizer(BATCH_BYTES, BATCH_ROLLOUTS)
     rollouts = spans = 0
     after: str | None = None
     while True:
         try:
-            page = await store.query_rollouts(**filters, after=after, limit=batch.rollouts)
+            page = await store.query_rollouts(**filters, after=after, limit=sizer.items)
             records = await store.read_records([rollout.rollout_id for rollout in page]) if page else []
         except NotFoundError as error:
             raise ConflictError(
@@ -142,23 +143,12 @@ async def _export_rollouts(
             ) from error
         if not page:
             return rollouts, spans
-        batch.record(await _in_thread(writer.write, records), len(records))
+        sizer.record(len(records), await _in_thread(writer.write, records))
         after = page[-1].rollout_id
         rollouts += len(records)
         spans += sum(len(record.spans) for record in records)
         if report is not None:
             report(rollouts, max(total, rollouts))
-
-
-class _BatchSize:
-    """Chooses the number of rollouts to read at once, from the size of those before."""
-
-    def __init__(self) -> None:
-        self.rollouts = 16
-
-    def record(self, size: int, rollouts: int) -> None:
-        fitting = BATCH_BYTES * rollouts // max(size, 1)
-        self.rollouts = max(1, min(fitting, 2 * self.rollouts, BATCH_ROLLOUTS))
 
 
 # -- import ----------------------------------------------------------------------------------------------------------

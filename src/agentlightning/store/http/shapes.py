@@ -171,18 +171,10 @@ def span_of(body: SpanBody) -> Span:
 
 
 def worker_body(worker: Worker) -> WorkerBody:
-    return WorkerBody(
-        worker_id=worker.worker_id,
-        status="unknown" if worker.status == "lost" else worker.status,
-        lost=worker.status == "lost",
-        heartbeat_stats=worker.stats,
-        last_heartbeat_time=worker.last_heartbeat_time,
-        current_rollout_id=worker.current_rollout_id,
-        current_attempt_id=worker.current_attempt_id,
-        open_attempts=worker.open_attempts,
-        lease_seconds=worker.lease_seconds,
-        last_error=worker.last_error,
-    )
+    fields = {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker)}
+    fields["heartbeat_stats"] = fields.pop("stats")
+    fields["status"] = "unknown" if worker.status == "lost" else worker.status
+    return WorkerBody(lost=worker.status == "lost", **fields)
 
 
 def resources_body(update: ResourcesUpdate) -> ResourcesBody:

@@ -25,8 +25,8 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.server.app import Server
 from agentlightning.span import Span
-from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.http.client import forwarding, store_client, transport
+from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase, paging
+from agentlightning.store.http.client import store_client, transport
 from agentlightning.testing.store_hub import StoreHub
 
 Store = LightningStoreBase
@@ -387,7 +387,7 @@ async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store
 
 async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("PAGE", "PAGE_OF_SPANS", "PAGE_OF_SORTED_SPANS"):
-        monkeypatch.setattr(forwarding, size, 10)
+        monkeypatch.setattr(paging, size, 10)
     await there.enqueue_many_rollouts([EnqueueRolloutRequest(n, rollout_id=f"r{n:02}") for n in range(35)])
 
     async def found(**wishes: Any) -> list[str]:

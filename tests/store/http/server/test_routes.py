@@ -17,8 +17,8 @@ from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.operations import OPERATIONS
-from agentlightning.store.http.server.rest_endpoint import PAGE
 from agentlightning.store.instrumented import instrument
+from agentlightning.store.paging import PAGE
 from agentlightning.testing.store_hub import StoreHub
 
 Store = LightningStoreBase

@@ -18,16 +18,11 @@ from agentlightning.store.http.client.transport import ClientTransport
 from agentlightning.store.http.encoding import encode, to_wire
 from agentlightning.store.http.operations import CALLS, CURSORS, RESULTS, SLOW, parameters_of, sends_key
 from agentlightning.store.ids import new_hex, new_id
+from agentlightning.store.paging import max_page
 from agentlightning.store.types import UNSET
 
 SLOW_CALL_SECONDS: Final = 3600.0
 """How much longer than others a call of a slow method may take."""
-PAGE: Final = 500
-"""Items of a list that are read in one call."""
-PAGE_OF_SPANS: Final = 100
-"""Spans may be large."""
-PAGE_OF_SORTED_SPANS: Final = 2000
-"""The store reads all spans of the rollout for each page of these."""
 GENERATED_IDS: Final[Mapping[str, Mapping[str, str]]] = {
     "start_rollout": {"rollout_id": "ro", "claim_id": "cl"},
     "enqueue_rollout": {"rollout_id": "ro"},
@@ -91,7 +86,7 @@ class ForwardingStore(LightningStoreBase):
         filters = {name: value for name, value in arguments.items() if value != defaults[name]}
         # Pages continue after the last item if the order is that of creation, else by offset.
         cursor = None if filters.keys() & {"sort_by", "sort_order"} else CURSORS[method]
-        size = PAGE if method != "query_spans" else PAGE_OF_SPANS if cursor else PAGE_OF_SORTED_SPANS
+        size = max_page(method, is_sorted=cursor is None)
         items: list[Any] = []
         position: dict[str, Any] = {"offset": offset} | ({} if after is None else {"after": after})
         while True:

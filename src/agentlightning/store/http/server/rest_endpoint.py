@@ -36,17 +36,11 @@ from agentlightning.store.http.server.asgi import (
 from agentlightning.store.http.server.idempotency import call_once, claim_id_of
 from agentlightning.store.http.shapes import from_wire, statistics_body, to_rest
 from agentlightning.store.idempotency import IdempotentCall
+from agentlightning.store.paging import PageSizer, max_page
 from agentlightning.tracing import conventions
 
 BoundOperation = tuple[Operation, dict[str, str]]
 """An operation, and values for its path parameters that the path itself determines."""
-PAGE: Final = 500
-"""Items of a list that are read from the store at once."""
-PAGE_OF_SPANS: Final = 100
-"""Spans may be large."""
-PAGE_OF_SORTED_SPANS: Final = 2000
-"""The store reads all spans of the rollout for each page of these."""
-FIRST_PAGE: Final = 8
 PAGE_BYTES: Final = 4 * 1024 * 1024
 """Target size of the items that are read at once, estimated from those before."""
 _POSITION: Final = frozenset({"limit", "offset", "after", "newest_first", "sort_by", "sort_order"})
@@ -179,7 +173,7 @@ class RestEndpoint:
 
     async def _respond_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
         """Read and send the list page by page, so that one of any length takes little memory."""
-        response, sizer = ChunkedResponse(send, operation.status), PageSizer(_max_page(operation, arguments))
+        response, sizer = ChunkedResponse(send, operation.status), _page_sizer(operation, arguments)
         await response.write(b'{"items":[')
         count = 0
         async for items in self._pages(operation, arguments, sizer):
@@ -232,34 +226,19 @@ class RestEndpoint:
             return await self._store.count_rollouts(**filters)
         total = 0
         unbounded = filters | {"limit": -1, "offset": 0}
-        sizer = PageSizer(_max_page(operation, unbounded))
+        sizer = _page_sizer(operation, unbounded)
         async for page in self._pages(operation, unbounded, sizer):
             total += len(page)
             sizer.record(len(page), len(_encode_items(page)))
         return total
 
 
-class PageSizer:
-    """How many items of a list are read at once: few at first, then as many, up to `most`, as make PIECE_BYTES."""
-
-    def __init__(self, max_items: int) -> None:
-        self._max_items = max_items
-        self.items = min(FIRST_PAGE, max_items)
-
-    def record(self, items: int, size: int) -> None:
-        """Note that the last page of `items` items had `size` bytes."""
-        fitting = PAGE_BYTES * items // max(size, 1)
-        self.items = max(1, min(fitting, 4 * self.items, self._max_items))
+def _page_sizer(operation: Operation, arguments: dict[str, Any]) -> PageSizer:
+    return PageSizer(PAGE_BYTES, max_page(operation.method, is_sorted=_by_offset(operation, arguments)))
 
 
 def _by_offset(operation: Operation, arguments: dict[str, Any]) -> bool:
     return _is_sorted(arguments) or "after" not in operation.parameters
-
-
-def _max_page(operation: Operation, arguments: dict[str, Any]) -> int:
-    if operation.method != "query_spans":
-        return PAGE
-    return PAGE_OF_SORTED_SPANS if _by_offset(operation, arguments) else PAGE_OF_SPANS
 
 
 def _is_sorted(arguments: dict[str, Any]) -> bool:
