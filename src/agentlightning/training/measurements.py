@@ -34,6 +34,10 @@ class Measurements:
     write_state: Callable[[], None]
 
     @property
+    def validation(self) -> Sequence[Any]:
+        return self.tasks.validation[: self.config.tasks]
+
+    @property
     def held_out(self) -> Sequence[Any]:
         return self.tasks.held_out[: self.config.held_out_tasks]
 
@@ -50,9 +54,8 @@ class Measurements:
 
     async def validate(self) -> dict[str, Evaluation]:
         """The reward of the validation tasks, by mode."""
-        tasks = self.tasks.validation[: self.config.tasks]
         label = f"validation-{self.state.step:06d}"
-        return {mode: await self.evaluate(label, mode, tasks) for mode in self.config.modes}
+        return {mode: await self.evaluate(label, mode, self.validation) for mode in self.config.modes}
 
     def is_best(self, results: Mapping[str, Evaluation]) -> bool:
         """Whether these are as good as the best validation so far, and if so record them. Tasks without a reward count

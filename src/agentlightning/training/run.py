@@ -171,7 +171,7 @@ class TrainingRun:
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
         label = f"evaluation-{self.step:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
         self._evaluations += 1
-        chosen = self.measurements.tasks.validation if tasks is None else tasks
+        chosen = self.measurements.validation if tasks is None else tasks
         return await self.measurements.evaluate(label, "greedy", chosen)
 
     async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
