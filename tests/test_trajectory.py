@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +49,9 @@ def test_columns_are_float32_and_empty_where_nothing_was_sampled() -> None:
     assert [values.tolist() for values in sample.advantages] == [[], [0.5, 1.0]]
     assert {values.dtype for column in sample.columns.values() for values in column} == {np.dtype("float32")}
     assert (sample.share, sample.adapter) == (0.5, None)
-    assert TrainingSample(TREE, {"weights": [(), (1, 1)]}, adapter="writer", share=0.1).share == 0.1
+    assert TrainingSample(TREE, columns={"weights": [(), (1, 1)]}, adapter="writer", share=0.1).share == 0.1
+    again = replace(copy.deepcopy(sample), adapter="writer", values=[(), (1.0, 2.0)])
+    assert sorted(again.columns) == ["advantages", "values", "weights"]
 
 
 @pytest.mark.parametrize("column", [[(0.5, 1.0)], [(), (0.5,)]])

@@ -22,7 +22,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentlightning.errors import PolicyError
@@ -235,17 +234,22 @@ class TrainingSample:
     def __init__(
         self,
         tree: TokenTree,
+        advantages: Sequence[Any] | None = None,
+        weights: Sequence[Any] | None = None,
+        *,
         columns: Mapping[str, Sequence[Any]] | None = None,
         adapter: str | None = None,
         share: float | None = None,
         **named: Sequence[Any],
     ) -> None:
         """Raises PolicyError for a column that does not have one number for each sampled token."""
-        arrays = {name: _column(tree, name, values) for name, values in {**(columns or {}), **named}.items()}
+        given = {"advantages": advantages, "weights": weights, **named}
+        given = {**(columns or {}), **{name: values for name, values in given.items() if values is not None}}
+        arrays = {name: _column(tree, name, values) for name, values in given.items()}
         if share is None:
             share = float(sum(float(each.sum(dtype="float64")) for each in arrays.get("weights", ())))
         object.__setattr__(self, "tree", tree)
-        object.__setattr__(self, "columns", MappingProxyType(arrays))
+        object.__setattr__(self, "columns", arrays)
         object.__setattr__(self, "adapter", adapter)
         object.__setattr__(self, "share", share)
 

@@ -132,7 +132,7 @@ async def test_recorded_tokens_are_scored_by_the_present_weights_and_by_a_refere
     assert reference[1].tolist() == pytest.approx(sample.logprobs, abs=1e-4), "the starting weights"
     assert after["logprobs"][0][1].sum() > own[1].sum(), "what was rewarded is likelier now"
     assert (before["entropy"][0][1] > 0).all()
-    assert TrainingSample(lesson.tree, {**lesson.columns, "ref_logprobs": reference}).columns["ref_logprobs"]
+    assert TrainingSample(lesson.tree, columns=lesson.columns, ref_logprobs=reference).columns["ref_logprobs"]
 
 
 async def test_a_column_that_cannot_be_given_says_what_is_missing(policy: LocalPolicy) -> None:

@@ -212,7 +212,7 @@ def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals) -> Traini
         advantages.append(advantage)
         weights.append(weight)
     columns = {"advantages": advantages, "weights": weights}
-    return TrainingSample(group.tree, columns, share=sample_share(aggregate, batch, group.totals))
+    return TrainingSample(group.tree, columns=columns, share=sample_share(aggregate, batch, group.totals))
 
 
 def _of_tokens(value: Any, start: int, length: int) -> Any:
