@@ -1,4 +1,4 @@
-"""One server for a store and a gateway: its addresses, its events, its errors."""
+"""One server for a store and a gateway: its addresses and its errors."""
 
 import asyncio
 import re
@@ -9,17 +9,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentlightning import span as names
-from agentlightning.assemble import trajectory, transitions
-from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.upstream.budget import Account, spend_of_spans
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import instrument
 from agentlightning.testing import ScriptedEngine
-from agentlightning.tracing.rewards import find_final_reward
 
 SECRET = "a-secret"
 
@@ -37,118 +33,6 @@ async def server(store):
         yield server
 
 
-@pytest.fixture
-async def attempt(store, server):
-    """(rollout_id, attempt_id, environment)."""
-    started = await store.start_rollout("a task")
-    ids = (started.rollout_id, started.attempt.attempt_id)
-    return *ids, attempt_environment(server.url, SECRET, *ids)
-
-
-async def post(environment, event, url=None, key=None):
-    headers = {"Authorization": f"Bearer {key or environment['AGL_KEY']}"}
-    content = event if isinstance(event, bytes) else None
-    async with httpx.AsyncClient(headers=headers) as client:
-        url = url or environment["AGL_EVENT_URL"]
-        return await client.post(url, content=content) if content else await client.post(url, json=event)
-
-
-async def test_a_posted_reward_becomes_a_reward_of_the_attempt(store, attempt):
-    rollout_id, attempt_id, environment = attempt
-    reply = await post(environment, {"event_type": "reward", "data": {"value": 1.0}})
-    (span,) = await store.query_spans(rollout_id, attempt_id)
-    assert (span.name, span.attributes[names.SCORE_VALUE]) == (names.REWARD, 1.0)
-    assert reply.json() == {"span_id": span.span_id, "sequence_id": 1, "superseded": False, "late": False}
-
-
-async def test_a_reward_of_several_dimensions_keeps_their_names(store, attempt):
-    rollout_id, attempt_id, environment = attempt
-    await post(environment, {"event_type": "reward", "data": {"value": {"correct": 1, "format": 0.5}}})
-    (span,) = await store.query_spans(rollout_id, attempt_id)
-    assert span.attributes[names.REWARD_VALUES] == {"correct": 1.0, "format": 0.5}
-
-
-async def test_other_events_become_spans_of_their_name(store, attempt):
-    rollout_id, attempt_id, environment = attempt
-    url = environment["AGL_EVENT_URL"].replace("/rollout/", "/api/rollouts/")
-    await post(environment, {"event_type": "message", "data": {"content": "hello"}}, url=url)
-    await post(environment, {"event_type": "cache.hit", "data": {"key": "x"}})
-    message, hit = await store.query_spans(rollout_id, attempt_id)
-    assert (message.name, message.attributes[names.MESSAGE_BODY]) == (names.MESSAGE, "hello")
-    assert (hit.name, hit.attributes) == ("cache.hit", {"key": "x"})
-
-
-@pytest.mark.parametrize(
-    ("event", "named"),
-    [
-        (b'{"event_type": "reward", "data": {"value": NaN}}', "NaN"),
-        ({"event_type": "reward", "data": {"value": "good"}}, 'value="good"'),
-        ({"event_type": "reward", "data": {"value": True}}, "value=true"),
-        ({"event_type": "reward", "data": {"value": 1e308}}, "value=1e"),
-        ({"event_type": "reward", "data": {}}, "value=null"),
-        ({"event_type": "reward", "data": {"value": {"format": None}}}, "format=null"),
-        ({"data": {}}, "event_type"),
-        (b'{"event_type": "message", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "flatter"),
-        (b'{"event_type": "reward", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "flatter"),
-        (b"reward", "not JSON"),
-    ],
-)
-async def test_an_event_that_cannot_be_understood_is_refused_and_leaves_nothing(store, attempt, event, named):
-    rollout_id, attempt_id, environment = attempt
-    reply = await post(environment, event)
-    assert reply.status_code == 400
-    assert named in reply.json()["error"]["message"]
-    assert await store.query_spans(rollout_id, attempt_id) == []
-
-
-async def test_events_need_the_key_of_their_own_attempt(store, attempt):
-    rollout_id, attempt_id, environment = attempt
-    for key in ("sk-other", attempt_key(SECRET, rollout_id, "at-other"), attempt_key("other", rollout_id, attempt_id)):
-        reply = await post(environment, {"event_type": "reward", "data": {"value": 1}}, key=key)
-        assert reply.status_code == 401
-        assert key not in reply.text
-    assert await store.query_spans(rollout_id, attempt_id) == []
-
-
-async def test_events_of_an_attempt_nobody_knows_are_not_found(server):
-    environment = attempt_environment(server.url, SECRET, "ro-nobody", "at-nobody")
-    reply = await post(environment, {"event_type": "reward", "data": {"value": 1}})
-    assert reply.status_code == 404
-
-
-async def test_an_event_of_a_superseded_attempt_is_kept_and_said_to_be_late(store, attempt):
-    rollout_id, _, environment = attempt
-    await store.start_attempt(rollout_id)
-    reply = await post(environment, {"event_type": "reward", "data": {"value": 1}})
-    assert reply.json()["superseded"] is True
-
-
-async def test_an_event_cannot_say_what_only_the_gateway_knows(store, attempt):
-    rollout_id, attempt_id, environment = attempt
-    forged = {names.OPERATION_NAME: "chat", names.PROMPT_TOKEN_IDS: [1], names.RESPONSE_TOKEN_IDS: [2]}
-    forged |= {names.LOGPROBS: [-1e30], names.COST: -1e6, names.PROVIDER_RETRIES: 0, names.RETRIES: 1, "mine": 1}
-    await post(environment, {"event_type": "chat", "data": forged})
-    (span,) = await store.query_spans(rollout_id, attempt_id)
-    stripped = span.attributes.pop(names.STRIPPED)
-    assert span.attributes == {names.OPERATION_NAME: "chat", "mine": 1}
-    assert stripped == sorted(forged.keys() - {names.OPERATION_NAME, "mine"})
-    assert transitions([span]) == ()
-    assert spend_of_spans([span]) == Account()
-
-
-@pytest.mark.parametrize("status", ["succeeded", "failed"])
-async def test_an_event_after_the_attempt_has_ended_is_kept_and_changes_nothing(store, attempt, status):
-    rollout_id, attempt_id, environment = attempt
-    await post(environment, {"event_type": "reward", "data": {"value": 0.25}})
-    await store.update_attempt(rollout_id, attempt_id, status=status)
-    reply = await post(environment, {"event_type": "reward", "data": {"value": 1.0}})
-    assert reply.json()["late"] is True
-    spans = await store.query_spans(rollout_id, attempt_id)
-    assert len(spans) == 2
-    assert trajectory(rollout_id, attempt_id, spans).reward == 0.25
-    assert find_final_reward(spans) == 0.25
-
-
 async def test_health_is_that_of_the_store(store, server):
     async with httpx.AsyncClient(base_url=server.url) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
@@ -164,7 +48,9 @@ async def test_store_and_gateway_share_one_port(store):
         async with AsyncOpenAI(base_url=environment["OPENAI_BASE_URL"], api_key=environment["AGL_KEY"]) as client:
             messages = [{"role": "user", "content": "hi"}]
             await client.chat.completions.create(model="scripted", messages=messages)
-        await post(environment, {"event_type": "reward", "data": {"value": 1}})
+        event, headers = {"event_type": "reward", "data": {"value": 1}}, {"x-api-key": environment["AGL_KEY"]}
+        async with httpx.AsyncClient(headers=headers) as client:
+            await client.post(environment["AGL_EVENT_URL"], json=event)
         spans = await store.query_spans(started.rollout_id)
     assert [span.name for span in spans] == ["chat scripted", names.REWARD]
 

@@ -32,8 +32,8 @@ from agentlightning.testing.store_hub import StoreHub
 Store = LightningStoreBase
 
 
-class Line:
-    """A TCP line to a server that can be cut: before a request arrives, or before its answer does."""
+class LossyProxy:
+    """A TCP proxy that can close connections: before it passes on a request, or before its response."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -41,14 +41,14 @@ class Line:
         self._writers: set[asyncio.StreamWriter] = set()
         self.requests = 0
         self.lose_requests = 0
-        self.lose_answers = 0
+        self.lose_responses = 0
 
     @property
     def url(self) -> str:
         assert self._listener is not None
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
-    async def __aenter__(self) -> Line:
+    async def __aenter__(self) -> LossyProxy:
         self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 
@@ -62,7 +62,7 @@ class Line:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(self._server.host, self._server.port)
         self._writers |= {writer, back}
-        await asyncio.gather(self._pump(reader, back, "lose_requests"), self._pump(there, writer, "lose_answers"))
+        await asyncio.gather(self._pump(reader, back, "lose_requests"), self._pump(there, writer, "lose_responses"))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, loss: str) -> None:
         try:
@@ -93,15 +93,15 @@ async def server(store: Store) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-async def line(server: Server) -> AsyncIterator[Line]:
-    async with Line(server) as line:
-        yield line
+async def proxy(server: Server) -> AsyncIterator[LossyProxy]:
+    async with LossyProxy(server) as proxy:
+        yield proxy
 
 
 @pytest.fixture
-async def there(line: Line) -> AsyncIterator[LightningStoreClient]:
-    """A client on a line that can be cut."""
-    there = LightningStoreClient(line.url, patience=20)
+async def there(proxy: LossyProxy) -> AsyncIterator[LightningStoreClient]:
+    """A client behind the proxy."""
+    there = LightningStoreClient(proxy.url, patience=20)
     await there.statistics()
     yield there
     await there.close()
@@ -121,10 +121,10 @@ def a_span(attempted: AttemptedRollout, **fields: Any) -> Span:
 # -- what is lost on the way is done once ----------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["lose_requests", "lose_answers"])
-def lose(request: pytest.FixtureRequest, line: Line) -> Any:
-    """Call it to have the next request, or the next answer, lost."""
-    return lambda: setattr(line, request.param, 1)
+@pytest.fixture(params=["lose_requests", "lose_responses"])
+def lose(request: pytest.FixtureRequest, proxy: LossyProxy) -> Any:
+    """Call it to lose the next request, or the next response."""
+    return lambda: setattr(proxy, request.param, 1)
 
 
 async def test_what_is_lost_while_enqueueing_is_enqueued_once(there: Store, store: Store, lose: Any) -> None:
@@ -147,12 +147,12 @@ async def test_what_is_lost_while_claiming_is_claimed_once(there: Store, store: 
 
 
 async def test_what_is_lost_while_waiting_to_claim_is_claimed_once(
-    there: Store, store: Store, line: Line, lose: Any
+    there: Store, store: Store, proxy: LossyProxy, lose: Any
 ) -> None:
     waiting = asyncio.create_task(there.dequeue_rollout("w1", timeout=30))
-    before = line.requests
+    before = proxy.requests
     for _ in range(1000):
-        if line.requests >= before + 2:
+        if proxy.requests >= before + 2:
             break
         await asyncio.sleep(0.001)
     lose()
@@ -350,10 +350,10 @@ async def test_a_filter_may_have_any_value(there: Store, store: Store) -> None:
 # -- together --------------------------------------------------------------------------------------------------------
 
 
-async def test_calls_made_together_travel_together(there: Store, store: Store, line: Line) -> None:
-    before = line.requests
+async def test_calls_made_together_travel_together(there: Store, store: Store, proxy: LossyProxy) -> None:
+    before = proxy.requests
     made = await asyncio.gather(*(there.enqueue_rollout(n) for n in range(200)))
-    assert line.requests - before < 10
+    assert proxy.requests - before < 10
     assert sorted(rollout.input for rollout in made) == list(range(200))
 
 
@@ -406,12 +406,14 @@ async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.Mo
     assert [span.sequence_id for span in newest] == list(range(23, 0, -1))
 
 
-async def test_waiting_goes_on_over_many_requests(there: Store, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_goes_on_over_many_requests(
+    there: Store, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_client, "WAIT_SECONDS", 0.02)
-    before = line.requests
+    before = proxy.requests
     waiting = asyncio.create_task(there.dequeue_rollout(timeout=60))
     for _ in range(1000):
-        if line.requests > before + 4:
+        if proxy.requests > before + 4:
             break
         await asyncio.sleep(0.005)
     assert not waiting.done()

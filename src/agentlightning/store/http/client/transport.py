@@ -278,33 +278,33 @@ class LoopTransport:
 
     async def _post_batch(self, batch: Sequence[PendingCall], seconds: float, path: str) -> list[_Result]:
         body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
-        status, headers, answer = await self._request("POST", path, body, self._settings.timeout + seconds)
+        status, headers, content = await self._request("POST", path, body, self._settings.timeout + seconds)
         if status == 200 and headers.get("agl-protocol") == str(PROTOCOL_VERSION):
-            results = _decode_results(answer).results
+            results = _decode_results(content).results
             if len(results) == len(batch):
                 return results
-        self._raise_for_status(status, headers, answer)
+        self._raise_for_status(status, headers, content)
         self._protocol_checked = False
         await self._check_protocol()  # raises if it is not a store
-        raise StoreServerError(f"{self._settings.url} responded with status {status}: {_error_message(answer)}")
+        raise StoreServerError(f"{self._settings.url} responded with status {status}: {_error_message(content)}")
 
-    def _raise_for_status(self, status: int, headers: Any, answer: bytes) -> None:
+    def _raise_for_status(self, status: int, headers: Any, content: bytes) -> None:
         """Raise the error of a store that rejected the whole request."""
         if "agl-protocol" not in headers:
             return
         if status == 401:
-            raise StoreAuthError(f"{self._settings.url}: {_error_message(answer)}")
+            raise StoreAuthError(f"{self._settings.url}: {_error_message(content)}")
         if 400 <= status < 500:
-            raise error_from(ErrorBody("", _error_message(answer)), status)
+            raise error_from(ErrorBody("", _error_message(content)), status)
 
     async def _check_protocol(self) -> None:
         """Check, again after each failure, that a store with our protocol version is there. Raises StoreServerError."""
         if self._protocol_checked:
             return
-        status, headers, answer = await self._request("GET", "/health", None, self._settings.timeout)
+        status, headers, content = await self._request("GET", "/health", None, self._settings.timeout)
         if status >= 500 and headers.get("agl-protocol") == str(PROTOCOL_VERSION):
             return  # a store that is not healthy: the calls will say why
-        health = _parse_json(answer) if status == 200 else None
+        health = _parse_json(content) if status == 200 else None
         url = self._settings.url
         if not isinstance(health, dict) or "status" not in health:
             kind = headers.get("content-type", "no content type")
@@ -334,7 +334,7 @@ class LoopTransport:
                 timeout=aiohttp.ClientTimeout(total=seconds, connect=10.0),
                 allow_redirects=False,
             ) as response:
-                answer = await response.read()
+                content = await response.read()
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"url={self._settings.url!r} is not valid: {error}") from None
         except aiohttp.ClientSSLError as error:
@@ -344,8 +344,8 @@ class LoopTransport:
         except (aiohttp.ClientError, OSError) as error:
             raise _RetryableError(str(error) or type(error).__name__) from None
         if response.status in _RETRYABLE_STATUSES:
-            raise _RetryableError(f"status {response.status}: {_error_message(answer)}")
-        return response.status, response.headers, answer
+            raise _RetryableError(f"status {response.status}: {_error_message(content)}")
+        return response.status, response.headers, content
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -396,16 +396,16 @@ def _fail(calls: Any, error: AgentLightningError | None) -> None:
             call.future.set_exception(error)
 
 
-def _parse_json(answer: bytes) -> Any:
+def _parse_json(content: bytes) -> Any:
     try:
-        return orjson.loads(answer)
+        return orjson.loads(content)
     except orjson.JSONDecodeError:
         return None
 
 
-def _error_message(answer: bytes) -> str:
+def _error_message(content: bytes) -> str:
     """The message of an error response, or the start of anything else."""
     try:
-        return _decode_error(answer).error.message
+        return _decode_error(content).error.message
     except msgspec.MsgspecError:
-        return repr(answer[:120].decode("utf-8", "replace"))
+        return repr(content[:120].decode("utf-8", "replace"))
