@@ -196,6 +196,7 @@ async def test_a_caller_that_hangs_up_ends_the_call_and_is_recorded(ask):
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: service.gateway.metrics()["cancelled"] == 1)
+    await until(lambda: not service.gateway._fast_path.pending_records)
     span = (await service.spans())[-1]
     assert (span.status_code, span.attributes[names.ERROR_TYPE]) == ("ERROR", "client_disconnected")
 
