@@ -11,7 +11,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.routing import Router
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.pricing import Price
+from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, messages_answer

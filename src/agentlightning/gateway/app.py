@@ -29,6 +29,7 @@ from agentlightning.gateway.callers.attempt_watch import AttemptWatch
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, AttemptIds, Attribution, Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
+from agentlightning.gateway.callers.on_policy import OnPolicySampling
 from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.anthropic.reply import count_reply
@@ -45,7 +46,6 @@ from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.forwarding.stored_responses import request_stored_response
 from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.local.conversation import Conversations
-from agentlightning.gateway.local.on_policy import OnPolicySampling
 from agentlightning.gateway.local.service import LocalService
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters

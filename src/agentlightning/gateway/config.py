@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.gateway.callers.agents import AgentRule
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
+from agentlightning.gateway.upstream.provider import Provider
 
 _SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 """What is wrong may be a provider's key, or beside one."""
@@ -58,27 +59,6 @@ class RouteRule(BaseModel):
         if self.dialect is not None and dialect is not None and self.dialect != dialect:
             return False
         return fnmatchcase(model or "", self.model) and (self.agent == "*" or fnmatchcase(agent or "", self.agent))
-
-
-class BudgetConfig(BaseModel):
-    """What calls to providers may cost. Calls to our own engines are not counted."""
-
-    model_config = _SECTION
-
-    dollars: float | None = Field(default=None, gt=0)
-    """US dollars of all rollouts together; None: no limit."""
-    tokens: int | None = Field(default=None, ge=1)
-    """Tokens of all rollouts together, prompts and answers; None: no limit."""
-    rollout_dollars: float | None = Field(default=None, gt=0)
-    """US dollars of each rollout, over all its attempts; None: no limit."""
-    rollout_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of each rollout, over all its attempts; None: no limit."""
-    file: str | None = None
-    """Where the total is kept from one start of the server to the next; remove it to start at zero. None: beside the
-    store's file, or in memory where there is none."""
-
-    def __bool__(self) -> bool:
-        return any((self.dollars, self.tokens, self.rollout_dollars, self.rollout_tokens))
 
 
 class GatewayConfig(BaseModel):

@@ -14,7 +14,8 @@ from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import RouteRule
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.pricing import Price
+from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 
 _MAX_CACHED: Final = 4096

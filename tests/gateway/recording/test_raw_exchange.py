@@ -19,7 +19,8 @@ from agentlightning.gateway.forwarding.passthrough import ForwardedCall
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import ProviderResponse, usage_of
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.pricing import Price
+from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing.provider import chat_answer, messages_answer
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import BudgetConfig
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.provider_response import ProviderResponse, usage_of
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.provider import Price
+from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
 from agentlightning.span import Span, new_span_id
 
 
@@ -133,7 +132,7 @@ SPENDER = """
 import asyncio, sys
 from pathlib import Path
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.config import BudgetConfig
+from agentlightning.gateway.upstream.pricing import BudgetConfig
 
 async def spend():
     budgets = Budgets(BudgetConfig(dollars=1000), file=Path(sys.argv[1]))

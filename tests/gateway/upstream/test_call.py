@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import BudgetConfig, GatewayConfig
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
+from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events

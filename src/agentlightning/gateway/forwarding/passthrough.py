@@ -1,40 +1,29 @@
-"""A call that its provider can read as it came: passed on nearly unread, answered as it comes, and recorded.
+"""A call that its provider reads in the caller's dialect: rewrite the request, pass the response on, record it.
 
-The model's name is replaced, what the record needs is asked for, and what the caller did not ask for is taken out of
-the answer again; all else, images and fields nobody here knows among them, passes as it is. An answer is recorded
-before its last bytes go out, so that nothing an agent has heard is lost. Who is asked, and how often, is
-`gateway.sending`; calls in another dialect than the provider's are `gateway.translate`.
+The request gets the provider's name of the model, the parameters of the attempt's resources, and the fields that the
+record needs; what the caller did not ask for is removed from the response again. Everything else passes unchanged,
+unknown fields among them. The response is recorded before its last bytes are sent, so nothing an agent received is
+lost. `upstream.call` sends and retries; `translation.call` serves callers whose dialect the provider does not speak.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, cast
 
 import orjson
 
-from agentlightning import span as names
 from agentlightning.gateway.asgi import ResponseWriter
-from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.recording.otel_messages import (
-    OPERATIONS,
-    as_json,
-    distribution_changes,
-    input_messages,
-    request_attributes,
-)
-from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
+from agentlightning.gateway.recording.forwarded_span import ForwardedExchange, num_choices
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.failures import display_text
 from agentlightning.gateway.upstream.provider import ApiPath
-from agentlightning.span import Span, new_span_id
+from agentlightning.span import Span
 
 Json = dict[str, Any]
 RecordSpans = Callable[[list[Span]], Awaitable[None] | None]
@@ -63,28 +52,12 @@ def can_forward(path: ApiPath, route: ModelRoute) -> bool:
 
 
 @dataclass(slots=True)
-class ForwardedCall:
+class ForwardedCall(ForwardedExchange):
     """One call to a provider in its own dialect. `run` it once."""
 
-    path: ApiPath
-    route: ModelRoute
-    caller: Caller
-    data: Json
-    """The request."""
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of the request, by lower-case name."""
-    trace_id: str = ""
-    forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the attempt's resources say of the sampling, whatever the agent asks for."""
-    started: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
-    response: ProviderResponse = field(init=False)
     _added: AddedFields = field(default_factory=lambda: AddedFields(), init=False)
     recorded: bool = field(default=False, init=False)
     _request: UpstreamRequest | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.response = ProviderResponse(self.path)
 
     @property
     def adds_fields(self) -> bool:
@@ -127,7 +100,7 @@ class ForwardedCall:
         if self.recorded or not self.caller.attempt:
             return None
         self.recorded = True
-        return keep(self._failed(call, error))
+        return keep([self.failed_span(call.attributes(), error)])
 
     # -- the request -----------------------------------------------------------------------------------------------
 
@@ -262,97 +235,6 @@ class ForwardedCall:
         self.recorded = True
         return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
 
-    def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
-        """One for each answer. What the call cost is said once. `of_call`: `Call.attributes`; `first_id`: the id of the
-        first, from which those of the others follow."""
-        response = self.response
-        choices = [response.choices[index] for index in sorted(response.choices)] or [Choice()]
-        shared = self._attributes() | of_call
-        status = ("ERROR", self._redacted(response.error)) if response.error else ("OK", None)
-        spans: list[Span] = []
-        for choice in choices:
-            attributes = shared | self._choice_attributes(choice)
-            if spans:
-                attributes.pop(names.COST, None)
-                if choice.token_ids is None:
-                    attributes.pop(names.OUTPUT_TOKENS, None)
-            span_id = f"{(int(first_id, 16) + len(spans)) % 2**64:016x}" if first_id else new_span_id()
-            spans.append(self._span(attributes, now, *status, span_id=span_id))
-        return spans
-
-    def _redacted(self, text: str) -> str:
-        """A text of the provider's, never with its key in it."""
-        return display_text(self.route.provider, text) if self.route.provider else text
-
-    def _choice_attributes(self, choice: Choice) -> Json:
-        said = input_messages(self.path, self.data, choice.index // _num_choices(self.data))
-        attributes: Json = {names.INPUT_MESSAGES: said}
-        if self.path == "embeddings":
-            return attributes
-        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
-        attributes[names.FINISH_REASONS] = [choice.finish_reason or "error"]
-        prompt = choice.prompt_token_ids or self.response.prompt_token_ids
-        drawn, logprobs = choice.token_ids, choice.logprobs
-        if not (
-            prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
-        ):
-            return attributes | {names.TOKENS: "none"}
-        if changed := distribution_changes({**self.data, **self.forced}):
-            attributes[names.RESHAPED] = changed
-        return attributes | {
-            names.TOKENS: "provider",
-            names.OUTPUT_TOKENS: len(drawn),
-            names.PROMPT_TOKEN_IDS: prompt,
-            names.RESPONSE_TOKEN_IDS: drawn,
-            names.LOGPROBS: logprobs,
-        }
-
-    def _failed(self, call: UpstreamCall, error: BaseException) -> list[Span]:
-        """What was heard before it failed. It holds no tokens: there is nothing to learn from them."""
-        cancelled = isinstance(error, asyncio.CancelledError)
-        if cancelled and error.args and isinstance(error.args[0], ApiError):  # its attempt has ended
-            error, cancelled = error.args[0], False
-        kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
-        message = "the caller hung up before the answer was whole" if cancelled else str(error)
-        choice = self.response.choices.get(0) or Choice()
-        choice.finish_reason = None
-        attributes = self._attributes() | call.attributes()
-        attributes[names.ERROR_TYPE] = kind
-        attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
-        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
-        return [self._span(attributes, time.time(), "ERROR", message)]
-
-    def _attributes(self) -> Json:
-        response, asked = self.response, self.data.get("model")
-        attributes: Json = {
-            names.OPERATION_NAME: OPERATIONS[self.path],
-            names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
-            names.RESPONSE_MODEL: response.model or self.route.send_model,
-            **request_attributes({**self.data, **self.forced} if self.forced else self.data),
-            **self.caller.attributes(),
-        }
-        if response.id:
-            attributes[names.RESPONSE_ID] = response.id
-        return attributes
-
-    def _span(
-        self, attributes: Json, end_time: float, status: str, message: str | None, span_id: str | None = None
-    ) -> Span:
-        caller = self.caller
-        return Span(
-            rollout_id=caller.rollout_id or "",
-            attempt_id=caller.attempt_id or "",
-            name=f"{OPERATIONS[self.path]} {self.route.name}",
-            start_time=self.started,
-            end_time=end_time,
-            trace_id=caller.trace_id or self.trace_id,
-            span_id=span_id or new_span_id(),
-            parent_id=caller.parent_id,
-            status_code=status,
-            status_message=message,
-            attributes=attributes,
-        )
-
 
 @dataclass(slots=True)
 class AddedFields:
@@ -391,25 +273,10 @@ class AddedFields:
         return encode_event(data) if self.remove_from(data) else event
 
 
-def _num_choices(asked: Json) -> int:
-    """How many answers a request asks for to each of its prompts."""
-    several = asked.get("n")
-    return max(1, several) if isinstance(several, int) else 1
-
-
 def _num_sampled(asked: Json) -> int:
     """How many answers a provider draws for each prompt, and charges for."""
     best = asked.get("best_of")
-    return max(_num_choices(asked), best) if isinstance(best, int) else _num_choices(asked)
-
-
-def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
-    """Whether what a provider calls tokens and log-probabilities can be kept as such."""
-    try:
-        _ = array("i", prompt), array("i", drawn), array("f", logprobs)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
+    return max(num_choices(asked), best) if isinstance(best, int) else num_choices(asked)
 
 
 async def run_to_completion(work: Awaitable[None] | None) -> None:

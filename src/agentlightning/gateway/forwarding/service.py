@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import orjson
 from starlette.types import Receive, Scope
@@ -21,18 +21,18 @@ from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait
 from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
-from agentlightning.gateway.local.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, Router
-from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath, Price
+from agentlightning.gateway.upstream.pricing import Price
+from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
@@ -41,6 +41,23 @@ logger = logging.getLogger(__name__)
 
 ON_DISCONNECT: Final = "agentlightning.hang_up"
 """In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
+
+
+class Translator(Protocol):
+    """Makes calls for providers that do not speak the caller's dialect (`translation.call.Translator`)."""
+
+    def translate(
+        self,
+        path: ApiPath,
+        route: ModelRoute,
+        caller: Caller,
+        body: Mapping[str, Any],
+        trace_id: str,
+        resource: str = "",
+        forced: Mapping[str, Any] | None = None,
+    ) -> ForwardedCall:
+        """Raises ApiError 400 for a request that cannot be translated."""
+        ...
 
 
 class _ResolvedCall(NamedTuple):

@@ -19,8 +19,8 @@ from agentlightning.gateway.dialects.content import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import TopLogprobs
+from agentlightning.gateway.local.span import SpanDraft
 from agentlightning.gateway.local.update_gate import InFlightCall, UpdateGate
-from agentlightning.gateway.recording.local_span import SpanDraft
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 

@@ -15,7 +15,7 @@ from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.prompt_limit import encode_within
 from agentlightning.gateway.local.reasoning import find_reasoning_markers
-from agentlightning.gateway.recording.local_span import SpanDraft
+from agentlightning.gateway.local.span import SpanDraft
 from agentlightning.span import new_span_id
 
 

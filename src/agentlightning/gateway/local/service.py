@@ -20,6 +20,7 @@ from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
 from agentlightning.gateway.dialects.response_store import ResponseStore
@@ -29,7 +30,6 @@ from agentlightning.gateway.local.call import LocalCall, OnEvent
 from agentlightning.gateway.local.call_builders import answer_of, asked_messages, chat_of, prompts_of, record_of
 from agentlightning.gateway.local.constrained_sampling import EnforcementMode, hold
 from agentlightning.gateway.local.conversation import Conversations, Prompt
-from agentlightning.gateway.local.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.local.streaming import stream_reply
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters

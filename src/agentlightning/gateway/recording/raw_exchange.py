@@ -16,7 +16,7 @@ from msgspec import Struct
 from agentlightning import span as names
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.sse import loads
-from agentlightning.gateway.forwarding.passthrough import ForwardedCall
+from agentlightning.gateway.recording.forwarded_span import ForwardedExchange
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath
@@ -60,7 +60,7 @@ def may_defer(answer: bytes) -> bool:
     return _ERROR not in answer
 
 
-def write(forward: ForwardedCall, call: UpstreamCall, request: bytes, ended: float) -> bytes:
+def write(forward: ForwardedExchange, call: UpstreamCall, request: bytes, ended: float) -> bytes:
     """The record of a forwarded call."""
     route = forward.route
     record = bytearray((VERSION,))
@@ -107,7 +107,7 @@ def read(record: bytes) -> list[Span]:
 def _spans(exchange: RawExchange) -> list[Span]:
     route = ModelRoute(exchange.model, send_model=exchange.sent_model)
     data = orjson.loads(exchange.request)
-    forward = ForwardedCall(
+    forward = ForwardedExchange(
         exchange.path, route, exchange.caller, data, {}, exchange.trace_id, exchange.forced, exchange.started
     )
     forward.response.read(loads(exchange.answer))

@@ -107,7 +107,7 @@ class Translation(ForwardedCall):
     def __post_init__(self) -> None:
         self.response = ProviderResponse(self.path, with_blocks=True)
 
-    async def _pass_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
+    async def _send_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         self._read_body(call.body)
         self._settle(call)
         body = self.reply.body([self.answer])
@@ -115,7 +115,7 @@ class Translation(ForwardedCall):
         self._store(body)
         await writer.send_json(200, body)
 
-    async def _pass_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
+    async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         ended = False
         async for chunks in call.events():
             for chunk in chunks:

@@ -20,8 +20,8 @@ from typing import Final
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import BudgetConfig
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.upstream.pricing import BudgetConfig
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.file_lock import lock_file

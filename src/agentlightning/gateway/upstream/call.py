@@ -33,7 +33,8 @@ from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
-from agentlightning.gateway.upstream.provider import ApiPath, Price, visible_headers
+from agentlightning.gateway.upstream.pricing import Price
+from agentlightning.gateway.upstream.provider import ApiPath, visible_headers
 from agentlightning.gateway.upstream.servers import Server, ServerPool
 from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, PendingResponse, Response, TransportError

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.dialects.provider_events import Usage
+from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.transport import Headers
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
@@ -44,32 +44,6 @@ _PASSED: Final = frozenset(
 _REQUEST_IDS: Final = {b"x-request-id": b"request-id", b"request-id": b"x-request-id"}
 _PASSED_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _LONGEST_HEADER: Final = 1024
-
-
-class Price(BaseModel):
-    """US dollars for a million tokens."""
-
-    model_config = _CONFIG
-
-    input: float = Field(default=0.0, ge=0)
-    """Of the prompt."""
-    output: float = Field(default=0.0, ge=0)
-    """Of the answer, thoughts included."""
-    cached_input: float | None = Field(default=None, ge=0)
-    """Of input tokens the provider had in its cache; None: as all input."""
-    cache_write: float | None = Field(default=None, ge=0)
-    """Of input tokens that Anthropic put into its cache for five minutes; None: 1.25 times `input`, as it charges."""
-    cache_write_hour: float | None = Field(default=None, ge=0)
-    """Of input tokens that Anthropic put into its cache for an hour; None: twice `input`, as it charges."""
-
-    def dollars(self, usage: Usage) -> float:
-        """What a call cost."""
-        cached = self.input if self.cached_input is None else self.cached_input
-        written = self.input * 1.25 if self.cache_write is None else self.cache_write
-        hour = self.input * 2 if self.cache_write_hour is None else self.cache_write_hour
-        kept = usage.cached_tokens * cached + usage.written_tokens * written + usage.written_hour_tokens * hour
-        fresh = usage.input_tokens - usage.cached_tokens - usage.written_tokens - usage.written_hour_tokens
-        return (max(0, fresh) * self.input + kept + usage.output_tokens * self.output) / 1e6
 
 
 class Provider(BaseModel):

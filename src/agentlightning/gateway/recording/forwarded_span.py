@@ -1,0 +1,161 @@
+"""Spans of a call that a provider answered in its own dialect.
+
+An exchange is the request, whose call it is, and the response as it was read. `spans` and `failed_span` make its spans,
+for calls that are recorded at once and for those that the journal reads later (`recording.raw_exchange`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentlightning import span as names
+from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.recording.otel_messages import (
+    OPERATIONS,
+    as_json,
+    distribution_changes,
+    input_messages,
+    request_attributes,
+)
+from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
+from agentlightning.gateway.routing import ModelRoute
+from agentlightning.gateway.upstream.failures import display_text
+from agentlightning.gateway.upstream.provider import ApiPath
+from agentlightning.span import Span, new_span_id
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ForwardedExchange:
+    """One request to a provider and its response."""
+
+    path: ApiPath
+    route: ModelRoute
+    caller: Caller
+    data: Json
+    """The request."""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of the request, by lower-case name."""
+    trace_id: str = ""
+    forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the attempt's resources say of the sampling, whatever the agent asks for."""
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    response: ProviderResponse = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.response = ProviderResponse(self.path)
+
+    def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
+        """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`.
+        `first_id` is the id of the first span, from which the ids of the others follow."""
+        response = self.response
+        choices = [response.choices[index] for index in sorted(response.choices)] or [Choice()]
+        shared = self._attributes() | of_call
+        status = ("ERROR", self._redacted(response.error)) if response.error else ("OK", None)
+        spans: list[Span] = []
+        for choice in choices:
+            attributes = shared | self._choice_attributes(choice)
+            if spans:
+                attributes.pop(names.COST, None)
+                if choice.token_ids is None:
+                    attributes.pop(names.OUTPUT_TOKENS, None)
+            span_id = f"{(int(first_id, 16) + len(spans)) % 2**64:016x}" if first_id else new_span_id()
+            spans.append(self._span(attributes, now, *status, span_id=span_id))
+        return spans
+
+    def _redacted(self, text: str) -> str:
+        """A provider's text without its secrets."""
+        return display_text(self.route.provider, text) if self.route.provider else text
+
+    def _choice_attributes(self, choice: Choice) -> Json:
+        said = input_messages(self.path, self.data, choice.index // num_choices(self.data))
+        attributes: Json = {names.INPUT_MESSAGES: said}
+        if self.path == "embeddings":
+            return attributes
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
+        attributes[names.FINISH_REASONS] = [choice.finish_reason or "error"]
+        prompt = choice.prompt_token_ids or self.response.prompt_token_ids
+        drawn, logprobs = choice.token_ids, choice.logprobs
+        if not (
+            prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
+        ):
+            return attributes | {names.TOKENS: "none"}
+        if changed := distribution_changes({**self.data, **self.forced}):
+            attributes[names.RESHAPED] = changed
+        return attributes | {
+            names.TOKENS: "provider",
+            names.OUTPUT_TOKENS: len(drawn),
+            names.PROMPT_TOKEN_IDS: prompt,
+            names.RESPONSE_TOKEN_IDS: drawn,
+            names.LOGPROBS: logprobs,
+        }
+
+    def failed_span(self, of_call: Json, error: BaseException) -> Span:
+        """The span of a call that failed, with the response up to then. It has no tokens: nothing is learned from
+        it."""
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if cancelled and error.args and isinstance(error.args[0], ApiError):  # its attempt has ended
+            error, cancelled = error.args[0], False
+        kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
+        message = "the caller hung up before the answer was whole" if cancelled else str(error)
+        choice = self.response.choices.get(0) or Choice()
+        choice.finish_reason = None
+        attributes = self._attributes() | of_call
+        attributes[names.ERROR_TYPE] = kind
+        attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
+        return self._span(attributes, time.time(), "ERROR", message)
+
+    def _attributes(self) -> Json:
+        response, asked = self.response, self.data.get("model")
+        attributes: Json = {
+            names.OPERATION_NAME: OPERATIONS[self.path],
+            names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
+            names.RESPONSE_MODEL: response.model or self.route.send_model,
+            **request_attributes({**self.data, **self.forced} if self.forced else self.data),
+            **self.caller.attributes(),
+        }
+        if response.id:
+            attributes[names.RESPONSE_ID] = response.id
+        return attributes
+
+    def _span(
+        self, attributes: Json, end_time: float, status: str, message: str | None, span_id: str | None = None
+    ) -> Span:
+        caller = self.caller
+        return Span(
+            rollout_id=caller.rollout_id or "",
+            attempt_id=caller.attempt_id or "",
+            name=f"{OPERATIONS[self.path]} {self.route.name}",
+            start_time=self.started,
+            end_time=end_time,
+            trace_id=caller.trace_id or self.trace_id,
+            span_id=span_id or new_span_id(),
+            parent_id=caller.parent_id,
+            status_code=status,
+            status_message=message,
+            attributes=attributes,
+        )
+
+
+def num_choices(asked: Json) -> int:
+    """How many answers a request asks for to each of its prompts."""
+    several = asked.get("n")
+    return max(1, several) if isinstance(several, int) else 1
+
+
+def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
+    """Whether what a provider calls tokens and log-probabilities can be kept as such."""
+    try:
+        _ = array("i", prompt), array("i", drawn), array("f", logprobs)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
