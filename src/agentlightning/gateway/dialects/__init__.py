@@ -1,1 +1,1 @@
-"""One module for each wire format: it reads requests into our shape and writes our answers back."""
+"""The wire formats: one dialect for each reads requests, writes replies and reads what providers answer."""

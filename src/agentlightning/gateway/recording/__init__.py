@@ -1,1 +1,1 @@
-"""From a request and its response to the span that the store keeps."""
+"""Turns exchanges into spans: those of local answers, of provider answers and of rejected calls."""

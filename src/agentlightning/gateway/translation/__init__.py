@@ -1,1 +1,1 @@
-"""Calls whose provider speaks another dialect than the caller: requests and answers are translated."""
+"""Serves calls whose provider speaks another dialect than the caller."""

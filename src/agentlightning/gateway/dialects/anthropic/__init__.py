@@ -1,1 +1,1 @@
-"""Anthropic's wire format: requests, replies and events of /v1/messages."""
+"""Anthropic's wire format: messages."""

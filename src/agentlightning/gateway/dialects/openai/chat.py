@@ -183,7 +183,7 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ChatReplyWriter:
-    """Writes the reply to one request."""
+    """Writes the reply to one request; a `ReplyWriter`."""
 
     head: ReplyMetadata
     logprobs: bool = False
@@ -269,8 +269,8 @@ def _delta(event: OutputEvent) -> dict[str, Any] | None:
         case ToolCall():
             return {"tool_calls": [{"index": event.index, **event.wire()}]}
         case ToolCallStart():
-            begun = ToolCall(event.index, event.id, event.name, "")
-            return {"tool_calls": [{"index": event.index, **begun.wire()}]}
+            started = ToolCall(event.index, event.id, event.name, "")
+            return {"tool_calls": [{"index": event.index, **started.wire()}]}
         case ToolCallDelta():
             return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
         case _:

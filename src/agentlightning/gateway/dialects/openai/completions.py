@@ -90,7 +90,7 @@ def _is_tokens(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CompletionReplyWriter:
-    """Writes the reply to one request."""
+    """Writes the reply to one request; a `ReplyWriter`."""
 
     head: ReplyMetadata
     logprobs: bool = False

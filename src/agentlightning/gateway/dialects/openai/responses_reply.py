@@ -1,7 +1,4 @@
-"""What a reply of the responses dialect looks like: items, whole or as the events that show them growing.
-
-Called by the dialect for each answer, of our engines and of providers alike. It knows the wire and nothing else.
-"""
+"""Writes replies of OpenAI's `/v1/responses`: output items, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -32,65 +29,65 @@ _ENCRYPTED: Final = "reasoning.encrypted_content"
 
 @dataclass(slots=True)
 class ResponsesReplyWriter:
-    """Writes the reply to one request."""
+    """Writes the reply to one request; a `ReplyWriter`."""
 
     head: ReplyMetadata
     request: Request
     items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
-    """Items of the output: all but the last are whole."""
+    """The output items; all but the last are complete."""
     _open: str | None = field(default=None, init=False)
-    """Type of the item that is under way, where it grows."""
+    """Type of the open item, if it takes deltas."""
     _number: int = field(default=0, init=False)
-    """Of the next event."""
+    """Sequence number of the next event."""
 
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         if not self.items:
-            self._fill(answer)
+            self._add_items(answer)
         return orjson.dumps(self._final(answer))
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
-        begun = self._response("in_progress")
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        started = self._response("in_progress")
+        return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
     def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
         logprobs = answer.next_logprobs() if self.request.logprobs else []
         match event:
             case str():
-                return self._more_text(answer, event, logprobs)
+                return self._add_text(answer, event, logprobs)
             case ReasoningDelta():
-                return self._more_thought(answer, event.text)
+                return self._add_reasoning(answer, event.text)
             case SignedReasoning():
-                return self._seal(answer, event)
+                return self._sign(answer, event)
             case RefusalDelta():
-                return self._more_refusal(answer, event.text)
+                return self._add_refusal(answer, event.text)
             case ToolCall():
-                begun = self._begin_call(answer, ToolCallStart(event.index, event.id, event.name))
-                return begun + self._more_arguments(event.arguments) + self._end_call(event)
+                started = self._start_call(answer, ToolCallStart(event.index, event.id, event.name))
+                return started + self._add_arguments(event.arguments) + self._end_call(event)
             case ToolCallStart():
-                return self._begin_call(answer, event)
+                return self._start_call(answer, event)
             case ToolCallDelta():
-                return self._more_arguments(event.text)
+                return self._add_arguments(event.text)
             case ToolCallEnd():
                 return self._end_call(event.call)
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
-        begun = b""
-        if all(item["type"] == "reasoning" for item in self.items):  # A turn without words is still a message.
-            begun = self._close(answer) + self._begin_message(_text_part(""))
+        started = b""
+        if all(item["type"] == "reasoning" for item in self.items):  # A turn without text is still a message.
+            started = self._close(answer) + self._start_message(_text_part(""))
         closed = self._close(answer, last=True)
         final = self._final(answer)
-        return begun + closed + self._event(f"response.{final['status']}", response=final)
+        return started + closed + self._event(f"response.{final['status']}", response=final)
 
-    def _fill(self, answer: AnswerView) -> None:
-        """The items of an answer that nobody watched."""
+    def _add_items(self, answer: AnswerView) -> None:
+        """Add the items of an answer that was not streamed."""
         for part in answer.parts():
             match part:
                 case ReasoningDelta():
                     self.items.append(self._reasoning(part.text, "completed"))
                 case SignedReasoning():
-                    self._seal(answer, part)
+                    self._sign(answer, part)
                 case str() | RefusalDelta():
                     said = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
                     self.items.append(self._message(said, "completed"))
@@ -110,25 +107,25 @@ class ResponsesReplyWriter:
         if self.request.logprobs and len(said) == 1 and said[0]["type"] == "output_text":
             said[0]["logprobs"] = answer.all_logprobs()
 
-    # -- text, refusals and thoughts ---------------------------------------------------------------------------------
+    # -- text, refusals and reasoning --------------------------------------------------------------------------------
 
-    def _more_text(self, answer: AnswerView, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        begun = self._open_message(answer, _text_part(""))
+    def _add_text(self, answer: AnswerView, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        started = self._open_message(answer, _text_part(""))
         part = self.items[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
-        return begun + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+        return started + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
-    def _more_refusal(self, answer: AnswerView, text: str) -> bytes:
-        begun = self._open_message(answer, _refusal_part(""))
+    def _add_refusal(self, answer: AnswerView, text: str) -> bytes:
+        started = self._open_message(answer, _refusal_part(""))
         self.items[-1]["content"][0]["refusal"] += text
-        return begun + self._event("response.refusal.delta", **self._place(), delta=text)
+        return started + self._event("response.refusal.delta", **self._place(), delta=text)
 
     def _open_message(self, answer: AnswerView, part: dict[str, Any]) -> bytes:
-        """Begin a message of one kind, unless it is under way."""
-        return b"" if self._open == part["type"] else self._close(answer) + self._begin_message(part)
+        """Start a message with a part of one kind, unless one is open."""
+        return b"" if self._open == part["type"] else self._close(answer) + self._start_message(part)
 
-    def _begin_message(self, part: dict[str, Any]) -> bytes:
+    def _start_message(self, part: dict[str, Any]) -> bytes:
         self._open = part["type"]
         item = self._message(part, "in_progress")
         self.items.append(item)
@@ -137,32 +134,32 @@ class ResponsesReplyWriter:
             "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
         ) + self._event("response.content_part.added", **place, part=part)
 
-    def _more_thought(self, answer: AnswerView, text: str) -> bytes:
-        begun = b"" if self._open == "reasoning" else self._close(answer) + self._begin_thought()
+    def _add_reasoning(self, answer: AnswerView, text: str) -> bytes:
+        started = b"" if self._open == "reasoning" else self._close(answer) + self._start_reasoning()
         content = self.items[-1]["content"]
         if not content:
             content.append({"type": "reasoning_text", "text": ""})
         content[0]["text"] += text
-        return begun + self._event("response.reasoning_text.delta", **self._place(), delta=text)
+        return started + self._event("response.reasoning_text.delta", **self._place(), delta=text)
 
-    def _begin_thought(self) -> bytes:
+    def _start_reasoning(self) -> bytes:
         self._open = "reasoning"
         self.items.append(self._reasoning("", "in_progress"))
         return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
 
-    def _seal(self, answer: AnswerView, event: SignedReasoning) -> bytes:
-        """A thought that comes back as it is, where the caller asked for what it needs for that."""
+    def _sign(self, answer: AnswerView, event: SignedReasoning) -> bytes:
+        """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
         if _ENCRYPTED not in (self.request.raw.get("include") or ()):
             return self._close(answer) if self._open == "reasoning" else b""
         last = self.items[-1] if self.items else {}
-        begun = b""
-        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no words.
-            begun = self._close(answer) + self._begin_thought()
+        started = b""
+        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no text.
+            started = self._close(answer) + self._start_reasoning()
         self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
-        return begun + self._close(answer)
+        return started + self._close(answer)
 
     def _close(self, answer: AnswerView, last: bool = False) -> bytes:
-        """End the text or the thought that is under way."""
+        """Complete the open text or reasoning."""
         if self._open is None:
             if last and self.items:
                 self._finish_last(answer)
@@ -187,13 +184,13 @@ class ResponsesReplyWriter:
 
     # -- tool calls ------------------------------------------------------------------------------------------------
 
-    def _begin_call(self, answer: AnswerView, call: ToolCallStart) -> bytes:
+    def _start_call(self, answer: AnswerView, call: ToolCallStart) -> bytes:
         closed = self._close(answer)
         item = _call(ToolCall(call.index, call.id, call.name, ""), "", "in_progress")
         self.items.append(item)
         return closed + self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
-    def _more_arguments(self, text: str) -> bytes:
+    def _add_arguments(self, text: str) -> bytes:
         return self._event("response.function_call_arguments.delta", **self._item(), delta=text)
 
     def _end_call(self, call: ToolCall) -> bytes:
