@@ -4,7 +4,7 @@ Requests to `/v1/messages` and `/v1/responses` can be translated for servers of 
 and `/v1/responses` for Anthropic's, `/v1/chat/completions` and `/v1/messages` for servers of responses only. Text,
 reasoning and tool calls stream as they arrive. `previous_response_id` works as with our own engines: the history is
 stored here and sent whole, including reasoning that a provider wants back (`signed_reasoning`). The span shows what the
-provider was asked and answered. Sending, retries and disconnects are those of `forwarding.passthrough`.
+provider was attributes and answered. Sending, retries and disconnects are those of `forwarding.passthrough`.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Translation(ForwardedCall):
     # -- recording -----------------------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
-        asked = {names.REQUEST_MODEL: self.request.model or self.route.name, names.RESPONSE_ID: self.head.id}
-        return ForwardedCall._attributes(self) | asked
+        attributes = {names.REQUEST_MODEL: self.request.model or self.route.name, names.RESPONSE_ID: self.head.id}
+        return ForwardedCall._attributes(self) | attributes
 
     def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
         if self.answer.is_stopped:  # Text after a stop string is not recorded either.

@@ -58,8 +58,8 @@ class MessagesReplyWriter:
             case ToolCall():
                 return self._close() + self._whole_call(event)
             case ReasoningDelta():
-                begun = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-                return begun + self._delta({"type": "thinking_delta", "thinking": event.text})
+                started = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                return started + self._delta({"type": "thinking_delta", "thinking": event.text})
             case str() | RefusalDelta():
                 text = event if isinstance(event, str) else event.text
                 return self._open_block({"type": "text", "text": ""}) + self._delta(
@@ -95,12 +95,12 @@ class MessagesReplyWriter:
         head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
         return head | {"content": content}
 
-    def _usage(self, drawn: int) -> dict[str, Any]:
+    def _usage(self, num_sampled: int) -> dict[str, Any]:
         """Here, cached tokens are not part of the input tokens."""
         head = self.head
         read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
-        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": drawn} | cache
+        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": num_sampled} | cache
         thought = head.reasoning_tokens
         return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
 
@@ -108,19 +108,19 @@ class MessagesReplyWriter:
         arguments = {"type": "input_json_delta", "partial_json": orjson.dumps(_input(call)).decode()}
         return self._begin(_tool_use(call, {})) + self._delta(arguments) + self._end()
 
-    def _more_arguments(self, shown: str) -> bytes:
+    def _more_arguments(self, text: str) -> bytes:
         """Starts the block once the arguments are known to start as an object."""
-        begun = b""
+        started = b""
         if (call := self._call) is not None:
-            if not shown.strip():
+            if not text.strip():
                 return b""
             self._call, self._open = None, "tool_use"
-            begun = self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-        return begun + self._delta({"type": "input_json_delta", "partial_json": shown}) if shown else begun
+            started = self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        return started + self._delta({"type": "input_json_delta", "partial_json": text}) if text else started
 
     def _end_call(self, call: ToolCall) -> bytes:
-        begun, self._call = self._call is None, None
-        if not begun:
+        started, self._call = self._call is None, None
+        if not started:
             return self._whole_call(call)
         return self._more_arguments(self._arguments.finish(RAW_ARGUMENTS)) + self._close()
 
@@ -143,9 +143,9 @@ class MessagesReplyWriter:
 
     def _close(self) -> bytes:
         """End the open block."""
-        opened, self._open = self._open, None
+        kind, self._open = self._open, None
         signed = {"type": "signature_delta", "signature": self._signature}
-        return (self._delta(signed) if opened == "thinking" else b"") + (self._end() if opened else b"")
+        return (self._delta(signed) if kind == "thinking" else b"") + (self._end() if kind else b"")
 
     @property
     def _signature(self) -> str:

@@ -75,8 +75,8 @@ _LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
 
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    asked = read_json(body)
-    data, legacy = with_tools(asked)
+    original = read_json(body)
+    data, uses_functions = with_tools(original)
     reject_unsupported(data, _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED)
     tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
     choice = data.get("tool_choice")
@@ -108,10 +108,10 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         constraint=constraint,
         prefill=prefill,
         template=optional(data, "chat_template_kwargs", dict) or {},
-        uses_functions=legacy,
+        uses_functions=uses_functions,
         token_ids=token_ids,
         ignored_fields=unknown_fields(data, known, _UNSUPPORTED, OPENAI_PARAMS) + dropped,
-        raw=asked,
+        raw=original,
     )
 
 
@@ -187,7 +187,7 @@ class ChatReplyWriter:
 
     head: ReplyMetadata
     logprobs: bool = False
-    legacy: bool = False
+    uses_functions: bool = False
     token_ids: bool = False
     include_usage: bool = False
     """A stream ends with an extra chunk for the usage."""
@@ -204,7 +204,7 @@ class ChatReplyWriter:
     def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
         logprobs = self._logprobs(answer.next_logprobs)
         delta = _delta(event)
-        delta = with_function_call(delta) if delta and self.legacy else delta
+        delta = with_function_call(delta) if delta and self.uses_functions else delta
         return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
@@ -216,7 +216,7 @@ class ChatReplyWriter:
 
     def _reason(self, answer: AnswerView) -> str:
         reason = answer.finish_reason
-        return "function_call" if self.legacy and reason == "tool_calls" else reason
+        return "function_call" if self.uses_functions and reason == "tool_calls" else reason
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
@@ -234,7 +234,7 @@ class ChatReplyWriter:
         message = {**answer.message, "refusal": None}
         return {
             "index": answer.index,
-            "message": with_function_call(message) if self.legacy else message,
+            "message": with_function_call(message) if self.uses_functions else message,
             "finish_reason": self._reason(answer),
             "logprobs": self._logprobs(answer.all_logprobs),
         } | self._token_ids(answer.token_ids)

@@ -81,20 +81,20 @@ def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
     if value == "required":
         return True, None
     kind = kind_of(value)
-    said = value.get(kind) if nested and kind else value
-    if kind == "function" and isinstance(said, dict) and isinstance(said.get("name"), str):
-        return True, frozenset({said["name"]})
-    if kind == "allowed_tools" and isinstance(said, dict) and said.get("mode") in ("auto", "required"):
-        names = [_allowed_name(tool) for tool in require_type("tool_choice.tools", said.get("tools"), list)]
-        return said["mode"] == "required", frozenset(names)
+    details = value.get(kind) if nested and kind else value
+    if kind == "function" and isinstance(details, dict) and isinstance(details.get("name"), str):
+        return True, frozenset({details["name"]})
+    if kind == "allowed_tools" and isinstance(details, dict) and details.get("mode") in ("auto", "required"):
+        names = [_allowed_name(tool) for tool in require_type("tool_choice.tools", details.get("tools"), list)]
+        return details["mode"] == "required", frozenset(names)
     raise bad_request(
         "tool_choice", f"tool_choice={shorten(value)} cannot be honoured here; use auto, none, required or a function"
     )
 
 
 def _allowed_name(tool: Any) -> str:
-    said = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = said.get("name") if isinstance(said, dict) else None
+    details = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = details.get("name") if isinstance(details, dict) else None
     return require_type("tool_choice.tools.name", name, str)
 
 
@@ -106,9 +106,9 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return None
     if kind == "json_object":
         return JSON_OBJECT
-    said = value.get("json_schema") if kind == "json_schema" and nested else value
-    if kind == "json_schema" and isinstance(said, dict):
-        return json_schema(f"{where}.schema", said.get("schema"))
+    details = value.get("json_schema") if kind == "json_schema" and nested else value
+    if kind == "json_schema" and isinstance(details, dict):
+        return json_schema(f"{where}.schema", details.get("schema"))
     name = where.partition(".")[0]
     raise bad_request(
         name, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
@@ -123,12 +123,12 @@ def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
     """(schema of the content, the field that sets it): `response_format`, or what vLLM's clients send instead. Raises
     ApiError 400 for formats that are not supported."""
     guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
-    said = {name: value for name, value in outputs.items() if value is not None and value is not False}
-    if other := sorted(said.keys() - {"json", "json_object"}):
+    details = {name: value for name, value in outputs.items() if value is not None and value is not False}
+    if other := sorted(details.keys() - {"json", "json_object"}):
         raise bad_request("structured_outputs", f"structured_outputs.{other[0]} cannot be honoured here; use json")
-    if guided is None and not said:
+    if guided is None and not details:
         return text_format("response_format", data.get("response_format"), nested=True), "response_format"
-    name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", said.get("json"))
+    name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", details.get("json"))
     if schema is None:
         return JSON_OBJECT, name
     return json_schema(f"{name}.json", _parsed(schema)), name

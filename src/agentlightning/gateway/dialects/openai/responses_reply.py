@@ -89,8 +89,8 @@ class ResponsesReplyWriter:
                 case SignedReasoning():
                     self._sign(answer, part)
                 case str() | RefusalDelta():
-                    said = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
-                    self.items.append(self._message(said, "completed"))
+                    content = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
+                    self.items.append(self._message(content, "completed"))
                 case ToolCall():
                     self.items.append(_call(part, part.arguments, "completed"))
                 case _:
@@ -103,9 +103,9 @@ class ResponsesReplyWriter:
         last = self.items[-1]
         if last["type"] != "function_call" and answer.finish_reason == "length":
             last["status"] = "incomplete"
-        said = [item["content"][0] for item in self.items if item["type"] == "message"]
-        if self.request.logprobs and len(said) == 1 and said[0]["type"] == "output_text":
-            said[0]["logprobs"] = answer.all_logprobs()
+        parts = [item["content"][0] for item in self.items if item["type"] == "message"]
+        if self.request.logprobs and len(parts) == 1 and parts[0]["type"] == "output_text":
+            parts[0]["logprobs"] = answer.all_logprobs()
 
     # -- text, refusals and reasoning --------------------------------------------------------------------------------
 
@@ -164,23 +164,23 @@ class ResponsesReplyWriter:
             if last and self.items:
                 self._finish_last(answer)
             return b""
-        opened, self._open = self._open, None
+        kind, self._open = self._open, None
         item = self.items[-1]
         item["status"] = "completed"
         if last:
             self._finish_last(answer)
-        whole = self._part_done(opened, item["content"][0]) if item["content"] else b""
+        whole = self._part_done(kind, item["content"][0]) if item["content"] else b""
         return whole + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
-    def _part_done(self, opened: str, part: dict[str, Any]) -> bytes:
+    def _part_done(self, kind: str, part: dict[str, Any]) -> bytes:
         place = self._place()
-        if opened == "reasoning":
+        if kind == "reasoning":
             return self._event("response.reasoning_text.done", **place, text=part["text"])
-        if opened == "refusal":
-            said = self._event("response.refusal.done", **place, refusal=part["refusal"])
+        if kind == "refusal":
+            done = self._event("response.refusal.done", **place, refusal=part["refusal"])
         else:
-            said = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-        return said + self._event("response.content_part.done", **place, part=part)
+            done = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+        return done + self._event("response.content_part.done", **place, part=part)
 
     # -- tool calls ------------------------------------------------------------------------------------------------
 
@@ -195,8 +195,8 @@ class ResponsesReplyWriter:
 
     def _end_call(self, call: ToolCall) -> bytes:
         item = self.items[-1] = _call(call, call.arguments, "completed")
-        said = {"name": call.name, "arguments": call.arguments}
-        return self._event("response.function_call_arguments.done", **self._item(), **said) + self._event(
+        fields = {"name": call.name, "arguments": call.arguments}
+        return self._event("response.function_call_arguments.done", **self._item(), **fields) + self._event(
             "response.output_item.done", output_index=len(self.items) - 1, item=item
         )
 
@@ -228,22 +228,22 @@ class ResponsesReplyWriter:
         cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
         head = self.head
-        used, drawn = head.prompt_tokens, num_output_tokens([answer])
+        num_prompt, num_sampled = head.prompt_tokens, num_output_tokens([answer])
         cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cache_write_tokens or 0}
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
             "output": self.items,
             "usage": {
-                "input_tokens": used,
+                "input_tokens": num_prompt,
                 "input_tokens_details": cached,
-                "output_tokens": drawn,
+                "output_tokens": num_sampled,
                 "output_tokens_details": {"reasoning_tokens": head.reasoning_tokens or 0},
-                "total_tokens": used + drawn,
+                "total_tokens": num_prompt + num_sampled,
             },
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, params = self.request.raw, self.request.params
+        raw, params = self.request.raw, self.request.params
         return {
             "id": self.head.id,
             "object": "response",
@@ -253,17 +253,17 @@ class ResponsesReplyWriter:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.get("instructions"),
-            "metadata": asked.get("metadata") or {},
-            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
-            "previous_response_id": asked.get("previous_response_id"),
-            "store": asked.get("store") is not False,
+            "instructions": raw.get("instructions"),
+            "metadata": raw.get("metadata") or {},
+            "parallel_tool_calls": raw.get("parallel_tool_calls") is not False,
+            "previous_response_id": raw.get("previous_response_id"),
+            "store": raw.get("store") is not False,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "max_output_tokens": params.max_tokens,
-            "text": asked.get("text") or {"format": {"type": "text"}},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "text": raw.get("text") or {"format": {"type": "text"}},
+            "tool_choice": raw.get("tool_choice") or "auto",
+            "tools": raw.get("tools") or [],
             "truncation": "disabled",
             "usage": None,
         }

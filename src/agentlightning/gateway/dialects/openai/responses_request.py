@@ -102,8 +102,8 @@ def _conversation(
     num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
     messages = recall.messages(require_type("previous_response_id", previous, str)) if previous is not None else []
     if not attachments and any(has_attachments(message.get("content")) for message in messages):
-        said = f"previous_response_id={previous!r} continues a conversation with images or files; this model reads text"
-        raise bad_request("previous_response_id", said)
+        message = f"previous_response_id={previous!r} continues a conversation with images or files; this model reads text only"
+        raise bad_request("previous_response_id", message)
     messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
     if not messages:
         raise bad_request("input", "input must be a text or a list with at least one item")
@@ -202,8 +202,8 @@ def error_event(api_error: ApiError) -> bytes:
     """An error in the middle of a stream. The official SDK raises APIError on the `error` object; other clients read
     the fields of the event."""
     error = api_error.error_object()
-    said = {key: error[key] for key in ("code", "message", "param")}
-    return encode_event({"type": "error", "sequence_number": 0, **said, "error": error}, "error")
+    fields = {key: error[key] for key in ("code", "message", "param")}
+    return encode_event({"type": "error", "sequence_number": 0, **fields, "error": error}, "error")
 
 
 def _reply(request: Request, head: ReplyMetadata) -> ResponsesReplyWriter:

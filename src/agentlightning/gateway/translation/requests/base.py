@@ -38,20 +38,20 @@ _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
 _NEUTRAL: Final = SamplingParams()
 
 
-def given_params(asked: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
+def given_params(raw: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
     """The sampling parameters that were set, by their names in `SamplingParams`: our defaults are never sent."""
-    named = {_READERS[name][0] for name in (*asked, *forced) if name in _READERS and _set(asked, forced, name)}
+    named = {_READERS[name][0] for name in (*raw, *forced) if name in _READERS and _set(raw, forced, name)}
     return {name: getattr(params, name) for name in sorted(named)}
 
 
-def _set(asked: Mapping[str, Any], forced: Mapping[str, Any], name: str) -> bool:
-    return asked.get(name) is not None or forced.get(name) is not None
+def _set(raw: Mapping[str, Any], forced: Mapping[str, Any], name: str) -> bool:
+    return raw.get(name) is not None or forced.get(name) is not None
 
 
-def response_format_of(asked: Mapping[str, Any]) -> Json | None:
+def response_format_of(raw: Mapping[str, Any]) -> Json | None:
     """The response format of a request in terms of chat completions; None for plain text."""
-    flat = object_of(asked, "text").get("format") or object_of(asked, "output_config").get("format")
-    shape = asked.get("response_format") or flat or asked.get("output_format")
+    flat = object_of(raw, "text").get("format") or object_of(raw, "output_config").get("format")
+    shape = raw.get("response_format") or flat or raw.get("output_format")
     if not isinstance(shape, dict) or shape.get("type") in (None, "text"):
         return None
     if shape["type"] != "json_schema" or "json_schema" in shape:

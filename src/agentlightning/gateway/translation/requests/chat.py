@@ -77,18 +77,18 @@ def _chat_messages(messages: Sequence[Message], with_reasoning: bool) -> list[Js
     """Images in a tool result follow it as a user message, since tool messages hold text only."""
     known = _CHAT_KEYS | ({"reasoning_content"} if with_reasoning else set())
     sent: list[Json] = []
-    shown: list[Json] = []
+    attachments: list[Json] = []
     for message in results_first(messages):
-        if message["role"] != "tool" and shown:
-            sent.append({"role": "user", "content": shown})
-            shown = []
+        if message["role"] != "tool" and attachments:
+            sent.append({"role": "user", "content": attachments})
+            attachments = []
         content = message.get("content") or ""
         if message["role"] == "tool":
             content, images = split_attachments(content)
-            shown += images
-        kept = {key: value for key, value in message.items() if key in known}
-        sent.append(kept | {"content": _chat_content(message, content)})
-    return [*sent, {"role": "user", "content": shown}] if shown else sent
+            attachments += images
+        fields = {key: value for key, value in message.items() if key in known}
+        sent.append(fields | {"content": _chat_content(message, content)})
+    return [*sent, {"role": "user", "content": attachments}] if attachments else sent
 
 
 _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
@@ -114,19 +114,19 @@ def _chat_choice(constraint: Constraint) -> Any:
 
 def chat_extras(request: Request, model: str) -> Extras:
     """The other fields for chat completions, from a request for messages or a response."""
-    asked = request.raw
-    body: Json = {name: asked[name] for name in _SAME_AT_OPENAI if isinstance(asked.get(name), str)}
+    raw = request.raw
+    body: Json = {name: raw[name] for name in _SAME_AT_OPENAI if isinstance(raw.get(name), str)}
     taken = set(body)
-    user = object_of(asked, "metadata").get("user_id")
-    if "messages" in asked and isinstance(user, str) and user:
+    user = object_of(raw, "metadata").get("user_id")
+    if "messages" in raw and isinstance(user, str) and user:
         body["user"] = user if len(user) <= _MAX_USER_ID else hashlib.sha256(user.encode()).hexdigest()
         taken.add("metadata")
-    if "messages" not in asked:
+    if "messages" not in raw:
         for name, (outer, inner) in _RESPONSES.items():
-            if isinstance(value := object_of(asked, outer).get(inner), str):
+            if isinstance(value := object_of(raw, outer).get(inner), str):
                 body[name] = value
                 taken.add(outer)
-    tier = asked.get("service_tier")
+    tier = raw.get("service_tier")
     if isinstance(tier, str):
         taken.add("service_tier")
         named = {"standard_only": "default"}.get(tier, tier)

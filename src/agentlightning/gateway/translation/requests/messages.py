@@ -94,13 +94,13 @@ _PARAMS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop
 
 def _reject_unsupported(request: Request, provider: Provider, params: Json) -> None:
     shape = response_format_of(request.raw)
-    asked: list[tuple[str, Any, bool]] = [
+    raw: list[tuple[str, Any, bool]] = [
         ("n", request.n, request.n == 1),
         ("logprobs", request.logprobs, not request.logprobs),
         ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
         ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
     ]
-    reject_unsupported([*asked, *unknown_params(params, _PARAMS)], request, provider, "messages")
+    reject_unsupported([*raw, *unknown_params(params, _PARAMS)], request, provider, "messages")
 
 
 def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
@@ -180,8 +180,8 @@ def _tools(request: Request) -> Json:
         choice = {"type": "tool", "name": tools[0]["name"]}
     if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
-    asked = {"tool_choice": choice} if choice != {"type": "auto"} else {}
-    return {"tools": [_tool(tool) for tool in tools]} | asked
+    raw = {"tool_choice": choice} if choice != {"type": "auto"} else {}
+    return {"tools": [_tool(tool) for tool in tools]} | raw
 
 
 def _tools_of_history(messages: Sequence[Message]) -> Json:
@@ -205,22 +205,22 @@ def _tool(function: Mapping[str, Any]) -> Json:
 def messages_extras(request: Request, model: str) -> Extras:
     """For Anthropic's messages, of a request for a chat completion or a response. Raises ApiError 400 for an effort
     that is not known."""
-    asked = request.raw
+    raw = request.raw
     body: Json = {}
     taken: set[str] = set()
     for name in ("safety_identifier", "user"):
-        if isinstance(user := asked.get(name), str) and user and "metadata" not in body:
+        if isinstance(user := raw.get(name), str) and user and "metadata" not in body:
             body["metadata"] = {"user_id": user}
             taken.add(name)
-    tier = asked.get("service_tier")
+    tier = raw.get("service_tier")
     if tier in ("auto", "default"):
         taken.add("service_tier")
         body |= {"service_tier": "standard_only"} if tier == "default" else {}
     for name in _ANTHROPIC_FIELDS:
-        if isinstance(value := asked.get(name), dict):
+        if isinstance(value := raw.get(name), dict):
             body[name] = value
             taken.add(name)
-    name, effort = _effort(asked)
+    name, effort = _effort(raw)
     if effort is not None:
         thinking = _thinking(name, effort, request, model)
         taken |= {name} if thinking else set()
@@ -228,11 +228,11 @@ def messages_extras(request: Request, model: str) -> Extras:
     return body, frozenset(taken)
 
 
-def _effort(asked: Mapping[str, Any]) -> tuple[str, Any]:
+def _effort(raw: Mapping[str, Any]) -> tuple[str, Any]:
     """(the field with the reasoning effort, its value)."""
-    if asked.get("reasoning_effort") is not None:
-        return "reasoning_effort", asked["reasoning_effort"]
-    return "reasoning", object_of(asked, "reasoning").get("effort")
+    if raw.get("reasoning_effort") is not None:
+        return "reasoning_effort", raw["reasoning_effort"]
+    return "reasoning", object_of(raw, "reasoning").get("effort")
 
 
 def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:

@@ -103,8 +103,8 @@ def message_of(items: Sequence[Json]) -> Message:
 
 def _call(call: Json) -> Json:
     function = call["function"]
-    said = {"name": function["name"], "arguments": function["arguments"]}
-    return {"type": "function_call", "call_id": call.get("id"), **said}
+    fields = {"name": function["name"], "arguments": function["arguments"]}
+    return {"type": "function_call", "call_id": call.get("id"), **fields}
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def _choice(constraint: Constraint) -> Any:
 
 def responses_extras(request: Request, model: str) -> Extras:
     """The other fields: user, reasoning effort, service tier, cache."""
-    asked = request.raw
+    raw = request.raw
     body, taken = chat_extras(request, model)
     names = set(taken)
     for name, (outer, inner) in (("reasoning_effort", ("reasoning", "effort")), ("verbosity", ("text", "verbosity"))):
-        if isinstance(value := asked.get(name), str):
+        if isinstance(value := raw.get(name), str):
             body[outer] = {inner: value}
             names.add(name)
     return body, frozenset(names)
