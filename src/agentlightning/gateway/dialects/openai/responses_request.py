@@ -102,8 +102,8 @@ def _conversation(
     num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
     messages = recall.messages(require_type("previous_response_id", previous, str)) if previous is not None else []
     if not attachments and any(has_attachments(message.get("content")) for message in messages):
-        message = f"previous_response_id={previous!r} continues a conversation with images or files; this model reads text only"
-        raise bad_request("previous_response_id", message)
+        message = "continues a conversation with images or files; this model reads text"
+        raise bad_request("previous_response_id", f"previous_response_id={previous!r} {message}")
     messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
     if not messages:
         raise bad_request("input", "input must be a text or a list with at least one item")
