@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from agentlightning.credit import DiscountedCredit, credit_rule, training_samples
+from agentlightning.errors import ConfigError
 from agentlightning.trajectory import Trajectory, Transition
 
 
@@ -36,6 +37,12 @@ def test_without_discount_and_intermediate_rewards_it_is_group_relative() -> Non
     group = [rollout("a", 1.0, None, None), rollout("b", 0.0, None, None)]
     assert DiscountedCredit(gamma=1.0).advantages(group) == credit_rule("grpo").advantages(group)
     assert DiscountedCredit(gamma=0.0).advantages([rollout("a", 1.0, None), rollout("b", 1.0, None)]) is None
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.1])
+def test_a_discount_is_between_0_and_1(gamma: float) -> None:
+    with pytest.raises(ConfigError, match="gamma"):
+        credit_rule({"type": "discounted", "gamma": gamma})
 
 
 def test_calls_of_one_rollout_learn_differently() -> None:

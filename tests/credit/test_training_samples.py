@@ -112,7 +112,7 @@ def test_named_rewards_need_weights() -> None:
         training_samples([group])
 
 
-@pytest.mark.parametrize(("setting", "value"), [("top_p", 0.9), ("top_k", 20), ("temperature", 0.0)])
+@pytest.mark.parametrize(("setting", "value"), [("top_p", 0.9), ("top_k", 1), ("top_k", 20), ("temperature", 0.0)])
 def test_samples_of_a_cut_distribution_are_refused_by_name(setting: str, value: float) -> None:
     group = [rollout("a", 1.0), rollout("b", 0.0, **{setting: value})]
     with pytest.raises(UnfaithfulSampleError, match=f"call b-0 of rollout b was sampled with {setting}={value:g}"):
