@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from agentlightning.store.sql.tables.backend import Insert, Row, Update
@@ -14,14 +14,18 @@ Values = Callable[[Insert | Update, int], str]
 """The VALUES of a statement for so many rows, in the dialect's form of parameters."""
 
 
-def chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def chunks(rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
     """The rows in chunks of CHUNK_SIZES, and one smaller chunk."""
+    if len(rows) < CHUNK_SIZES[-1]:
+        return [rows] if rows else []
+    found: list[Sequence[Row]] = []
     start = 0
     while start < len(rows):
         left = len(rows) - start
         size = next((size for size in CHUNK_SIZES if size <= left), left)
-        yield rows[start : start + size] if start or size < len(rows) else rows
+        found.append(rows[start : start + size])
         start += size
+    return found
 
 
 def insert_sql(insert: Insert, rows: int, values: Values) -> str:
