@@ -66,7 +66,7 @@ async def call(service, http, **more):
 
 def tasks():
     """Of calls that are served in one."""
-    return [task for task in asyncio.all_tasks() if "_Call._run" in task.get_coro().__qualname__]
+    return [task for task in asyncio.all_tasks() if "FastRequest._run" in task.get_coro().__qualname__]
 
 
 async def until(true):

@@ -97,7 +97,7 @@ class ForwardingService:
         self.record_raw: Callable[[bytes], Awaitable[None] | None] | None = None
         """Where the store can read them: keeps an exchange as it was said (`gateway.verbatim`)."""
         if isinstance(store, JournaledStore):
-            self.keep = store.append
+            self.record = store.append
             self.record_raw = store.append_record if store.takes_records else None
             store.on_superseded = contexts.invalidate
 
