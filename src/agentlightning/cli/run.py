@@ -188,11 +188,11 @@ def _reward(text: str) -> float | RewardFunction:
     return checked
 
 
-# -- the recorder ------------------------------------------------------------------------------------------------------
+# -- the recording target ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Recorder:
+class RecordingTarget:
     """The store that records the rollout, and the gateway for its model calls."""
 
     store: LightningStoreBase
@@ -208,7 +208,7 @@ class Recorder:
     """The server, if it is ours."""
 
 
-async def _open(options: Options, stack: AsyncExitStack) -> Recorder:
+async def _open(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     from agentlightning.errors import ConfigError
 
     if options.server is None:
@@ -218,17 +218,17 @@ async def _open(options: Options, stack: AsyncExitStack) -> Recorder:
     return await _open_remote(options.server, options.token, stack)
 
 
-async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Recorder:
+async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> RecordingTarget:
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.store.http.client import LightningStoreClient
 
     store = LightningStoreClient(url, token, patience=5.0)
     stack.push_async_callback(store.close)
     await store.query_queues()
-    return Recorder(store, url, attempt_secret(token), url, await has_model(url, token))
+    return RecordingTarget(store, url, attempt_secret(token), url, await has_model(url, token))
 
 
-async def _open_own(options: Options, stack: AsyncExitStack) -> Recorder:
+async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     """A store, and a private server: it can be used only with its random token or the key of an attempt."""
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.gateway.config import GatewayConfig
@@ -248,7 +248,9 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> Recorder:
     serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
     server = await stack.enter_async_context(serving)
     redirect = first is not None or config is not None
-    return Recorder(store, server.url, secret, without_password(options.db or DEFAULT_DB), redirect, first, server)
+    return RecordingTarget(
+        store, server.url, secret, without_password(options.db or DEFAULT_DB), redirect, first, server
+    )
 
 
 def _config(options: Options) -> GatewayConfig | None:
@@ -268,17 +270,17 @@ async def _run(options: Options) -> Summary:
     if shutil.which(options.command[0]) is None:
         raise AgentError(f"there is no program {options.command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
-        recorder = await _open(options, stack)
+        target = await _open(options, stack)
         worker_id = f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
         shown_command = _without_secrets(options.command, os.environ)
-        started = await recorder.store.start_rollout(
+        started = await target.store.start_rollout(
             {"command": shown_command} if options.task is None else options.task,
             options.mode,
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        await _start_heartbeat(recorder.store, worker_id, stack)
-        return await _execute(options, recorder, started, worker_id)
+        await _start_heartbeat(target.store, worker_id, stack)
+        return await _execute(options, target, started, worker_id)
 
 
 async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: AsyncExitStack) -> None:
@@ -297,34 +299,34 @@ async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: Asy
     stack.callback(task.cancel)
 
 
-async def _execute(options: Options, recorder: Recorder, started: AttemptedRollout, worker_id: str) -> Summary:
+async def _execute(options: Options, target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> Summary:
     from agentlightning.errors import AgentError, Failure
 
     ids = started.rollout_id, started.attempt.attempt_id
     started_at = time.monotonic()
     child = ChildProcess(
-        _redirected(options.command, recorder, *ids) if recorder.redirect else options.command,
-        _environment(options, recorder, *ids, worker_id),
+        _redirected(options.command, target, *ids) if target.redirect else options.command,
+        _environment(options, target, *ids, worker_id),
         keep_output=options.reward is not None and not isinstance(options.reward, float | int),
     )
     error: AgentError | None = None
     try:
         code = await child.run(options.timeout)
         error = _failure(options, child)
-        reward_error = await _record_reward(options, recorder.store, started, child, error)
+        reward_error = await _record_reward(options, target.store, started, child, error)
     except AgentError as failure:
         code, error, reward_error = 127, failure, None
-    if recorder.server is not None:
-        await recorder.server.stop()  # so that every call is recorded
+    if target.server is not None:
+        await target.server.stop()  # so that every call is recorded
     if reward_error is not None and error is None:
         error, code = reward_error, code or 1
     metadata: dict[str, Any] = {"exit_code": code}
     if error is not None:
         metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
     status: AttemptStatus = "timeout" if child.timed_out else "failed" if error is not None else "succeeded"
-    await recorder.store.update_attempt(*ids, status=status, metadata=metadata)
-    spans = await recorder.store.query_spans(*ids)
-    return _summary(spans, ids, status, code, time.monotonic() - started_at, recorder, error)
+    await target.store.update_attempt(*ids, status=status, metadata=metadata)
+    spans = await target.store.query_spans(*ids)
+    return _summary(spans, ids, status, code, time.monotonic() - started_at, target, error)
 
 
 def _failure(options: Options, child: ChildProcess) -> AgentError | None:
@@ -375,33 +377,31 @@ async def _record_reward(
 
 
 def _environment(
-    options: Options, recorder: Recorder, rollout_id: str, attempt_id: str, worker_id: str
+    options: Options, target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
 
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     environment |= telemetry_opt_outs(environment)
-    environment |= attempt_environment(
-        recorder.url, recorder.secret, rollout_id, attempt_id, redirect=recorder.redirect
-    )
-    if recorder.redirect:
-        environment |= worker_environment(recorder.url, recorder.secret, worker_id)
+    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
+    if target.redirect:
+        environment |= worker_environment(target.url, target.secret, worker_id)
         if "ANTHROPIC_AUTH_TOKEN" in environment:  # Claude Code prefers it to the key
             environment["ANTHROPIC_AUTH_TOKEN"] = environment["AGL_KEY"]
-        if recorder.model is not None:
-            environment["AGL_MODEL"] = recorder.model
+        if target.model is not None:
+            environment["AGL_MODEL"] = target.model
     if options.task is not None:
         environment["AGL_TASK"] = orjson.dumps(options.task).decode()
     return environment
 
 
-def _redirected(command: Sequence[str], recorder: Recorder, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
+def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
     """The command, with the arguments that Codex needs, as it reads no variables, unless it has a provider already."""
     from agentlightning.attempt_address import attempt_path
 
     if Path(command[0]).name != "codex" or any("model_provider" in word or "base_url" in word for word in command):
         return tuple(command)
-    base_url = f"{recorder.url}{attempt_path(rollout_id, attempt_id)}/v1"
+    base_url = f"{target.url}{attempt_path(rollout_id, attempt_id)}/v1"
     provider = f'{{name="Agent Lightning", base_url="{base_url}", env_key="AGL_KEY", wire_api="responses"}}'
     settings = ('model_provider="agentlightning"', f"model_providers.agentlightning={provider}")
     return (command[0], *(word for setting in settings for word in ("-c", setting)), *command[1:])
@@ -427,7 +427,7 @@ def _summary(
     status: str,
     code: int,
     seconds: float,
-    recorder: Recorder,
+    target: RecordingTarget,
     error: AgentError | None,
 ) -> Summary:
     from agentlightning import span as names
@@ -451,8 +451,8 @@ def _summary(
         float(total(names.COST)),
         list(agents),
         find_final_reward(spans),
-        recorder.name,
-        recorder.redirect,
+        target.name,
+        target.redirect,
         None if error is None else str(error),
     )
 
