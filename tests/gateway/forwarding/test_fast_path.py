@@ -104,17 +104,44 @@ async def test_calls_of_an_attempt_after_its_first_are_served_without_a_task(ask
     assert (figures["requests"], figures["prompt_tokens"], figures["errors"]) == (4, 40, 0)
 
 
-async def test_both_ways_record_and_answer_the_same(ask):
-    service, _, http = await ask(lambda seen: Reply(chat_answer("First.")))
-    first = await call(service, http)
-    await asyncio.sleep(0)
-    service.gateway._attempts.invalidate(service.rollout_id, service.attempt_id)  # now the store is asked: task path
-    second = await call(service, http)
-    assert first.json() == second.json()
-    assert dict(first.headers) == dict(second.headers)
-    one, other = (await service.spans())[1:]
-    assert one.attributes == other.attributes
-    assert (one.name, one.status_code, one.trace_id) == (other.name, other.status_code, other.trace_id)
+KINDS = {
+    "plain": ({}, lambda: Reply(chat_answer("Again.", usage=(20, 30)))),
+    "parameters": ({"temperature": 0.5, "max_tokens": 7, "stop": ["END"]}, lambda: Reply(chat_answer("Again."))),
+    "unknown_fields": ({"them": {"deep": [1]}}, lambda: Reply(chat_answer("Again.") | {"more": {"of": "it"}})),
+    "choices": ({"n": 2}, lambda: Reply(chat_answer("Again.", usage=(20, 30)))),
+    "echoed_key": ({}, lambda: Reply(chat_answer(f"the key is {KEY}"))),
+    "error_in_body": ({}, lambda: Reply(chat_answer("Again.") | {"error": {"message": f"{KEY} is spent"}})),
+    "headers": ({}, lambda: Reply(chat_answer("Again."), headers={"x-request-id": "req-7", "set-cookie": "mine=1"})),
+    "refused": ({}, lambda: Reply({"error": {"message": "no such thing", "code": "odd"}}, status=400)),
+    "not_json": ({}, lambda: Reply(b"no JSON")),
+}
+"""Name -> (fields of the request, what the provider answers)."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_fast_path_and_task_path_agree(ask, kind):
+    """Status, body, headers, span and counters are the same, whichever path serves a call."""
+    fields, answer = KINDS[kind]
+    service, _, http = await ask(lambda seen: answer())
+    seen = []
+    for path in ("fast", "task"):
+        if path == "task":  # the attempt has to be looked up
+            service.gateway._attempts.invalidate(service.rollout_id, service.attempt_id)
+        before = service.gateway.metrics()
+        reply = await call(service, http, **fields)
+        after = service.gateway.metrics()
+        headers = {name: value for name, value in reply.headers.items() if not name.endswith("request-id")}
+        counted = {name: value - before[name] for name, value in after.items()}
+        seen.append((reply.status_code, reply.content, headers, counted))
+    assert seen[0] == seen[1]
+    spans = (await service.spans())[1:]
+    assert len(spans) % 2 == 0
+    of_fast, of_task = spans[: len(spans) // 2], spans[len(spans) // 2 :]
+    for one, other in zip(of_fast, of_task, strict=True):
+        assert one.attributes == other.attributes
+        assert (one.name, one.status_code, one.status_message) == (other.name, other.status_code, other.status_message)
+        assert one.trace_id == other.trace_id
+    assert KEY not in repr(seen) + repr(spans)
 
 
 async def test_what_says_that_a_call_is_a_repeat_is_read_from_each_call(ask):

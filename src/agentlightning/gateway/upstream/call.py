@@ -256,8 +256,7 @@ class UpstreamCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._settled and self._response is not None:
-            # Cut off: what was sent of it was drawn, and will be charged.
-            self.settle(Usage(self._max_prompt_tokens // 2, self._num_events))
+            self.settle(None)  # Cut off or unreadable: what arrived was sampled, and will be charged.
         await self._end()
 
     def visible_headers(self) -> list[tuple[bytes, bytes]]:
