@@ -1,1 +1,2 @@
-"""The endpoint agents call: `app.Gateway` puts the parts together; read `exchange.py` for one call from end to end."""
+"""The endpoint agents call: `app.Gateway` puts the parts together; read `local/call.py` for one call from end to
+end."""

@@ -1,7 +1,7 @@
 """The configuration of a gateway: where calls go, what they may cost, how agents are recognised.
 
 Given to `agl serve --routes FILE`, as the section `[gateway]` of a training run, or in Python. Only shapes: what they
-mean is the business of `gateway.routing`, `gateway.backends`, `gateway.budget` and `gateway.agents`.
+mean is the business of `gateway.routing`, `upstream.servers`, `upstream.budget` and `callers.agents`.
 """
 
 from __future__ import annotations

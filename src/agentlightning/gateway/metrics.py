@@ -25,7 +25,7 @@ class Counters:
     drift: int = 0
     """Requests that looked like a continuation which could not be proven."""
     overridden: int = 0
-    """Calls of training rollouts whose sampling parameters were not followed (`gateway.on_policy`)."""
+    """Calls of training rollouts whose sampling parameters were not followed (`callers.on_policy`)."""
     violated: int = 0
     """Answers that have not the shape their request asked for."""
     prompt_tokens: int = 0

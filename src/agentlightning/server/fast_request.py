@@ -1,4 +1,4 @@
-"""One model call that takes the short way from the socket to the gateway and back (see fastpath.py).
+"""One model call that takes the short way from the socket to the gateway and back (see http_protocol.py).
 
 Holds its body, offers it to the way without a task, or serves it as an ASGI connection; writes the answer.
 """

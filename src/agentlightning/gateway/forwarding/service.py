@@ -95,7 +95,7 @@ class ForwardingService:
         self._counting = TokenCounter()
         self.record = self._await_store
         self.record_raw: Callable[[bytes], Awaitable[None] | None] | None = None
-        """Where the store can read them: keeps an exchange as it was said (`gateway.verbatim`)."""
+        """Where the store can read them: keeps an exchange as it was said (`recording.raw_exchange`)."""
         if isinstance(store, JournaledStore):
             self.record = store.append
             self.record_raw = store.append_record if store.takes_records else None

@@ -1,7 +1,7 @@
 """Responses that a provider keeps: retrieved and deleted there, by the attempt that they were an answer to.
 
 Called by the gateway for `/v1/responses/{id}`, where the response is not one of ours. Whose it is, and who has it, is
-remembered in `gateway.kept` while the attempt goes on: a provider's key would open those of all.
+remembered in `dialects.response_store` while the attempt goes on: a provider's key would open those of all.
 """
 
 from __future__ import annotations

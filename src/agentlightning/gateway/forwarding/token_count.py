@@ -2,7 +2,7 @@
 
 Claude Code and others shorten their conversations by this number, and some refuse to work without one: so there always
 is one. Servers like vLLM say it exactly at `/tokenize`; for all others it is an estimate, and a header of the answer
-says so. Called by `gateway.forwarder` for `/v1/messages/count_tokens`.
+says so. Called by `forwarding.service` for `/v1/messages/count_tokens`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What models a provider says it serves: asked for where any of them may be called, and remembered for a while.
 
-Called by `gateway.models`. It asks one server of the provider, once for all callers that come together, and costs
+Called by `gateway.models_api`. It asks one server of the provider, once for all callers that come together, and costs
 nobody more than a few seconds: a provider that does not answer, or not in one of the two usual shapes, has no names.
 """
 

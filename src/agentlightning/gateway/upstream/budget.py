@@ -3,7 +3,7 @@
 A call is let through only where its worst case still fits, and that much is set aside until its true cost is known: so
 nothing is overspent, however many calls are under way. The cost of a rollout is read from its spans when its first call
 comes, and the server's own total lives in a file that outlives the process, calls under way counted at their worst.
-Called by `gateway.sending` around each call to a provider.
+Called by `upstream.call` around each call to a provider.
 """
 
 from __future__ import annotations

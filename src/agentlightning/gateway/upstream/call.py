@@ -1,8 +1,8 @@
 """One call to a provider: when it is sent, to which of its servers, and how often.
 
 Responsible for a call's turn, its budget and its retries, for every call that goes to a provider; this is the only
-place where a call is sent twice. It does not know what the bytes mean: those who call it, `gateway.forward` for calls
-in the provider's own dialect and `gateway.translate` for others, say what to send and read what comes.
+place where a call is sent twice. It does not know what the bytes mean: those who call it, `forwarding.passthrough` for
+calls in the provider's own dialect and `translation.call` for others, say what to send and read what comes.
 
     call = Call(backends, ask)
     async with call:                          waits for its turn, sends, repeats; raises ApiError

@@ -1,7 +1,7 @@
 """Whether one server is well, as far as its answers and our questions tell.
 
 A server that cannot be reached, or that failed several times in a row, is left alone for a while that doubles from one
-second to thirty; then it is tried again. Pure: the clock is handed in, and who asks and tells is `gateway.backends`.
+second to thirty; then it is tried again. Pure: the clock is handed in, and who asks and tells is `upstream.servers`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A provider: someone else's model server that calls are passed on to, as it is written in the configuration.
 
 Responsible for what is known of a provider before the first call. Which calls go to it is `gateway.routing`, which of
-its servers is asked `gateway.backends`, and how often `gateway.sending`.
+its servers is asked `upstream.servers`, and how often `upstream.call`.
 """
 
 from __future__ import annotations

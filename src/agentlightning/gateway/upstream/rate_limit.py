@@ -1,7 +1,7 @@
 """A provider's limits: calls under way at once, requests and tokens a minute. Calls wait their turn, first come first
 served, and none waits longer than it is worth.
 
-A minute's worth may be used at once; it is refilled evenly. Called by `gateway.sending` around each call.
+A minute's worth may be used at once; it is refilled evenly. Called by `upstream.call` around each call.
 """
 
 from __future__ import annotations

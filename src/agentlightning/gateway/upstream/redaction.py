@@ -1,7 +1,7 @@
 """Credentials of a provider, hidden in whatever it says: answers, events of streams, headers and errors.
 
 A provider that echoes a request, or puts its key into an error, shows it to agents and to spans otherwise. Made once
-for each provider by `gateway.backends`; called for every answer before anybody reads it, so that it costs no more than
+for each provider by `upstream.servers`; called for every answer before anybody reads it, so that it costs no more than
 a search of the bytes.
 """
 

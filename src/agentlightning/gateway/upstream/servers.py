@@ -1,6 +1,6 @@
 """The servers of a provider: which of them is asked, whether they are well, and how many calls may be repeated.
 
-Called by `gateway.sending` for each call that goes to the provider.
+Called by `upstream.call` for each call that goes to the provider.
 """
 
 from __future__ import annotations
