@@ -20,7 +20,7 @@ async def test_answers_come_in_order_and_the_script_ends_with_a_clear_error():
     assert len(sample.logprobs) == len(sample.token_ids)
     with pytest.raises(ValueError, match="two is broken"):
         await engine.sample(prompt(("user", "hi")), SamplingParams())
-    with pytest.raises(PolicyError, match="the script of scripted has 2 answers; call 3 came"):
+    with pytest.raises(PolicyError, match="the script of scripted has 2 answers, but this is call 3"):
         await engine.sample(prompt(("user", "hi")), SamplingParams())
 
 

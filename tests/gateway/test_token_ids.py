@@ -60,10 +60,10 @@ async def test_a_caller_that_hangs_up_frees_the_engine_within_a_step(serve_tiny)
     service = await serve_tiny()
     generator = service.engine._generator
     call = asyncio.create_task(service.stream(max_tokens=200, extra_body={"ignore_eos": True}))
-    await until(lambda: [row for row in generator._rows if len(row.drawn) > 2])
+    await until(lambda: [row for row in generator._rows if len(row.logprobs) > 2])
     (row,) = generator._rows
     call.cancel()
     await asyncio.wait([call])
     await until(lambda: generator.idle)
     assert row.cancelled
-    assert len(row.drawn) < 200
+    assert len(row.logprobs) < 200
