@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.engine.local import worker
 from agentlightning.engine.local.switch_interval import SWITCH_SECONDS, SwitchInterval
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.open import open_policy
@@ -22,7 +23,10 @@ def interval() -> Iterator[float]:
     sys.setswitchinterval(before)
 
 
-async def test_a_policy_that_is_closed_leaves_the_interval_as_it_was(tmp_path: Path, interval: float) -> None:
+async def test_a_policy_that_is_closed_leaves_the_interval_as_it_was(
+    tmp_path: Path, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "SWITCH_INTERVAL", SwitchInterval())  # counts no policies of other tests
     config = LocalPolicyConfig(model=tiny_checkpoint(tmp_path), device="cpu")
     one, two = await open_policy(config), await open_policy(config)
     await one.save(tmp_path / "one")  # its thread is there
