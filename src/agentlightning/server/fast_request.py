@@ -1,6 +1,6 @@
-"""One model call that takes the short way from the socket to the gateway and back (see http_protocol.py).
+"""A model call as the HTTP server handles it: buffers the body, tries the endpoint's fast path, writes the response.
 
-Holds its body, offers it to the way without a task, or serves it as an ASGI connection; writes the answer.
+A call that the fast path does not take is served as an ASGI connection, in a task.
 """
 
 from __future__ import annotations
@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, cast
 
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
 from agentlightning.gateway.forwarding.service import ON_DISCONNECT
-from agentlightning.server.request_tracker import CLIENT_CLOSED, ROUTE, forbidden
-
-if TYPE_CHECKING:
-    from agentlightning.server.http_protocol import GatewayHttpProtocol
+from agentlightning.server.request_tracker import CLIENT_CLOSED, ROUTE, RequestTracker, forbidden
 
 logger = logging.getLogger(__name__)
 
@@ -29,130 +26,139 @@ STATUS_LINES: Final = {
 CLOSE: Final = b"connection: close\r\n"
 
 
+class Connection(Protocol):
+    """The connection of a request; see `GatewayHttpProtocol`."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: Any
+    flow: Any
+    tasks: Any
+    url: bytes
+    headers: list[tuple[bytes, bytes]]
+    scope: Any
+
+    def on_response_complete(self) -> None: ...
+
+
 class FastRequest:
-    """One call; to uvicorn's protocol it is a cycle like its own."""
+    """One request, in place of uvicorn's `RequestResponseCycle`."""
 
     __slots__ = (
-        *(
-            "_started_at",
-            "_on_fast_path",
-            "_flow",
-            "_disconnected",
-            "_head",
-            "_disconnect_callback",
-            "_protocol",
-            "_route",
-            "_scope",
-            "_has_length",
-            "disconnected",
-        ),
-        *("body", "caller", "headers", "keep_alive", "parts", "path_params", "rejection", "response_complete"),
-        *("response_started", "url"),
+        *("_connection", "_disconnect_callback", "_disconnected", "_flow", "_has_length", "_head", "_on_fast_path"),
+        *("_route", "_scope", "_started_at", "_tracker", "body", "caller", "disconnected", "headers", "keep_alive"),
+        *("parts", "path_params", "rejection", "response_complete", "response_started", "url"),
     )
 
     def __init__(
-        self, protocol: GatewayHttpProtocol, route: Route, path_params: dict[str, Any], keep_alive: bool
+        self,
+        connection: Connection,
+        tracker: RequestTracker,
+        route: Route,
+        path_params: dict[str, Any],
+        keep_alive: bool,
     ) -> None:
-        self.url, self.headers, self.path_params = protocol.url, protocol.headers, path_params
+        self.url, self.headers, self.path_params = connection.url, connection.headers, path_params
         self.parts: list[bytes] | None = []
-        """Of the body; None once it was taken, or where nobody wants it."""
+        """Chunks of the body; None after `receive`, and for a rejected request."""
         self.caller: Any = None
-        """Who calls, where the endpoint knows that by the head."""
+        """The caller, if the endpoint identified it from the request head."""
         self.rejection: tuple[int, bytes] | None = None
-        """Its answer, where the head was enough to refuse it."""
+        """Status and body of the response, if the request head was enough to reject the request."""
         self.body = b""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.response_started = False
         self.response_complete = False
-        self._protocol = protocol
-        self._flow = protocol.flow
+        self._connection = connection
+        self._tracker = tracker
+        self._flow = connection.flow
         self._route = route
-        self._scope = cast("Scope", protocol.scope)
+        self._scope = cast("Scope", connection.scope)
         self._started_at = 0.0
         self._on_fast_path = False
-        """It is being served without a task."""
+        """Served without a task."""
         self._head: bytes | None = None
+        """Head of the response, not yet written."""
         self._has_length = False
+        """The response has a Content-Length; otherwise it is chunked."""
         self._disconnected: asyncio.Future[None] | None = None
-        self._disconnect_callback: Any = None
+        self._disconnect_callback: Callable[[], None] | None = None
 
-    # -- the direct way --------------------------------------------------------------------------------------------
+    # -- the fast path ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """The head is whole."""
-        tracker = self._protocol.fast_routes.tracker
-        if (why := tracker.guard.rejection(self.headers)) is not None:
-            self.rejection = 403, forbidden(why)
+        """Check the request head. Sets `rejection`, and then discards the body."""
+        if (reason := self._tracker.guard.rejection(self.headers)) is not None:
+            self.rejection = 403, forbidden(reason)
         elif (admit := getattr(self._route.endpoint, "admit", None)) is not None:
             self.rejection = admit(self)
         if self.rejection is not None:
             self.parts = None
 
     def start(self) -> None:
-        """The request is whole."""
+        """Serve the request, whose body is complete."""
+        self._started_at = self._tracker.started()
         if self.rejection is not None:
-            self._started_at = self._protocol.fast_routes.tracker.started()
             return self.reply(*self.rejection, ())
         parts, self.parts = self.parts or [], []
         self.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._started_at = self._protocol.fast_routes.tracker.started()
         fast_path = getattr(self._route.endpoint, "fast_path", None)
         self._on_fast_path = fast_path is not None and fast_path(self)
         if not self._on_fast_path:
             self.hand_over(self._route.app)
 
     def hand_over(self, app: ASGIApp) -> None:
-        """Have an application serve it, in a task."""
+        """Continue in a task, with an ASGI application."""
         self._on_fast_path = False
-        task = self._protocol.loop.create_task(self._run(app))
-        self._protocol.tasks.add(task)
-        task.add_done_callback(self._protocol.tasks.discard)
+        task = self._connection.loop.create_task(self._run(app))
+        self._connection.tasks.add(task)
+        task.add_done_callback(self._connection.tasks.discard)
 
     def reply(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Answer with JSON, without a task."""
-        self._protocol.fast_routes.tracker.finished(self._route.path, "POST", status, self._started_at)
+        """Send a JSON response, without a task."""
+        self._tracker.finished(self._route.path, "POST", status, self._started_at)
         lines = b"".join([b"%s: %s\r\n" % header for header in headers]) if headers else b""
         self.response_started = True
-        self._protocol.transport.write(
+        self._connection.transport.write(
             b"%scontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
             % (STATUS_LINES[status], len(body), lines, b"" if self.keep_alive else CLOSE, body)
         )
         self._finish()
 
     def drop(self) -> None:
-        """Hang up on the caller."""
-        self._protocol.transport.abort()
+        """Close the connection to the client."""
+        self._connection.transport.abort()
 
     def _finish(self) -> None:
         self.response_complete = True
         if not self.keep_alive:
-            self._protocol.transport.close()
-        self._protocol.on_response_complete()
+            self._connection.transport.close()
+        self._connection.on_response_complete()
 
-    # -- what uvicorn's protocol says ------------------------------------------------------------------------------
+    # -- called by uvicorn's protocol ------------------------------------------------------------------------------
 
     @property
     def message_event(self) -> FastRequest:
         return self
 
     def set(self) -> None:
-        """uvicorn's protocol says so when something happened; what it was is known from `hang_up`."""
+        """Does nothing: uvicorn sets `message_event` at every change, and the changes arrive through other methods."""
 
     def handle_disconnect(self) -> None:
-        """The caller is gone."""
+        """The client disconnected."""
         self.disconnected = True
         if self._disconnected is not None and not self._disconnected.done():
             self._disconnected.set_result(None)
         if self._disconnect_callback is not None:
             self._disconnect_callback()
         if self._on_fast_path:
-            self._protocol.fast_routes.tracker.finished(self._route.path, "POST", CLIENT_CLOSED, self._started_at)
+            self._tracker.finished(self._route.path, "POST", CLIENT_CLOSED, self._started_at)
 
-    def on_disconnect(self, end: Any) -> None:
-        self._disconnect_callback = end
-        if end is not None and self.disconnected:
-            end()
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        """Register the callback for a disconnect of the client; None removes it."""
+        self._disconnect_callback = callback
+        if callback is not None and self.disconnected:
+            callback()
 
     # -- an ASGI connection ----------------------------------------------------------------------------------------
 
@@ -162,12 +168,12 @@ class FastRequest:
         scope["raw_path"], scope["path_params"], scope[ON_DISCONNECT] = self.url, self.path_params, self.on_disconnect
         scope[ROUTE] = self._route.path
         try:
-            await self._protocol.fast_routes.tracker.track(app, scope, self.receive, self.send, self._started_at)
+            await self._tracker.track(app, scope, self.receive, self.send, self._started_at)
         except Exception:
-            logger.exception("a model call failed on its way")
+            logger.exception("a model call failed")
         finally:
             if not self.response_complete and not self.disconnected:
-                self._protocol.transport.close()
+                self._connection.transport.close()
 
     async def receive(self) -> Message:
         if self.parts is not None:
@@ -175,7 +181,7 @@ class FastRequest:
             return {"type": "http.request", "body": self.body}
         if not self.disconnected:
             if self._disconnected is None:
-                self._disconnected = self._protocol.loop.create_future()
+                self._disconnected = self._connection.loop.create_future()
             await self._disconnected
         return {"type": "http.disconnect"}
 
@@ -207,12 +213,12 @@ class FastRequest:
         self.response_started = True
         self._has_length = b"content-length: " in head
         if self._has_length:
-            return self._protocol.transport.write(b"%s\r\n%s" % (head, body))
-        self._protocol.transport.write(b"%stransfer-encoding: chunked\r\n\r\n%s" % (head, _chunk(body, more)))
+            return self._connection.transport.write(b"%s\r\n%s" % (head, body))
+        self._connection.transport.write(b"%stransfer-encoding: chunked\r\n\r\n%s" % (head, _chunk(body, more)))
 
     def _write_more(self, body: bytes, more: bool) -> None:
         if data := body if self._has_length else _chunk(body, more):
-            self._protocol.transport.write(data)
+            self._connection.transport.write(data)
 
 
 def _chunk(body: bytes, more: bool) -> bytes:

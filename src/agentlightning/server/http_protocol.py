@@ -1,14 +1,12 @@
-"""The short way of a model call from the socket to the gateway and back.
+"""uvicorn's HTTP protocol with a fast path for model calls, upload limits and timeouts for slow clients.
 
-uvicorn's own protocol serves every request; here those that go to the gateway, which are many, skip what they do not
-need: the cycle around an ASGI application, the router, and two writes where one will do; and where the gateway can
-serve a call without a task, the task. What is unusual (a body that
-is long or of unknown length, `Expect`, pipelining, HTTP/1.0) goes the long way, to the same code.
+Most requests go to the gateway. They skip uvicorn's request cycle and Starlette's router, their responses are sent with
+one write, and those that the gateway can serve without a task get none. Unusual requests (a long body or one of unknown
+length, `Expect`, pipelining, HTTP/1.0) take the regular path to the same code.
 
-Also guards the connections. Who may not call is known at the end of the head, and nothing of the body is kept then. An
-`Upgrade` is ignored, as HTTP allows: the request is served in HTTP/1.1, its body being its own. Bodies that have not
-come to their end are bounded in all. Connections on which nothing happens are closed: those between requests, and those
-whose request does not come to its end, which are answered with 408.
+A request whose caller is rejected loses its body: the check happens at the end of the request head. An `Upgrade` is
+ignored, as HTTP allows: the request is served in HTTP/1.1, with its own body. Incomplete bodies share one size limit.
+Idle connections are closed; a request that stalls gets a 408.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ from agentlightning.server.request_tracker import RequestTracker
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 1024 * 1024
-"""Of a request that takes the short way."""
+"""Largest request body on the fast path."""
 MAX_HEAD_BYTES: Final = 65536
 IDLE_SECONDS: Final = 120.0
-"""Between the requests of a connection."""
+"""How long a connection may be idle between requests."""
 STALLED_SECONDS: Final = 30.0
-"""A request has so long for its head, and then for its body, besides the time it takes at the slowest."""
+"""Time for the head of a request, and again for its body, in addition to its transfer time at the minimum rate."""
 MIN_BYTES_PER_SECOND: Final = 8192
-"""Bytes a second."""
+"""Slowest upload that is allowed."""
 MAX_UNFINISHED_BYTES: Final = 1024**3
-"""Of all bodies together that have not come to their end."""
+"""Limit for all incomplete bodies together."""
 _MAX_KNOWN_PATHS: Final = 16384
 _LONGEST_KNOWN_PATH: Final = 512
 _LONG: Final = b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error"}}'
@@ -51,8 +49,8 @@ _LATE: Final = b'{"error":{"message":"the request did not come to its end in tim
 
 
 class FastRoutes:
-    """Which paths take the short way: those of `routes` that are bare applications and take a POST. Where the endpoint
-    of one has a way `direct`, a call is first offered to that."""
+    """The routes on the fast path: those of `routes` whose endpoint is an ASGI application. An endpoint with a method
+    `fast_path` may serve a request without a task."""
 
     def __init__(
         self,
@@ -65,13 +63,13 @@ class FastRoutes:
         self.stalled_seconds = stalled_seconds
         self.max_unfinished_bytes = max_unfinished_bytes
         self.unfinished_bytes = 0
-        """Of bodies that are coming in."""
+        """Size of all incomplete bodies."""
         self._routes = [route for route in routes if not inspect.isroutine(route.endpoint)]
         self._known: dict[bytes, tuple[Route, dict[str, Any]]] = {}
         self._watched: asyncio.TimerHandle | None = None
 
     def find(self, url: bytes) -> tuple[Route, dict[str, Any]] | None:
-        """The route of a POST, where there is one; of a path without query and escapes only."""
+        """The route of a POST and its path parameters. None if there is none, and for a URL with a query or escapes."""
         known = self._known.get(url)
         if known is not None:
             return known
@@ -79,9 +77,9 @@ class FastRoutes:
             return None
         scope: Scope = {"type": "http", "method": "POST", "path": url.decode()}
         for route in self._routes:
-            match, found = route.matches(scope)
+            match, child_scope = route.matches(scope)
             if match is Match.FULL:
-                known = route, found["path_params"]
+                known = route, child_scope["path_params"]
                 if len(url) > _LONGEST_KNOWN_PATH:
                     return known
                 if len(self._known) >= _MAX_KNOWN_PATHS:
@@ -91,7 +89,7 @@ class FastRoutes:
         return None
 
     def watch(self, connections: Collection[Any]) -> None:
-        """Look, as long as there are connections, at how long each has been silent."""
+        """Check for timeouts regularly while there are connections."""
         if self._watched is None:
             seconds = min(5.0, self.stalled_seconds / 4)
             self._watched = asyncio.get_running_loop().call_later(seconds, self._check_timeouts, connections)
@@ -111,9 +109,9 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     parser: Any
     cycle: Any
-    """uvicorn's, or a `Call`; None before the first."""
+    """The current request: uvicorn's cycle or a `FastRequest`; None before the first."""
     fast_routes: FastRoutes
-    """Of the server; set in a subclass for each."""
+    """Set by each server, in a subclass."""
 
     def __init__(
         self,
@@ -124,22 +122,22 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._upgrade: list[tuple[bytes, bytes]] = []
-        """The `Upgrade` that is ignored; the application may want to say something about it."""
+        """The ignored `Upgrade` header, kept for the application."""
         self._reading = False
-        """A request is coming in."""
+        """A request is being received."""
         self._in_head = False
         self._since = self.loop.time()
-        """When the connection came, the request began, its head was whole, or the last answer went."""
+        """Time of the last event: connected, request started, head complete, or response sent."""
         self._received = 0
-        """Bytes since then."""
+        """Bytes received since then."""
         self._unsent, self._unsent_since = -1, 0.0
-        """Bytes of the answer that the caller has not taken, and since when there are so many."""
+        """Bytes in the write buffer, and since when that number has not changed."""
         self._body_bytes = 0
-        """Bytes of the body that is coming in."""
+        """Bytes received of the current body."""
         self._incoming: FastRequest | None = None
-        """Its body is coming in."""
+        """The request whose body is being received."""
         self._request: FastRequest | None = None
-        """It is being answered."""
+        """The request that is being served."""
 
     # -- the connection ------------------------------------------------------------------------------------------
 
@@ -148,11 +146,11 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.fast_routes.watch(self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        call, self._request, self._incoming = self._request, None, None
+        request, self._request, self._incoming = self._request, None, None
         self._release_body()
         super().connection_lost(exc)
-        if call is not None:
-            call.handle_disconnect()
+        if request is not None:
+            request.handle_disconnect()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -166,8 +164,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self.reject(431, _LONG)
 
     def _feed(self, data: bytes) -> None:
-        """Have the parser read. At the end of a head that asks for another protocol it stops; what follows is the body
-        of that request all the same, and a parser that is not told of the wish reads it as such."""
+        """Feed the parser. It stops after a head with an `Upgrade`, although a body may follow; so a new parser gets
+        the same head without that header, and then the rest."""
         rest = memoryview(data)
         while not self.transport.is_closing():
             try:
@@ -188,7 +186,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
     def _count_body(self, count: int) -> None:
-        """So many bytes more of a body have come."""
+        """Count received bytes of a body, and reject the request above the limit."""
         self._body_bytes += count
         self.fast_routes.unfinished_bytes += count
         if (
@@ -202,7 +200,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._body_bytes = 0
 
     def check_timeouts(self, now: float) -> None:
-        """Close what has been silent for too long."""
+        """Close the connection if it timed out."""
         silent = now - self._since
         if self._reading:
             allowed = self.fast_routes.stalled_seconds + (0 if self._in_head else self._received / MIN_BYTES_PER_SECOND)
@@ -214,7 +212,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _check_writes(self, now: float) -> None:
-        """A caller that takes nothing of its answer any more keeps a slot, an engine and a connection waiting."""
+        """Abort if the client has stopped reading: it occupies a slot, an engine and a connection."""
         unsent = self.transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now
@@ -222,7 +220,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def reject(self, status: int, body: bytes, headers: bytes = b"") -> None:
-        """Answer a request that is not whole, and close."""
+        """Respond to an incomplete request, and close the connection."""
         cycle, self._incoming = self.cycle, None
         self._release_body()
         if cycle is not None and not cycle.response_complete:
@@ -236,7 +234,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         )
         self.transport.close()
 
-    # -- what the parser calls -----------------------------------------------------------------------------------
+    # -- called by the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._reading = self._in_head = True
@@ -245,7 +243,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # the head comes again
+            return  # the head is parsed again
         if self._upgrade:
             self.headers += self._upgrade
             self._upgrade = []
@@ -254,8 +252,10 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if found is None or not self._is_fast():
             return super().on_headers_complete()
         route, path_params = found
-        self.cycle = self._incoming = call = FastRequest(self, route, path_params, self.parser.should_keep_alive())
-        call.admit()
+        self.cycle = self._incoming = request = FastRequest(
+            self, self.fast_routes.tracker, route, path_params, self.parser.should_keep_alive()
+        )
+        request.admit()
 
     def _is_fast(self) -> bool:
         if self.expect_100_continue or (self.cycle is not None and not self.cycle.response_complete):
@@ -283,16 +283,16 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             return
         self._reading = False
         self._release_body()
-        call, self._incoming = self._incoming, None
+        request, self._incoming = self._incoming, None
         if self.transport.is_closing():
             return
-        if call is None:
+        if request is None:
             return super().on_message_complete()
-        self._request = call
-        call.start()
+        self._request = request
+        request.start()
 
     def on_response_complete(self) -> None:
-        """Without a timer for each connection: they are all watched by one."""
+        """Unlike uvicorn, sets no timer: one timer watches all connections."""
         self._request = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():
@@ -305,11 +305,11 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
 
 def _without_upgrade(header: tuple[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """The header without the wish for another protocol."""
+    """The header without the request for an upgrade; None if nothing is left."""
     name, value = header
     if name in (b"upgrade", b"http2-settings"):
         return None
     if name != b"connection":
         return header
-    wishes = [wish.strip() for wish in value.split(b",")]
-    return name, b", ".join(wish for wish in wishes if wish.lower() not in (b"upgrade", b"http2-settings"))
+    options = [option.strip() for option in value.split(b",")]
+    return name, b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
