@@ -9,7 +9,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
-from agentlightning.transport.connector import ConnectOptions, _tls_failure, make_context
+from agentlightning.transport.connector import ConnectOptions
+from agentlightning.transport.tls import ssl_context, tls_error
 
 
 async def failure(url, dial=None):
@@ -55,7 +56,7 @@ def test_where_the_system_knows_no_authorities_those_of_the_world_are_believed(m
     paths = ssl.get_default_verify_paths()._replace(cafile=None, capath=None)
     monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: paths)
     monkeypatch.setattr(ssl.SSLContext, "load_default_certs", lambda self, purpose: None)
-    assert make_context(None).cert_store_stats()["x509_ca"] > 50
+    assert ssl_context(None).cert_store_stats()["x509_ca"] > 50
 
 
 def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_path):
@@ -69,7 +70,7 @@ def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_
 def test_a_certificate_that_only_newer_pythons_refuse_is_named_with_the_way_out():
     error = ssl.SSLCertVerificationError(1, "certificate verify failed")
     error.verify_code, error.verify_message = 92, "CA cert does not include key usage extension"
-    said = str(_tls_failure(Origin(True, "their.host", 443), error))
+    said = str(tls_error(Origin(True, "their.host", 443), error))
     assert "their.host" in said
     assert "key usage" in said
     assert "have it made anew" in said

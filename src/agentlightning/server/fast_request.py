@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, cast
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
-from agentlightning.gateway.forwarding.service import ON_DISCONNECT
+from agentlightning.gateway.forwarding.disconnect import ON_DISCONNECT
 from agentlightning.server.request_tracker import CLIENT_CLOSED, ROUTE, RequestTracker, forbidden
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Final, Protocol, Self, cast
 
 import httptools
 
-from agentlightning.transport.base import Headers, TransportError
+from agentlightning.transport.base import TransportError
 
 MAX_HEAD_BYTES: Final = 65536
 MAX_BODY_BYTES: Final = 256 * 1024 * 1024
@@ -352,24 +352,3 @@ class HttpResponse:
 
 def _body_too_large() -> TransportError:
     return TransportError(f"the answer is longer than {MAX_BODY_BYTES} bytes", "protocol")
-
-
-def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, body: bytes) -> bytes:
-    """A request as it is written; `host` may bring lines of its own with it. Raises TransportError where a header would
-    be more than one line."""
-    head = head_bytes(method, target, host, headers)
-    if body or method not in ("GET", "HEAD"):
-        head += b"content-length: %d\r\n" % len(body)
-    return b"%s\r\n%s" % (head, body)
-
-
-def head_bytes(method: str, target: bytes, host: bytes, headers: Headers) -> bytes:
-    """Of a request, what comes before the length of its body."""
-    lines = [b"%s %s HTTP/1.1\r\nhost: %s" % (method.encode(), target, host)]
-    lines += [b"%s: %s" % header for header in headers]
-    head = b"\r\n".join(lines)
-    many = len(lines) + host.count(b"\n")
-    if head.count(b"\n") != many or head.count(b"\r") != many:
-        names = ", ".join(name.decode("latin-1") for name, value in headers if b"\r" in value or b"\n" in value)
-        raise TransportError(f"a header holds a line break: {names}", "protocol")
-    return head + b"\r\n"

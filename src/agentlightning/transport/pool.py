@@ -14,8 +14,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from agentlightning.transport.base import Headers, TransportError
-from agentlightning.transport.connection import Connection, HttpResponse, Origin, head_bytes, request_bytes
+from agentlightning.transport.connection import Connection, HttpResponse, Origin
 from agentlightning.transport.connector import ConnectOptions, Connector
+from agentlightning.transport.http_writer import head_bytes, request_bytes
 
 IDLE_SECONDS: Final = 55.0
 """A connection that was not used for so long is closed: many servers do so after a minute."""

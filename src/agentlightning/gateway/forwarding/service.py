@@ -6,18 +6,15 @@ Called by the gateway for each call, before its body is read as a request to our
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
-from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
+from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
@@ -25,6 +22,7 @@ from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_traini
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
@@ -38,9 +36,6 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
 
 logger = logging.getLogger(__name__)
-
-ON_DISCONNECT: Final = "agentlightning.hang_up"
-"""In a scope: a function that takes what is to be called when the caller hangs up, or None for nothing."""
 
 
 class Translator(Protocol):
@@ -220,37 +215,3 @@ class ForwardingService:
         for span in await self._store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
                 self._contexts.invalidate(span.rollout_id, span.attempt_id)
-
-
-@contextmanager
-def cancel_on_disconnect(scope: Scope, receive: Receive) -> Generator[None]:
-    """Inside, a caller that hangs up ends the work of this task; raises ClientDisconnected where one did."""
-    task, gone, left = asyncio.current_task(), list[bool](), list[bool]()
-    assert task is not None
-    end = partial(_end, task, gone, left)
-    tell = scope.get(ON_DISCONNECT)
-    watch = None
-    if tell is not None:
-        tell(end)
-    else:
-        watch = asyncio.create_task(wait_for_disconnect(receive))
-        watch.add_done_callback(lambda watch: None if watch.cancelled() else end())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        task.uncancel()
-        raise ClientDisconnected from None
-    finally:
-        left.append(True)
-        if tell is not None:
-            tell(None)
-        elif watch is not None:
-            watch.cancel()
-
-
-def _end(task: asyncio.Task[Any], gone: list[bool], left: list[bool]) -> None:
-    if not left:
-        gone.append(True)
-        task.cancel()
