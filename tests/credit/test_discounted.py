@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from agentlightning.credit import DiscountedCredit, credit_rule, training_samples
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 
 
@@ -37,6 +38,27 @@ def test_without_discount_and_intermediate_rewards_it_is_group_relative() -> Non
     group = [rollout("a", 1.0, None, None), rollout("b", 0.0, None, None)]
     assert DiscountedCredit(gamma=1.0).advantages(group) == credit_rule("grpo").advantages(group)
     assert DiscountedCredit(gamma=0.0).advantages([rollout("a", 1.0, None), rollout("b", 1.0, None)]) is None
+
+
+def test_one_rollout_alone_and_rollouts_without_calls_teach_nothing() -> None:
+    assert DiscountedCredit().advantages([rollout("a", 1.0, 0.5, None)]) is None
+    assert DiscountedCredit().advantages([rollout("a", 1.0), rollout("b", 0.0)]) is None
+
+
+def test_intermediate_rewards_with_named_dimensions_are_weighed_like_the_final_one() -> None:
+    named = [
+        replace(each, transitions=tuple(replace(t, reward={"right": 1.0, "short": 2.0}) for t in each.transitions))
+        for each in (rollout("a", 1.0, None), rollout("b", 0.0, None, None))
+    ]
+    plain = [rollout("a", 1.0, 2.0), rollout("b", 0.0, 2.0, 2.0)]
+    rule = DiscountedCredit(normalize_std=False)
+    samples = [
+        training_samples([group], rule, reward_weights={"right": 1.0, "short": 0.5})[0][0] for group in (named, plain)
+    ]
+    weighed, expected = ([values.tolist() for values in sample.advantages] for sample in samples)
+    assert weighed == expected
+    with pytest.raises(RewardError, match=r"call a-1 has reward .*credit needs one number"):
+        rule.advantages(named)
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1])

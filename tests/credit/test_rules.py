@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditRule, GroupRelativeCredit, ReinforceCredit, credit_rule
+from agentlightning.credit import CreditRule, GroupRelativeCredit, ReinforceCredit, base, credit_rule, register
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -43,8 +44,9 @@ def test_uniform_advantages_are_standardised(rewards: list[float]) -> None:
         assert statistics.pstdev(flat) == pytest.approx(1.0)
 
 
-def test_rounding_is_no_spread() -> None:
+def test_rounding_is_no_spread_at_any_size_of_rewards() -> None:
     assert GroupRelativeCredit().advantages(group(0.1 + 0.2, 0.3)) is None
+    assert GroupRelativeCredit().advantages(group(1e12, 1e12 + 1)) is None
 
 
 def test_a_group_of_one_has_no_baseline_and_the_message_says_the_way_out() -> None:
@@ -62,7 +64,7 @@ def test_reinforce_learns_from_one_rollout() -> None:
 
 @pytest.mark.parametrize("rule", [GroupRelativeCredit(), ReinforceCredit()])
 def test_intermediate_rewards_are_refused_unless_they_are_to_be_ignored(rule: CreditRule) -> None:
-    with pytest.raises(RewardError, match=r'call s0 of rollout ro-0.*intermediate="ignore"'):
+    with pytest.raises(RewardError, match=rf'call s0 of rollout ro-0.*rule "{rule.type}".*intermediate="ignore"'):
         rule.advantages(group(0.0, 1.0, step=0.5))
     assert credit_rule({"type": rule.type, "intermediate": "ignore"}).advantages(group(0.0, 1.0, step=0.5))
 
@@ -82,3 +84,19 @@ def test_rules_are_found_by_name_or_configuration() -> None:
         credit_rule("unifrom")
     with pytest.raises(ConfigError, match="normalise"):
         credit_rule({"type": "uniform", "normalise": False})
+    with pytest.raises(ConfigError, match="unknown credit rule None; known: "):
+        credit_rule({"normalize_std": False})
+
+
+def test_a_rule_of_ones_own_is_registered_under_its_type_and_its_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))
+    monkeypatch.setattr(base, "_NAMES", dict(base._NAMES))
+
+    @register
+    class FirstCallCredit(CreditRule):
+        type: str = "first_call"
+        aliases: ClassVar[tuple[str, ...]] = ("opening",)
+
+    assert credit_rule("first_call") == credit_rule("opening") == FirstCallCredit()
+    with pytest.raises(NotImplementedError, match="FirstCallCredit defines neither `advantages` nor `assign`"):
+        FirstCallCredit().assign([group(0.0, 1.0)])

@@ -17,6 +17,8 @@ from agentlightning.credit import (
     CreditReport,
     CreditRule,
     group_trajectories,
+    is_target,
+    rejections,
     training_samples,
 )
 from agentlightning.credit.base import Group
@@ -76,16 +78,17 @@ def test_groups_that_teach_nothing_are_skipped_each_under_its_own_count() -> Non
         [rollout("c", 1.0), rollout("d", None)],
         [rollout("e", 1.0), rollout("f", 0.0)],
         [Trajectory("h", "at", (), 1.0), Trajectory("i", "at", (), 0.0)],
+        [Trajectory("j", "at", (), 1.0), Trajectory("k", "at", (), 0.0)],
     ]
     samples, report = training_samples(groups)
     assert set(by_rollout(samples)) == {"e", "f"}
     assert report == CreditReport(
-        groups=4,
-        rollouts=8,
+        groups=5,
+        rollouts=10,
         groups_trained=1,
         groups_without_spread=1,
         groups_too_small=1,
-        groups_without_tokens=1,
+        groups_without_tokens=2,
         rewards_missing=1,
         rollouts_trained=2,
         tokens_trained=4,
@@ -150,6 +153,79 @@ def test_a_rule_sees_all_groups_and_weighs_tokens() -> None:
     assert (report.groups_trained, report.groups_without_spread) == (2, 1)
     assert tokens["y0"] == [(1.0, 0.125), (1.0, 0.0)]
     assert tokens["z1"] == [(2.0, 0.125), (2.0, 0.0)]
+
+
+class NumberedTokens(CreditRule):
+    """The advantage of each token is its place in the call, its weight the square of that."""
+
+    type: str = "numbered"
+
+    def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+        places = [
+            [[np.arange(len(call.response_token_ids)) for call in each.transitions] for each in group]
+            for group in groups
+        ]
+        return [Credit(group, [[call**2 for call in each] for each in group]) for group in places]
+
+
+def test_numbers_for_tokens_follow_the_tokens_of_a_call_that_later_prompts_split() -> None:
+    def made(number: int, prompt: tuple[int, ...], sampled: tuple[int, ...]) -> Transition:
+        return Transition("a", "at", f"a-{number}", number, prompt, sampled, (-1.0,) * len(sampled))
+
+    calls = made(1, (1,), (5, 6, 7, 8, 9)), made(2, (1, 5, 6, 2), (3, 4)), made(3, (1, 5, 6, 7, 8, 2), (3,))
+    (sample,), _ = training_samples(
+        [[Trajectory("a", "at", calls, 1.0), rollout("b", 0.0)]], NumberedTokens(), aggregate="token"
+    )
+    found: dict[str, list[float]] = {}
+    for node, advantages, weights in zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True):
+        found.setdefault(str(node.call), []).extend(advantages.tolist())
+        assert (weights * 10).tolist() == pytest.approx((advantages**2).tolist())
+    assert [found[f"a-{number}"] for number in (1, 2, 3)] == [[0, 1, 2, 3, 4], [0, 1], [0]]
+    assert sum(node.call == "a-1" for node in sample.tree.nodes) == 3
+
+
+@pytest.mark.parametrize(
+    "credits",
+    [[], [Credit([[1.0]])], [Credit([[1.0], [1.0, 2.0]])], [Credit([[1.0], [1.0]], [[1.0]])]],
+    ids=["a group", "a rollout", "a call", "a weight"],
+)
+def test_a_rule_that_leaves_something_out_or_adds_something_is_an_error(credits: list[Credit | None]) -> None:
+    class Careless(CreditRule):
+        type: str = "careless"
+
+        def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+            return credits
+
+    with pytest.raises(ValueError, match="zip"):
+        training_samples([[rollout("a", 1.0), rollout("b", 0.0)]], Careless())
+
+
+def test_calls_without_an_agents_name_learn_where_the_pattern_matches_an_empty_one() -> None:
+    assert is_target(None, "(writer)?")
+    assert not is_target(None, "writer")
+
+
+def test_what_cannot_be_learned_from_is_named_by_the_rules_of_training() -> None:
+    """The weights of the reward and the agent that is trained decide as in `training_samples`."""
+    rollouts = [
+        rollout("named", {"right": 1.0, "style": 0.0}),
+        rollout("partial", {"right": 1.0}),
+        rollout("unknown", {"polite": 1.0}),
+        rollout("judge", 1.0, agent="judge", top_p=0.5),
+        rollout("cut", 1.0, agent="writer", top_p=0.5),
+        rollout("none", None),
+    ]
+    found = rejections(rollouts, target_agent="writer|", reward_weights={"right": 1.0, "style": 1.0})
+    assert {each.rollout_id: each.reason for each in found} == {
+        "partial": "missing_reward",
+        "unknown": "bad_reward",
+        "cut": "unfaithful_sampling",
+        "none": "missing_reward",
+    }
+    messages = {each.rollout_id: each.message for each in found}
+    assert "lacks a dimension that reward_weights names" in messages["partial"]
+    assert "no weight for reward dimensions ['polite']" in messages["unknown"]
+    assert "AGL_EVENT_URL" in messages["none"]
 
 
 def test_minibatches_know_their_share_whatever_normalises_the_weights() -> None:
