@@ -10,7 +10,7 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.message_digest import same_meaning, text_of
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.conversation import Conversations
+from agentlightning.gateway.local.conversation import Conversations, PrefixIndex
 from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 ATTEMPT = ("ro-1", "at-1")
@@ -290,3 +290,25 @@ async def test_a_message_that_spells_the_end_of_a_turn_ends_none_and_is_continue
     assert (one.count(end), two.count(end)) == (1, 3)
     assert bpe_chat.decode(one).count("<|im_end|>") == 2
     assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
+
+
+# -- the prefix index --------------------------------------------------------------------------------------------------
+
+WORDS = st.lists(st.text("ab", max_size=6).map(str.encode), max_size=12)
+
+
+@given(WORDS, st.text("ab", max_size=8).map(str.encode))
+def test_the_longest_known_prefix_is_found(known, data):
+    prefixes = PrefixIndex()
+    for word in known:
+        prefixes.add(word, word)
+    fitting = [word for word in known if data.startswith(word)]
+    found = prefixes.longest(data)
+    assert found == ((len(max(fitting, key=len)), max(fitting, key=len)) if fitting else None)
+
+
+def test_the_last_value_for_a_string_counts():
+    prefixes = PrefixIndex()
+    prefixes.add(b"a", 1)
+    prefixes.add(b"a", 2)
+    assert prefixes.longest(b"ab") == (1, 2)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.content import ReasoningDelta
 from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.reasoning import find_reasoning_markers
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 from agentlightning.testing.tokenizer import tiny_tokenizer

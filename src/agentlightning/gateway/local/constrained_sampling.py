@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.base import ChatFormat, ThoughtMarkers
+from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.local.reasoning import find_reasoning_markers
 from agentlightning.gateway.offload import offload
 
 EnforcementMode = Literal["auto", "always", "never"]

@@ -1,12 +1,12 @@
-"""Token-faithful continuation: what the model said is never tokenised again.
+"""The exact tokens behind earlier answers, so that a continued conversation is never tokenized again.
 
-For each attempt we keep *paths*: the exact tokens, prompt and sampled, behind every answer we gave. A request whose
-messages begin with the messages of a path and its answer gets those tokens, followed by a fresh encoding of only
-the messages after them. That text is taken from the template's rendering of the whole conversation, and only where
-the template is shown to write the earlier part as it did before (`_suffix`). Otherwise the call starts a new path;
-where it had looked like a continuation, that is drift.
+For each attempt this keeps *paths*: the tokens, prompt and sampled, of every answer. A request whose messages begin
+with those of a path and its answer gets the tokens of the path, followed by an encoding of the remaining messages only.
+That text is cut from the template's rendering of the whole conversation, if the template is proven to write the earlier
+part as before (`continuation.suffix_after`). Otherwise the call starts a new path; if it looked like a continuation,
+that is drift.
 
-Worked example, `|` between tokens, capitals sampled:
+Worked example, `|` between tokens, sampled tokens in capitals:
 
     call 1   messages  user "hi"                       prompt  <s>|user|hi|</s>|assistant
              answer    "HELLO" (length: no </s>)       sampled HEL|LO
@@ -14,33 +14,33 @@ Worked example, `|` between tokens, capitals sampled:
              prompt    <s>|user|hi|</s>|assistant|HEL|LO|</s>|user|you|</s>|assistant
                        `------------- as it was -------------' `-- encoded now: the end of the turn, then the rest
 
-Messages are compared by meaning, not by bytes (`same_meaning`), since clients write them anew. Raw prompts are compared
-as they are: one that begins with an earlier prompt and what was drawn after it gets those tokens.
+Messages are compared by meaning, not by bytes (`same_meaning`), since clients serialize them again. Raw prompts are
+compared as they are: one that begins with an earlier prompt and its answer gets those tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import orjson
 
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.engine.base import Sample
+from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.dialects.message_digest import (
     extend_digest,
     message_digests,
-    normalized_arguments,
-    text_of,
 )
-from agentlightning.gateway.local.prompt_limit import encode_within
-from agentlightning.gateway.local.prompt_prefixes import PrefixIndex
-from agentlightning.gateway.local.reasoning import find_reasoning_markers, strip_opening_marker, strip_reasoning
+from agentlightning.gateway.local.continuation import suffix_after
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,35 @@ class Prompt:
         return self.continues.span_id if self.continues and self.continues.is_complete else None
 
 
+class PrefixIndex(Generic[T]):
+    """Values by byte string: only lengths and digests are kept."""
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+        """In order, each once."""
+        self._values: dict[tuple[int, bytes], T] = {}
+
+    def add(self, data: bytes, value: T) -> None:
+        if len(data) not in self._lengths:
+            insort(self._lengths, len(data))
+        self._values[len(data), _hasher(data).digest()] = value
+
+    def longest(self, data: bytes) -> tuple[int, T] | None:
+        """(length, value) of the longest known string that `data` begins with. Reads `data` once."""
+        found: tuple[int, T] | None = None
+        hasher, start = _hasher(b""), 0
+        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
+            hasher.update(data[start:length])
+            start = length
+            value = self._values.get((length, hasher.copy().digest()))
+            found = found if value is None else (length, value)
+        return found
+
+
+def _hasher(data: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
+
+
 @dataclass(slots=True)
 class _AttemptPaths:
     """What we know of one attempt."""
@@ -149,7 +178,7 @@ class Conversations:
             tokens = encode_within(chat, chat.render(messages, tools) + chat.escape(prefill), context)
             return Prompt(tokens, digests=digests, variant=variant, prefill=prefill)
         length, path = _longest_path(memory, digests, variant, messages)
-        suffix = _suffix_of(chat, messages, tools, length, path.ended) if path else None
+        suffix = suffix_after(chat, messages, tools, length, path.ended) if path else None
         if path is None or suffix is None:
             drift = _resembles_known_answer(memory, digests, messages, 0)
             text = chat.render(messages, tools) + chat.escape(prefill)
@@ -248,6 +277,17 @@ class Conversations:
             self.num_evicted += 1
 
 
+def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | None = None) -> list[int]:
+    """The tokens of a rendered text. Raises ContextLengthError where they are certainly more than `room`, what is left
+    of a `context`."""
+    if room is not None and (count := chat.min_token_count(text, room)) > room:
+        raise ContextLengthError(
+            f"the prompt has more than {count + (context or room) - room} tokens and the context holds "
+            f"{context or room}; shorten the prompt, or use a model with a longer context"
+        )
+    return chat.encode(text)
+
+
 # -- raw prompts -----------------------------------------------------------------------------------------------------
 
 _RAW_TEXT, _RAW_TOKENS = b"text:", b"tokens:"
@@ -310,93 +350,3 @@ def _resembles_known_answer(
         if digests[place] in memory.answered or ids & memory.call_ids:
             return True
     return False
-
-
-# -- what is encoded after it ----------------------------------------------------------------------------------------
-
-
-def _suffix_of(
-    chat: ChatFormat,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,
-    length: int,
-    ended: bool,
-) -> str | None:
-    """The text after `messages[length - 1]`, the answer of a known path; see `_suffix`. What was thought on the path is
-    in its tokens: what the template does with old thoughts, and whether the client sent them back, is all one."""
-    said = [_unthought(message) for message in messages[:length]]
-    messages = [*said, *messages[length:]]
-    return _suffix(chat, chat.render(messages, tools), messages, tools, length, ended)
-
-
-def _unthought(message: Message) -> Message:
-    if "reasoning_content" not in message:
-        return message
-    return {key: value for key, value in message.items() if key != "reasoning_content"}
-
-
-def _suffix(
-    chat: ChatFormat,
-    text: str,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,
-    length: int,
-    ended: bool,
-) -> str | None:
-    """The text after the answer `messages[length - 1]` within `text`, the rendering of all messages.
-
-    None unless one of two things shows that the template writes the earlier part as it did. First: the rendering
-    that stops after the answer is where the rendering of everything begins. Some templates write the last message
-    otherwise than earlier ones, so second: everything before the answer is the same, and the answer reads the same.
-    """
-    ends = _end_of_turn_texts(chat)
-    found = _by_prefix(chat, text, messages[:length], tools, ends)
-    found = found or _by_reading(chat, text, messages[:length], tools, ends)
-    if found is None:
-        return None
-    end_of_turn, rest = found
-    return rest if ended else end_of_turn + rest
-
-
-def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
-    return [text for token in chat.eos_token_ids if (text := chat.decode([token]))]
-
-
-def _by_prefix(
-    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
-) -> tuple[str, str] | None:
-    prefix = chat.render(history, tools, add_generation_prompt=False)
-    if not text.startswith(prefix):
-        return None
-    place, end = max(((prefix.rfind(end), end) for end in ends), default=(-1, ""))
-    after = place + len(end)
-    if place < 0 or prefix[after:].strip():
-        return None
-    return end, text[after:]
-
-
-def _by_reading(
-    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
-) -> tuple[str, str] | None:
-    markers = find_reasoning_markers(chat)
-    before = strip_opening_marker(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
-    if not text.startswith(before):
-        return None
-    places = [(place, end) for end in ends if (place := text.find(end, len(before))) >= 0]
-    if not places:
-        return None
-    place, end = min(places)
-    written = chat.unescape(text[len(before) : place])
-    readings = {written, strip_reasoning(markers, written)}
-    return (
-        (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
-    )
-
-
-def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
-    parsed = chat.parse(written, tools)
-    calls = [(call.name, normalized_arguments(call.arguments)) for call in parsed.tool_calls]
-    meant = [call["function"] for call in answer.get("tool_calls") or ()]
-    if calls != [(function["name"], normalized_arguments(function["arguments"])) for function in meant]:
-        return not meant and written.strip() == text_of(answer.get("content")).strip()
-    return (parsed.content or "").strip() == text_of(answer.get("content")).strip()

@@ -1,0 +1,100 @@
+"""The text that follows a known answer in the rendering of a whole conversation.
+
+Returned only if the template is proven to write the earlier part as it did when the answer was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.chat.reasoning import find_reasoning_markers, strip_opening_marker, strip_reasoning
+from agentlightning.gateway.dialects.message_digest import normalized_arguments, text_of
+
+
+def suffix_after(
+    chat: ChatFormat,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    length: int,
+    ended: bool,
+) -> str | None:
+    """The text after `messages[length - 1]`, the answer of a known path; see `_suffix`. What was thought on the path is
+    in its tokens: what the template does with old thoughts, and whether the client sent them back, is all one."""
+    said = [_unthought(message) for message in messages[:length]]
+    messages = [*said, *messages[length:]]
+    return _suffix(chat, chat.render(messages, tools), messages, tools, length, ended)
+
+
+def _unthought(message: Message) -> Message:
+    if "reasoning_content" not in message:
+        return message
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
+def _suffix(
+    chat: ChatFormat,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    length: int,
+    ended: bool,
+) -> str | None:
+    """The text after the answer `messages[length - 1]` within `text`, the rendering of all messages.
+
+    None unless one of two things shows that the template writes the earlier part as it did. First: the rendering
+    that stops after the answer is where the rendering of everything begins. Some templates write the last message
+    otherwise than earlier ones, so second: everything before the answer is the same, and the answer reads the same.
+    """
+    ends = _end_of_turn_texts(chat)
+    found = _by_prefix(chat, text, messages[:length], tools, ends)
+    found = found or _by_reading(chat, text, messages[:length], tools, ends)
+    if found is None:
+        return None
+    end_of_turn, rest = found
+    return rest if ended else end_of_turn + rest
+
+
+def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
+    return [text for token in chat.eos_token_ids if (text := chat.decode([token]))]
+
+
+def _by_prefix(
+    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
+) -> tuple[str, str] | None:
+    prefix = chat.render(history, tools, add_generation_prompt=False)
+    if not text.startswith(prefix):
+        return None
+    place, end = max(((prefix.rfind(end), end) for end in ends), default=(-1, ""))
+    after = place + len(end)
+    if place < 0 or prefix[after:].strip():
+        return None
+    return end, text[after:]
+
+
+def _by_reading(
+    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
+) -> tuple[str, str] | None:
+    markers = find_reasoning_markers(chat)
+    before = strip_opening_marker(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
+    if not text.startswith(before):
+        return None
+    places = [(place, end) for end in ends if (place := text.find(end, len(before))) >= 0]
+    if not places:
+        return None
+    place, end = min(places)
+    written = chat.unescape(text[len(before) : place])
+    readings = {written, strip_reasoning(markers, written)}
+    return (
+        (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
+    )
+
+
+def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
+    parsed = chat.parse(written, tools)
+    calls = [(call.name, normalized_arguments(call.arguments)) for call in parsed.tool_calls]
+    meant = [call["function"] for call in answer.get("tool_calls") or ()]
+    if calls != [(function["name"], normalized_arguments(function["arguments"])) for function in meant]:
+        return not meant and written.strip() == text_of(answer.get("content")).strip()
+    return (parsed.content or "").strip() == text_of(answer.get("content")).strip()
