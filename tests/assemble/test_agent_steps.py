@@ -56,3 +56,9 @@ def test_tool_calls_and_errors_are_steps_in_the_stores_order() -> None:
     )
     (call,) = found.transitions
     assert (call.model, call.messages) == ("policy", [{"role": "user", "parts": []}])
+
+
+def test_a_tool_without_a_name_has_that_of_its_span_and_an_error_without_words_is_one() -> None:
+    nameless = {names.OPERATION_NAME: "execute_tool"}
+    (found,) = trajectory("ro-1", "at-1", [span(1, "execute_tool search", "ERROR", **nameless)]).steps
+    assert (found.name, found.error) == ("execute_tool search", "error")

@@ -20,7 +20,7 @@ from agentlightning.assemble import (
     transitions,
     untrainable_calls,
 )
-from agentlightning.assemble.call_validation import TokenLimits
+from agentlightning.assemble.call_validation import LEAST_LOGPROB, TokenLimits
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
 
@@ -70,8 +70,11 @@ def test_a_transition_says_how_its_tokens_were_sampled() -> None:
         names.POLICY_VERSION: 3,
         names.AGENT_NAME: "writer",
         names.FINISH_REASONS: ["length"],
+        names.RESHAPED: ["logit_bias", "presence_penalty"],
     }
     (found,) = transitions([chat(1, [1], [2, 3], **attributes)])
+    assert (found.rollout_id, found.attempt_id, found.span_id, found.sequence_id) == ("ro-1", "at-1", "s1", 1)
+    assert found.reshaped == ("logit_bias", "presence_penalty")
     assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.9, 5)
     assert (found.policy_version, found.agent, found.finish_reason) == (3, "writer", "length")
     assert (found.prompt_token_ids, found.response_token_ids, found.logprobs) == ((1,), (2, 3), (-0.5, -0.5))
@@ -80,6 +83,13 @@ def test_a_transition_says_how_its_tokens_were_sampled() -> None:
 def test_a_call_without_sampling_parameters_was_sampled_plainly() -> None:
     (found,) = transitions([chat(1, [1], [2])])
     assert (found.temperature, found.top_p, found.top_k, found.finish_reason) == (1.0, 1.0, 0, "stop")
+    assert (found.reshaped, found.policy_version, found.agent, found.model) == ((), None, None, None)
+
+
+def test_attributes_of_another_type_are_ignored_and_one_finish_reason_needs_no_list() -> None:
+    odd = {names.AGENT_NAME: 7, names.RESPONSE_MODEL: ["m"], names.INPUT_MESSAGES: [{"role": "user"}]}
+    (found,) = transitions([chat(1, [1], [2], **odd, **{names.FINISH_REASONS: "length"})])
+    assert (found.agent, found.model, found.input_messages, found.finish_reason) == (None, None, None, "length")
 
 
 def test_a_call_has_the_versions_of_the_weights_that_sampled_its_tokens() -> None:
@@ -127,12 +137,16 @@ def test_the_last_reward_is_final_and_earlier_ones_belong_to_the_call_before_the
 
 
 def test_a_rollout_without_a_reward_has_a_missing_one() -> None:
-    assert trajectory("ro-1", "at-1", [chat(1, [1], [2])]).reward is None
+    found = trajectory("ro-1", "at-1", [chat(1, [1], [2])])
+    assert found.reward is None
+    assert (found.rollout_id, found.attempt_id, found.group, found.status) == ("ro-1", "at-1", "", "succeeded")
 
 
 def test_rewards_that_follow_the_same_call_add_up() -> None:
     spans = [chat(1, [1], [2]), reward(2, {"a": 1.0}), reward(3, {"a": 0.5, "b": 2.0}), reward(4, 0.0)]
     assert link_rewards(spans).intermediate == {"s1": {"a": 1.5, "b": 2.0}}
+    assert link_rewards([*spans[:2], reward(3, {"b": 2.0}), spans[3]]).intermediate == {"s1": {"a": 1.0, "b": 2.0}}
+    assert link_rewards([spans[0], reward(2, 0.25), reward(3, 0.5), spans[3]]).intermediate == {"s1": 0.75}
     with pytest.raises(RewardError, match="s1 has a plain reward and one of named dimensions"):
         link_rewards([*spans[:2], reward(3, 0.5), reward(4, 0.0)])
 
@@ -142,6 +156,7 @@ def test_a_reward_before_the_first_call_is_counted() -> None:
     found = trajectory("ro-1", "at-1", spans)
     assert (found.reward, found.transitions[0].reward) == (1.0, None)
     assert found.metadata == {"unlinked_rewards": 1}
+    assert trajectory("ro-1", "at-1", [reward(0, 0.5), *spans]).metadata == {"unlinked_rewards": 2}
 
 
 def test_spans_of_other_attempts_and_superseded_rewards_do_not_count() -> None:
@@ -165,12 +180,12 @@ def test_rewards_that_are_a_label_alone_or_came_late_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("attributes", "named"),
     [
-        ({names.RESPONSE_TOKEN_IDS: [99]}, "99"),
-        ({names.PROMPT_TOKEN_IDS: [-1]}, "-1"),
-        ({names.PROMPT_TOKEN_IDS: ["a"]}, "'a'"),
+        ({names.RESPONSE_TOKEN_IDS: [50]}, f"{names.RESPONSE_TOKEN_IDS} holds 50; ids are from 0 to 49"),
+        ({names.PROMPT_TOKEN_IDS: [0, -1]}, f"{names.PROMPT_TOKEN_IDS} holds -1"),
+        ({names.PROMPT_TOKEN_IDS: [0, "a"]}, f"{names.PROMPT_TOKEN_IDS} holds 'a', which is no token id"),
         ({names.PROMPT_TOKEN_IDS: [1] * 200}, "201 tokens"),
         ({names.LOGPROBS: [-1e30]}, "-1e+30"),
-        ({names.LOGPROBS: [3.5]}, "3.5"),
+        ({names.RESPONSE_TOKEN_IDS: [3, 4], names.LOGPROBS: [-0.5, 3.5]}, "3.5"),
         ({names.LOGPROBS: [math.nan]}, "nan"),
         ({names.LOGPROBS: [10**400]}, "1000"),
         ({names.REQUEST_TEMPERATURE: "hot"}, "'hot'"),
@@ -185,8 +200,21 @@ def test_a_call_that_cannot_be_true_is_left_out_named_and_counted(attributes: di
     assert [call.span_id for call in found.transitions] == ["s1"]
     assert found.metadata[VOID_CALLS] == 1
     assert named in found.metadata[VOID_REASON]
-    with pytest.raises(RolloutRejectedError, match=r"ro-1.*s2"):
+    assert [call.span_id for call in transitions([good, bad], limits)] == ["s1"]
+    with pytest.raises(RolloutRejectedError, match=r"ro-1.*s2") as caught:
         trajectory("ro-1", "at-1", [bad, reward(3, 1.0)], limits=limits)
+    assert caught.value.reason == "void_calls"
+
+
+def test_a_call_at_the_limits_is_learned_from() -> None:
+    limits = TokenLimits(vocabulary=50, context=3)
+    logprobs = {names.LOGPROBS: [LEAST_LOGPROB, 0]}
+    greedy = {names.REQUEST_TEMPERATURE: 0.0, names.REQUEST_TOP_P: 1.0, names.REQUEST_TOP_K: -1}
+    (found,) = transitions([chat(1, [0], [49, 0], **logprobs, **greedy)], limits)
+    assert (found.response_token_ids, found.logprobs) == ((49, 0), (LEAST_LOGPROB, 0))
+    (found,) = transitions([chat(1, [1], [2**31 - 1])])
+    assert found.response_token_ids == (2**31 - 1,)
+    assert transitions([chat(1, [1], [2**31])]) == ()
 
 
 def test_no_value_of_any_type_raises_an_untyped_error() -> None:
@@ -206,7 +234,7 @@ def test_named_dimensions_are_combined_by_their_weights() -> None:
 
 
 def test_a_dimension_without_weight_names_the_setting_and_a_missing_one_leaves_the_reward_missing() -> None:
-    with pytest.raises(RewardError, match=r"\['format'\].*reward_weights"):
+    with pytest.raises(RewardError, match=r"\['format'\].*reward_weights=\{\"correctness\": 1.0, \"format\": 1.0\}"):
         scalar_reward({"correctness": 1.0, "format": 0.5}, {"correctness": 1.0})
     assert scalar_reward({"correctness": 1.0}, {"correctness": 0.9, "format": 0.1}) is None
 
@@ -223,6 +251,13 @@ def test_a_lost_response_is_left_out_with_all_of_its_choices() -> None:
     spans = [sent(1, "q", "a"), sent(2, "q", "a"), sent(3, "q", "b", 1), sent(4, "q", "b", 1)]
     assert [each.span_id for each in calls(spans)] == ["s3", "s4"]
     assert [each.span_id for each in calls([*spans, sent(5, "q", "c", 2)])] == ["s5"]
+
+
+def test_a_lost_response_is_found_without_its_id_and_beside_calls_whose_request_is_unknown() -> None:
+    spans = [chat(1, [1], [2]), sent(2, "q", "a"), sent(3, "q", "b", 1)]
+    for each in spans[1:]:
+        del each.attributes[names.RESPONSE_ID]
+    assert [each.span_id for each in calls(spans)] == ["s1", "s3"]
 
 
 def test_all_responses_stay_if_any_may_be_the_lost_one() -> None:

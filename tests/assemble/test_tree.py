@@ -64,6 +64,20 @@ def test_a_sampled_node_is_split_with_its_logprobs_where_a_later_prompt_leaves_i
     }
 
 
+def test_a_node_knows_the_temperature_its_tokens_were_sampled_at() -> None:
+    tree = tree_of(call((1,), (7, 8), temperature=0.7), call((1, 7, 5), (6,), 2, temperature=0.3))
+    assert [(node.token_ids, node.temperature) for node in tree.nodes if node.sampled] == [
+        ((7,), 0.7),
+        ((8,), 0.7),
+        ((6,), 0.3),
+    ]
+
+
+def test_prompts_with_nothing_in_common_are_roots_in_the_order_of_their_calls() -> None:
+    tree = tree_of(call((1,), (7,), 1), call((2,), (8,), 2))
+    assert texts(tree) == [(-1, (1,), False), (0, (7,), True), (-1, (2,), False), (2, (8,), True)]
+
+
 def test_a_call_sampled_by_two_versions_has_two_nodes() -> None:
     tree = tree_of(
         call((1,), (7, 8, 9), policy_version=4, versions=((3, 2), (4, 1))),
