@@ -1,7 +1,7 @@
-"""What a model thinks before it answers, told apart from the answer by the markers its own template writes.
+"""Separates a model's reasoning from its answer, by the markers that its own template writes.
 
 A template that knows `reasoning_content` shows how the model marks a thought: we let it write one and look. A template
-that knows none has no markers, and then nothing is told apart.
+that knows none has no markers, and then nothing is separated.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _AFTER: Final = re.compile(r"\A\s*" + _TAG)
 @lru_cache(maxsize=64)
 def find_reasoning_markers(chat: ChatFormat) -> ThoughtMarkers | None:
     """How a model marks its thoughts; None where its template does not say."""
-    asked: Message = {"role": "user", "content": "?"}
-    said: Message = {"role": "assistant", "content": "!", "reasoning_content": _PROBE}
+    question: Message = {"role": "user", "content": "?"}
+    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": _PROBE}
     try:
-        text = chat.render([asked, said], add_generation_prompt=False)
-        opening = chat.render([asked])
+        text = chat.render([question, answer], add_generation_prompt=False)
+        opening = chat.render([question])
     except ConfigError:
         return None
     before, found, after = text.partition(_PROBE)

@@ -11,7 +11,7 @@ from agentlightning.engine.stop_strings import StopScanner
 
 
 class UnknownWeightsError(Exception):
-    """A server sampled with weights that nobody gave it."""
+    """A server sampled with weights that it was never given."""
 
 
 class StopStringFound(Exception):

@@ -1,7 +1,7 @@
-"""Ends the commands of a process that was killed: `python orphans.py` reads `+GROUP` and `-GROUP` from its input.
+"""Kills the commands of a process that was killed: a separate process reads `+GROUP` and `-GROUP` from its input.
 
-When its input ends, because whoever held the other end is gone however that came about, every process group that was
-added and not removed gets SIGKILL. One such guard watches over all commands of an agent host; it is started with the
+When its input ends, because the owner has exited in whatever way, every process group that was added and not removed
+gets SIGKILL. One such guard watches over all commands of an agent host; it is started with the
 first. Run by its path, without the package: standard library only.
 """
 
@@ -33,7 +33,7 @@ class Guard:
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """The group has ended; said before its leader is waited for, as its id may then be another's."""
+        """The group has ended. Call it before its leader is waited for: its id may be reused afterwards."""
         self._tell(f"-{group}\n")
 
     def _tell(self, line: str) -> None:

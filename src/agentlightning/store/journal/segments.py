@@ -94,7 +94,7 @@ class Segments:
 
     def orphaned(self) -> Generator[tuple[Path, list[bytes]]]:
         """Files of processes that are gone, with their records, the oldest first. Each file is removed when the next
-        one is asked for, and stays if that never happens."""
+        one is requested, and stays if that never happens."""
         found: list[tuple[int, _Segment, list[bytes]]] = []
         for path in self._stem.parent.glob(f"{glob.escape(self._stem.name)}-*"):
             try:

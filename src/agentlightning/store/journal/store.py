@@ -281,7 +281,7 @@ async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> tuple[list[S
 
 
 async def _recover(store: LightningStoreBase, segments: Segments, decode: Decode | None) -> None:
-    """Write orphaned journals to the store. What the store does not take is set aside, so that it keeps nobody from
+    """Write orphaned journals to the store. What the store rejects is set aside, so that it does not keep anyone from
     opening the store."""
     for path, records in segments.orphaned():
         try:

@@ -151,7 +151,7 @@ class RunDir:
         self._lock.close()
 
     def discard(self) -> None:
-        """Remove a run that was just created and has not begun. Earlier contents of the directory stay."""
+        """Remove a run that was just created and has not started. Earlier contents of the directory stay."""
         for entry in set(self.path.iterdir()) - set(self._earlier):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)

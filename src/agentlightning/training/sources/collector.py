@@ -204,7 +204,7 @@ class RolloutCollector:
     async def _wait_for(
         self, batch: QueuedBatch, limit: _FailureLimit, on_progress: Callable[[int], None] | None
     ) -> list[Rollout]:
-        """The finished rollouts. One that somebody removes meanwhile (`agl store prune`) is run again."""
+        """The finished rollouts. One that is removed meanwhile (`agl store prune`) is run again."""
         while True:
             try:
                 return await self._wait([plan.rollout_id for plan in batch.plans], limit, on_progress)

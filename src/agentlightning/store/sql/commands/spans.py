@@ -85,11 +85,11 @@ def _add(
     return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(superseded), existing)
 
 
-def _assign_sequence_ids(asked: Sequence[int], last: int) -> Sequence[int]:
-    if not any(asked):
-        return range(last + 1, last + 1 + len(asked))
+def _assign_sequence_ids(requested: Sequence[int], last: int) -> Sequence[int]:
+    if not any(requested):
+        return range(last + 1, last + 1 + len(requested))
     numbers: list[int] = []
-    for sequence_id in asked:
+    for sequence_id in requested:
         last = max(last, sequence_id) if sequence_id else last + 1
         numbers.append(sequence_id or last)
     return numbers

@@ -15,7 +15,7 @@ from agentlightning.store.sql.tables.mapping import Row
 
 
 class WaitForRollouts(Command):
-    """One `wait_for_rollouts`. The result: rows of the finished rollouts, in the order asked for."""
+    """One `wait_for_rollouts`. The result: rows of the finished rollouts, in the requested order."""
 
     __slots__ = ("_ids", "_minimum", "_missing", "_pending")
 

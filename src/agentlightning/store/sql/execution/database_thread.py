@@ -121,14 +121,14 @@ class DatabaseThread:
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for that."""
-        if self._process_id != os.getpid():  # a forked child has no thread to end, and may have a lock held for ever
+        if self._process_id != os.getpid():  # a forked child has no thread to end, and may hold a lock forever
             return
         with self._lock:
             self._closed = True
         self._notify()
 
     def _run(self) -> None:
-        """The error boundary of the thread: whatever ends it, no caller waits for ever."""
+        """The error boundary of the thread: whatever ends it, no caller waits forever."""
         try:
             self._work()
         except BaseException as error:  # noqa: BLE001  every caller raises it

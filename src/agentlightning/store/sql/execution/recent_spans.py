@@ -134,7 +134,7 @@ class RecentSpans:
     # -- used by readers -------------------------------------------------------------------------------------------
 
     def spans(self, rollout_id: str, attempt_id: str | None) -> list[Span] | None:
-        """Every span of a rollout, or of one of its attempts, in order; None where the database has to be asked."""
+        """Every span of a rollout, or of one of its attempts, in order; None if the database has to be queried."""
         with self._lock:
             recent = self._rollouts.get(rollout_id)
             if recent is None:

@@ -129,7 +129,7 @@ class GroupCommitWriter(DatabaseThread):
             batch.append(self._cancelled.popleft())
 
     def _idle_seconds(self) -> float | None:
-        """How long to sleep without being notified; None: for ever."""
+        """How long to sleep without being notified; None: until notified."""
         pauses = [] if self._database.single else [POLL_SECONDS]
         if self._undelivered:  # undoing them failed, with the disk full perhaps
             pauses.append(TICK_SECONDS)

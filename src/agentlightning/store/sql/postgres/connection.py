@@ -289,12 +289,12 @@ class PostgresConnection:
         other."""
         if self._connection.closed:
             self._use(self._server.reopen())
-        asked = clock.reading()
+        sent = clock.reading()
         while not (rows := self.all(_SYNC_CLOCK, OUTAGE_SECONDS, clock.certain_seconds())):
             ((last_event,),) = self.all(statements.LAST_SIGN_OF_LIFE)
             ((now,),) = self.all(_NOW)
             self.insert(statements.START_CLOCK, [("", now, now if last_event is None else last_event)])
-        clock.sync((asked + clock.reading()) / 2, rows[0][0])
+        clock.sync((sent + clock.reading()) / 2, rows[0][0])
 
     def changed(self) -> bool:
         return True

@@ -70,7 +70,7 @@ class ConnectError(Exception):
 
 
 class UnknownOutcomeError(Exception):
-    """The connection was lost during a commit, and the server could not be asked for the outcome."""
+    """The connection was lost during a commit, and the outcome could not be queried."""
 
 
 def is_lost(error: BaseException) -> bool:
