@@ -196,7 +196,7 @@ async def test_a_forged_key_and_another_attempts_key_are_refused(serve, secret):
 async def test_a_url_is_not_enough_where_keys_are_required(serve):
     service = await serve(["Hello."], require_key=True)
     client = await service.client(api_key="sk-mine")
-    with pytest.raises(openai.AuthenticationError, match="asks for the AGL_KEY"):
+    with pytest.raises(openai.AuthenticationError, match="requires the AGL_KEY"):
         await client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "hi"}])
     assert (await service.ask()).choices[0].message.content == "Hello."
 

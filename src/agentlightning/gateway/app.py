@@ -26,8 +26,8 @@ from agentlightning.engine.base import Engine
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
-from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, AttemptIds, Attribution, Caller
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
+from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.callers.on_policy import OnPolicySampling
 from agentlightning.gateway.concurrency import ConcurrencyLimit

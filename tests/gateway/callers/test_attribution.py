@@ -116,7 +116,7 @@ async def test_a_worker_is_asked_for_what_it_runs_at_the_time_of_the_call(store,
 async def test_between_two_attempts_a_call_of_a_worker_is_nobodys(store, whose):
     ids = await start(store, "w")
     await store.update_attempt(*ids, status="succeeded")
-    with pytest.raises(ApiError, match="'w' is between two attempts") as refused:
+    with pytest.raises(ApiError, match="'w' runs no attempt at the moment") as refused:
         await whose(path_params={"worker_id": "w"})
     assert (refused.value.status, refused.value.retry) == (409, False)
 
@@ -192,7 +192,7 @@ async def test_the_url_with_the_key_of_another_attempt_is_refused_whatever_the_c
     headers = bearer(attempt_key(secret, *other)) | {"x-agentlightning-attempt": attempt_key(secret, *mine)}
     with pytest.raises(ApiError, match="belongs to another attempt"):
         await whose(headers, in_url(mine))
-    with pytest.raises(ApiError, match="asks for the AGL_KEY"):  # a proof for another attempt opens nothing
+    with pytest.raises(ApiError, match="requires the AGL_KEY"):  # a proof for another attempt opens nothing
         await whose({"x-agentlightning-attempt": attempt_key(secret, *other)}, in_url(mine), require_key=True)
 
 
@@ -202,7 +202,7 @@ async def test_a_call_on_behalf_of_another_attempt_needs_something_that_agrees(s
     assert (await whose(doubt, in_url(works_for))).attempt == works_for
     assert (await whose(doubt, in_process_of("w", works_for))).attempt == works_for
     for headers, path in (({}, in_process_of("w", begun_in)), (trace(begun_in), {})):
-        with pytest.raises(ApiError, match="nothing proves whose call") as refused:
+        with pytest.raises(ApiError, match="the attempt of this call is uncertain") as refused:
             await whose(doubt | headers, path)
         assert (refused.value.status, refused.value.code) == (409, "attempt_ambiguous")
 
@@ -278,7 +278,7 @@ async def test_where_keys_are_asked_for_nothing_else_is_enough(store, whose, hin
     ids = await start(store, "w")
     headers = {"trace": trace(ids), "baggage": {"baggage": f"agentlightning.attempt_id={ids[1]}"}}.get(hint, {})
     path = {"url": in_url(ids), "worker": {"worker_id": "w"}}.get(hint, {})
-    with pytest.raises(ApiError, match="asks for the AGL_KEY") as refused:
+    with pytest.raises(ApiError, match="requires the AGL_KEY") as refused:
         await whose(headers, path, require_key=True)
     assert refused.value.status == 401
 

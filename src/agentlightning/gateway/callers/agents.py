@@ -24,11 +24,11 @@ KEY_CHARACTERS: Final = 2048
 MAX_NAME_CHARACTERS: Final = 256
 _MAX_CACHED: Final = 1024
 _BILLING: Final = "x-anthropic-billing-header:"
-"""The first block of Claude Code's system prompt, which differs between the calls of one agent."""
+"""The first block of Claude Code's system prompt, which differs between calls of one agent."""
 
 
 class AgentRule(BaseModel):
-    """How one agent is recognised, as `[[agents]]` of the configuration has it.
+    """How calls of one agent are recognized: an entry of `[[agents]]` in the configuration.
 
     A rule without a `name` takes it from the group `agent` of `matches`.
     """
@@ -36,11 +36,11 @@ class AgentRule(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARACTERS)
-    """What spans call the agent."""
+    """The name of the agent on spans."""
     models: tuple[str, ...] = ()
     """Model names that mean this agent."""
     serve: str | None = None
-    """The model that serves those names; None: the model of that name, or else the default one."""
+    """The model that serves these names; None: the model of that name, or else the default model."""
     contains: str | None = Field(default=None, min_length=1)
     """Text that the agent's system prompt contains."""
     matches: str | None = Field(default=None, min_length=1)
@@ -48,7 +48,7 @@ class AgentRule(BaseModel):
 
     @field_validator("matches")
     @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
+    def _check_pattern(cls, pattern: str | None) -> str | None:
         try:
             re.compile(pattern or "")
         except re.error as error:
@@ -56,7 +56,7 @@ class AgentRule(BaseModel):
         return pattern
 
     @model_validator(mode="after")
-    def _says_enough(self) -> Self:
+    def _check_complete(self) -> Self:
         if self.name is None and "agent" not in re.compile(self.matches or "").groupindex:
             raise ValueError("an agent without a name needs `matches` with a group (?P<agent>...) for it")
         if not self.models and self.contains is None and self.matches is None:
@@ -89,8 +89,8 @@ class AgentMatcher:
 
     def __init__(self, rules: Sequence[AgentRule] = ()) -> None:
         self._aliases: dict[str, AgentRule] = {}
-        self._known: dict[tuple[str | None, ...], tuple[Container[str], Agent]] = {}
-        """Identifying values of a call -> (served models, agent). They are the same in every call of an agent."""
+        self._cache: dict[tuple[str | None, ...], tuple[Container[str], Agent]] = {}
+        """Identifying values of a call -> (served models, agent). They are equal in every call of an agent."""
         for rule in rules:
             for model in rule.models:
                 if model in self._aliases:
@@ -110,22 +110,22 @@ class AgentMatcher:
     def identify(self, headers: Mapping[str, str], body: Mapping[str, Any], served: Container[str] = ()) -> Agent:
         """The agent behind a call. `headers` have lower-case names; `body` is a request in any dialect; `served` are
         the existing model names, which distinguish `writer@policy` from a model of that name."""
-        given = body.get("model")
+        requested = body.get("model")
         system, tools = system_prompt(body), tool_names(body)
         cache_key = (
-            given if isinstance(given, str) else None,
+            requested if isinstance(requested, str) else None,
             headers.get(HEADER),
             headers.get("baggage"),
             system,
             *tools,
         )
-        if (known := self._known.get(cache_key)) is not None and known[0] is served:
-            return known[1]
+        if (cached := self._cache.get(cache_key)) is not None and cached[0] is served:
+            return cached[1]
         agent = self._identify(cache_key[:3], system, tools, served)
         if len(system) <= KEY_CHARACTERS:
-            if len(self._known) >= _MAX_CACHED:
-                self._known.clear()
-            self._known[cache_key] = served, agent
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            self._cache[cache_key] = served, agent
         return agent
 
     def _identify(
@@ -136,12 +136,12 @@ class AgentMatcher:
         served: Container[str],
     ) -> Agent:
         """`values`: model name, header, baggage."""
-        given, header, baggage = values
-        alias, model = self.alias(given, served)
-        said = [("the header", header), ("the baggage", None), ("the model name", alias)]
+        requested, header, baggage = values
+        alias, model = self.alias(requested, served)
+        candidates = [("the header", header), ("the baggage", None), ("the model name", alias)]
         if baggage is not None:
-            said[1] = ("the baggage", read_baggage(baggage).get(AGENT_BAGGAGE))
-        names = [(source, name[:MAX_NAME_CHARACTERS]) for source, name in said if name]
+            candidates[1] = ("the baggage", read_baggage(baggage).get(AGENT_BAGGAGE))
+        names = [(source, name[:MAX_NAME_CHARACTERS]) for source, name in candidates if name]
         name = names[0][1] if names else self._by_pattern(system)
         ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)
         return Agent(name, agent_key(system, tools), model, ignored)
@@ -159,14 +159,14 @@ class AgentMatcher:
         return agent, base or None
 
     def _by_pattern(self, system: str) -> str | None:
-        for name, contained, pattern in self._patterns:
-            if contained not in system:
+        for name, text, pattern in self._patterns:
+            if text not in system:
                 continue
             if pattern is None:
                 return name
-            if (found := pattern.search(system)) is not None:
-                named = name or found.groupdict().get("agent")
-                return named[:MAX_NAME_CHARACTERS] if named else None
+            if (match := pattern.search(system)) is not None:
+                agent = name or match.groupdict().get("agent")
+                return agent[:MAX_NAME_CHARACTERS] if agent else None
         return None
 
 
@@ -175,9 +175,9 @@ class AgentMatcher:
 
 def system_prompt(body: Mapping[str, Any]) -> str:
     """The system prompt of a request in any dialect; "" if it has none."""
-    given = body.get("system") or body.get("instructions")
-    if given:
-        return _text(given)
+    prompt = body.get("system") or body.get("instructions")
+    if prompt:
+        return _text(prompt)
     turns = body.get("messages") or body.get("input")
     parts: list[str] = []
     for turn in cast("list[Any]", turns) if isinstance(turns, list) else ():
@@ -208,10 +208,10 @@ def tool_names(body: Mapping[str, Any]) -> list[str]:
 def _tool_name(tool: Any) -> str | None:
     if not isinstance(tool, dict):
         return None
-    known = cast("dict[str, Any]", tool)
-    function = known.get("function")
-    name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else known.get("name")
-    name = name or known.get("type")
+    fields = cast("dict[str, Any]", tool)
+    function = fields.get("function")
+    name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else fields.get("name")
+    name = name or fields.get("type")
     return name if isinstance(name, str) else None
 
 
@@ -219,8 +219,8 @@ def agent_key(system: str, tools: Sequence[str]) -> str | None:
     """A key that is the same for every call of an agent; None without a system prompt and tools."""
     if not system and not tools:
         return None
-    seen = "\0".join((system[:KEY_CHARACTERS], *tools))
-    return blake2b(seen.encode(errors="replace"), digest_size=6).hexdigest()
+    identity = "\0".join((system[:KEY_CHARACTERS], *tools))
+    return blake2b(identity.encode(errors="replace"), digest_size=6).hexdigest()
 
 
 def read_baggage(header: str) -> dict[str, str]:

@@ -1,9 +1,8 @@
-"""Attempts that end while calls of theirs are under way, or while something is remembered of them.
+"""Notices attempts that have ended, cancels their calls with 409 and drops what the gateway caches of them.
 
-An agent that was killed at its time limit may leave its call behind: a proxy keeps the connection, and the provider or
-the engine goes on for nobody. And an attempt that ended well makes no further call by which that would be noticed. So
-the store is asked, by a timer: often about attempts with calls under way, now and then about all that are remembered.
-Those that have ended are forgotten, and their calls end with 409. Made by the gateway.
+An agent that was killed at its time limit may leave a call behind: a proxy keeps the connection open, and the provider
+or the engine continues in vain. An attempt that ended well makes no further call that would reveal it. So a timer
+queries the store: often about attempts with calls in flight, now and then about all cached ones.
 """
 
 from __future__ import annotations
@@ -17,54 +16,53 @@ from contextlib import contextmanager
 from typing import Final
 
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.attempts import AttemptCache
-from agentlightning.gateway.callers.attribution import AttemptIds
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptIds
 from agentlightning.gateway.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 End = Callable[[ApiError], None]
-"""Ends a call, whose caller is told why."""
+"""Ends a call with an error for its caller."""
 
 CHECK_SECONDS: Final = 2.0
-"""Between two looks; a call that is younger is not asked about."""
+"""Seconds between two checks; younger calls are not checked."""
 CACHED_RECHECK_SECONDS: Final = 30.0
-"""Until an attempt that is only remembered is asked about again."""
+"""Seconds until a cached attempt without calls is checked again."""
 _CACHED_PER_CHECK: Final = 64
-"""Attempts that are only remembered, for each look."""
+"""Cached attempts without calls in each check."""
 
 
 class AttemptWatch:
-    """Looks after the attempts that `contexts` knows. `forget` drops what is remembered of one."""
+    """Checks the attempts in `contexts`. `forget` drops everything cached of one."""
 
     def __init__(
         self, contexts: AttemptCache, forget: Callable[[str, str], None], seconds: float = CHECK_SECONDS
     ) -> None:
         self.seconds = seconds
         self.fast_calls: Callable[[], Iterable[tuple[AttemptIds, float, End]]] = tuple
-        """Calls without a task: (attempt, seconds since the epoch when it began, what ends it)."""
+        """Calls without a task: (attempt, start in seconds since the epoch, what ends the call)."""
         self._attempts = contexts
         self._forget = forget
         self._calls: dict[AttemptIds, dict[End, float]] = {}
-        """Calls under way, with when each began."""
+        """Calls in flight, with the start of each."""
         self._queue: deque[AttemptIds] = deque()
-        """Still to be asked about in this round."""
+        """Attempts left to check in this round."""
         self._round_began = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
 
     @contextmanager
     def track(self, attempt: AttemptIds | None) -> Generator[None]:
-        """Inside, the task is ended with a ApiError once its attempt has."""
+        """Within it, the end of the attempt cancels the current task and raises ApiError."""
         if attempt is None:
             yield
             return
-        task, ended = asyncio.current_task(), list[ApiError]()
+        task, errors = asyncio.current_task(), list[ApiError]()
         assert task is not None
 
         def end(api_error: ApiError) -> None:
-            if not ended:  # A second time would end what it does to leave: the recording of the call.
-                ended.append(api_error)
+            if not errors:  # A second cancellation would interrupt the recording of the call.
+                errors.append(api_error)
                 task.cancel(api_error)
 
         calls = self._calls.setdefault(attempt, {})
@@ -73,22 +71,22 @@ class AttemptWatch:
         try:
             yield
         except asyncio.CancelledError:
-            if not ended:
+            if not errors:
                 raise
             task.uncancel()
-            raise ended[0] from None
+            raise errors[0] from None
         finally:
             del calls[end]
             if not calls and self._calls.get(attempt) is calls:
                 del self._calls[attempt]
 
     def start(self) -> None:
-        """Look from now on, as long as there is anything to look after."""
+        """Check regularly from now on, as long as there are calls or cached attempts."""
         if self._timer is None and self._check_task is None:
             self._timer = asyncio.get_running_loop().call_later(self.seconds, self._start_check)
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -96,32 +94,32 @@ class AttemptWatch:
             self._check_task.cancel()
             await asyncio.wait({self._check_task})
 
-    # -- looking ---------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
     def _start_check(self) -> None:
         self._timer = None
         self._check_task = asyncio.get_running_loop().create_task(self._check_attempts())
         self._check_task.add_done_callback(self._check_done)
 
-    def _check_done(self, look: asyncio.Task[None]) -> None:
+    def _check_done(self, check: asyncio.Task[None]) -> None:
         self._check_task = None
-        if look.cancelled():
+        if check.cancelled():
             return
-        if (error := look.exception()) is not None:
-            logger.error("attempts could not be looked after", exc_info=error)
+        if (error := check.exception()) is not None:
+            logger.error("the check for ended attempts failed", exc_info=error)
         if self._calls or self._queue or self._attempts.attempts():
             self.start()
 
     async def _check_attempts(self) -> None:
-        """About attempts with calls that are not young, and some of those that are only remembered."""
+        """Check the attempts of calls that are old enough, and some of the cached ones."""
         before = time.time() - self.seconds
-        waiting = {attempt for attempt, calls in self._calls.items() if any(began < before for began in calls.values())}
-        waiting |= {attempt for attempt, began, _ in self.fast_calls() if began < before}
-        for attempt in [*waiting, *self._next_cached()]:
+        due = {attempt for attempt, calls in self._calls.items() if any(began < before for began in calls.values())}
+        due |= {attempt for attempt, began, _ in self.fast_calls() if began < before}
+        for attempt in [*due, *self._next_cached()]:
             try:
                 api_error = await self._attempts.end_reason(*attempt)
             except StoreError as error:
-                return logger.info("the store was asked in vain whether attempts go on: %s", error)
+                return logger.info("the store could not say which attempts have ended: %s", error)
             if api_error is not None:
                 self._end(attempt, api_error)
 
@@ -134,5 +132,5 @@ class AttemptWatch:
 
     def _end(self, attempt: AttemptIds, api_error: ApiError) -> None:
         self._forget(*attempt)
-        for end in [*self._calls.get(attempt, ()), *(end for whose, _, end in self.fast_calls() if whose == attempt)]:
+        for end in [*self._calls.get(attempt, ()), *(end for ids, _, end in self.fast_calls() if ids == attempt)]:
             end(api_error)

@@ -1,5 +1,6 @@
-"""What a call needs to know of its attempt: read once, kept while it is used, and asked again at most every
-`recheck_seconds` whether the attempt still goes on.
+"""Caches what calls need to know of their attempts: their LLM resources, mode and trace.
+
+An entry is read from the store once, and checked again every `recheck_seconds` while the attempt makes calls.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from agentlightning.rollouts import Attempt, Rollout, RolloutMode
 from agentlightning.span import new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
+AttemptIds = tuple[str, str]
+"""(rollout_id, attempt_id)."""
+
 _ENDED: Final = frozenset({"succeeded", "failed", "timeout"})
 
 
@@ -30,40 +34,54 @@ class AttemptContext:
     """model -> (name of the resource, the resource)."""
     trace_id: str = ""
     mode: RolloutMode | None = None
-    """Of the rollout."""
+    """The mode of the rollout."""
     trainable: bool = True
-    """Whether somebody may learn from its calls; not in the modes val and test."""
+    """Whether its calls may serve as training data; false in the modes val and test."""
     checked_at: float = 0.0
-    """When the store last said that the attempt goes on (monotonic seconds)."""
+    """When the store last confirmed that the attempt is running (monotonic seconds)."""
 
     def sampling_parameters(self, model: str) -> tuple[str, dict[str, Any]]:
-        """(name of the resource, its sampling parameters) of the LLM resource of a model; empty where there is none."""
+        """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
         name, llm = self.llms.get(model, ("", None))
         return (name, llm.sampling_parameters) if llm else ("", {})
 
 
 class AttemptCache:
-    """The attempts whose calls were served lately."""
+    """The attempts that made calls lately.
+
+    `get` may query the store; its twin `try_get`, for the callback-only fast path, never does.
+    """
 
     def __init__(self, store: LightningStoreBase, limit: int = 16384, recheck_seconds: float = 1.0) -> None:
         self._store = store
         self._limit = limit
         self._recheck_seconds = recheck_seconds
-        self._contexts: OrderedDict[tuple[str, str], AttemptContext] = OrderedDict()
-        self._loading: dict[tuple[str, str], asyncio.Task[AttemptContext]] = {}
+        self._contexts: OrderedDict[AttemptIds, AttemptContext] = OrderedDict()
+        self._loading: dict[AttemptIds, asyncio.Task[AttemptContext]] = {}
 
     async def get(self, rollout_id: str, attempt_id: str) -> AttemptContext:
-        """Raises ApiError 404 for unknown ids, 409 where the attempt has ended or was superseded. Callers that come
-        together are answered together."""
-        if (fresh := self.get_cached(rollout_id, attempt_id)) is not None:
-            return fresh
+        """The context of an attempt. Concurrent callers share one query.
+
+        Raises ApiError 404 for unknown ids, 409 if the attempt has ended or was superseded.
+        """
+        if (cached := self.try_get(rollout_id, attempt_id)) is not None:
+            return cached
         key = rollout_id, attempt_id
-        asking = self._loading.get(key)
-        if asking is None:
-            asking = self._loading[key] = asyncio.create_task(self._load(rollout_id, attempt_id))
-            asking.add_done_callback(lambda _: self._loading.pop(key, None))
-        # Whoever hangs up does not end it for the others.
-        return await asyncio.shield(asking)
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = asyncio.create_task(self._load(rollout_id, attempt_id))
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        # A client that disconnects must not cancel it for the others.
+        return await asyncio.shield(loading)
+
+    def try_get(self, rollout_id: str, attempt_id: str) -> AttemptContext | None:
+        """The cached context if it was checked lately; else None."""
+        key = rollout_id, attempt_id
+        context = self._contexts.get(key)
+        if context is None or time.monotonic() - context.checked_at >= self._recheck_seconds:
+            return None
+        self._contexts.move_to_end(key)
+        return context
 
     async def _load(self, rollout_id: str, attempt_id: str) -> AttemptContext:
         key, now = (rollout_id, attempt_id), time.monotonic()
@@ -83,26 +101,17 @@ class AttemptCache:
             self._contexts.popitem(last=False)
         return context
 
-    def get_cached(self, rollout_id: str, attempt_id: str) -> AttemptContext | None:
-        """None where the store is to be asked."""
-        key = rollout_id, attempt_id
-        context = self._contexts.get(key)
-        if context is None or time.monotonic() - context.checked_at >= self._recheck_seconds:
-            return None
-        self._contexts.move_to_end(key)
-        return context
-
     def invalidate(self, rollout_id: str, attempt_id: str) -> None:
-        """Ask the store again at the next call."""
+        """Query the store again at the next call."""
         if context := self._contexts.get((rollout_id, attempt_id)):
             context.checked_at = float("-inf")
 
-    def attempts(self) -> list[tuple[str, str]]:
-        """(rollout_id, attempt_id) of those that are known."""
+    def attempts(self) -> list[AttemptIds]:
+        """The cached attempts."""
         return list(self._contexts)
 
     async def end_reason(self, rollout_id: str, attempt_id: str) -> ApiError | None:
-        """Why an attempt takes no more calls; None where it goes on."""
+        """Why an attempt takes no more calls; None while it is running."""
         try:
             await self._check(rollout_id, attempt_id)
         except ApiError as api_error:

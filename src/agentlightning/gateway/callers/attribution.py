@@ -1,105 +1,86 @@
-"""Whose call it is: the rollout and the attempt, from what its headers and its URL say.
+"""Attributes a call to its rollout and attempt.
 
-Called for every model call, before its body is read. What names the attempt; where several do, the first wins:
+Runs for every model call, before its body is parsed. The first of these that names an attempt wins:
 
 1. the attempt in the URL: `/rollout/{id}/attempt/{id}/v1`, or 1.0's `/proxy/rollout/.../mode/{mode}/openai/v1`;
 2. the attempt that the API key is signed for;
-3. the header `x-agentlightning-attempt`, an attempt's key, which code of ours adds to each call made inside an attempt;
-4. the attempt in a URL that names a worker too: `/worker/{id}/rollout/{id}/attempt/{id}/v1`. A client that leads there
-   was made from the environment of an attempt in a process of several, which may keep it for later ones. The same
-   holds for the API key beside such a URL;
-5. the trace that `traceparent` continues: an attempt's own, or one that was recorded here;
-6. `baggage`: `agentlightning.attempt_id`, or `agentlightning.rollout_id` for the latest attempt of it;
-7. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the one attempt it is running now.
+3. the header `x-agentlightning-attempt`, an attempt's key, which our clients add to each call made inside an attempt;
+4. the attempt in a URL that also names a worker: `/worker/{id}/rollout/{id}/attempt/{id}/v1`. Such a client was made
+   from an attempt's environment in a process that runs several, and may outlive its attempt. The same holds for an API
+   key beside such a URL;
+5. the trace that `traceparent` continues: an attempt's own, or one recorded here;
+6. `baggage`: `agentlightning.attempt_id`, or `agentlightning.rollout_id` for its latest attempt;
+7. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the attempt it is running now.
 
-So what a request itself says beats what it inherited from where it was made. A caller that says with
-`x-agentlightning-work-of` that it was started by one attempt and works for another is refused (409) unless its URL or
-its key names the attempt, or everything it says is the same. A reward function's call through a client of the agent's
-is refused (409): it is no call of the attempt.
+So the claims of the request itself precede those that its client inherited. A caller whose
+`x-agentlightning-work-of` says that one attempt started it and another one's work runs in it is rejected (409), unless
+its URL or key names the attempt or all its claims agree. A reward function that calls through a client of the agent is
+rejected (409), since its call is not part of the attempt.
 
-An API key that is signed for anybody but the attempt or worker in the URL, or that of a worker beside another worker's
-trace, is refused (401). Whatever else says something different is recorded and counted, and not followed. Where keys
-are asked for, traces, baggage and worker count only beside the key of the worker.
+An API key of another attempt or worker than the URL names, or of another worker than the trace's, is rejected (401).
+Other contradictions are recorded, counted and ignored. If keys are required, trace, baggage and worker count only with
+the key of the worker.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from agentlightning import span as names
-from agentlightning.attempt_address import (
-    ATTEMPT_BAGGAGE,
-    ATTEMPT_HEADER,
-    JUDGE_HEADER,
-    ROLLOUT_BAGGAGE,
-    WORK_HEADER,
-    attempt_of_trace,
-    attempt_secret,
-    read_attempt_key,
-    read_worker_key,
-    root_span_id_of,
-    trace_id_of,
-)
-from agentlightning.gateway.callers.agents import UNKNOWN, Agent, read_baggage
+from agentlightning.attempt_address import root_span_id_of, trace_id_of
+from agentlightning.gateway.callers.agents import UNKNOWN, Agent
+from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.callers.client_retries import RequestIdentity
+from agentlightning.gateway.callers.credentials import ClaimsReader, Hint, RequestClaims, Source
 from agentlightning.gateway.errors import ApiError
 from agentlightning.ingest.unknown_traces import ids_of_trace
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.util.api_key import api_key
 
 logger = logging.getLogger(__name__)
 
 MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
-"""The modes of 1.0's URLs, and what 1.0 samples with in each, whatever the agent asks for."""
+"""The modes in 1.0's URLs, and the temperature that 1.0 samples with in each, whatever the agent asks for."""
 MAX_CACHED_ATTEMPTS: Final = 16384
-"""Attempts whose rollout and worker are remembered."""
-_TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-
-AttemptIds = tuple[str, str]
-"""(rollout_id, attempt_id)."""
-Source = Literal["header", "url", "key", "trace", "baggage", "worker"]
+"""Attempts whose rollout and worker are cached."""
 
 
 class TraceOwners(Protocol):
-    """Whoever takes traces in, and so knows whose they are."""
+    """Maps traces to attempts."""
 
     async def owner_of(self, trace_id: str) -> AttemptIds | None:
         """The attempt that a trace belongs to."""
         ...
 
     def claim(self, trace_id: str, ids: AttemptIds) -> None:
-        """Be told that an attempt has made a call within a trace."""
+        """Record that an attempt made a call within a trace."""
         ...
 
 
 class Caller(Struct, frozen=True):
-    """Who calls. Without an attempt the call is served (where that is allowed) and recorded nowhere."""
+    """The caller of a model call. A call without an attempt is served, where allowed, and not recorded."""
 
     rollout_id: str | None = None
     attempt_id: str | None = None
     trace_id: str | None = None
     parent_id: str | None = None
     source: Source | None = None
-    """What names the attempt."""
+    """The part of the request that names the attempt."""
     mode: str | None = None
-    """The mode of a URL of 1.0."""
+    """The mode in a URL of 1.0."""
     temperature: float | None = None
-    """What calls of this mode are sampled with, unless the trainer has set another."""
+    """The temperature of this mode, unless the trainer sets another."""
     ignored: tuple[str, ...] = ()
-    """What else was said of the attempt, and not followed."""
+    """Contradicting claims that were ignored."""
     agent: Agent = UNKNOWN
-    """Known once the body is read."""
+    """Set once the body is parsed."""
     repeat: RequestIdentity | None = None
-    """Likewise."""
+    """Set once the body is read."""
 
     @property
     def attempt(self) -> AttemptIds | None:
@@ -109,73 +90,35 @@ class Caller(Struct, frozen=True):
         return self.rollout_id, self.attempt_id
 
     def with_agent(self, agent: Agent, served: Container[str]) -> Caller:
-        """The same with its agent. A call by 1.0's URL may name any model, as there was only one: a name that is not
-        `served` is none."""
+        """A copy with its agent. 1.0 had one model only, so a call to 1.0's URL may name any: a model that is not
+        `served` counts as unnamed."""
         if self.mode is not None and agent.model is not None and agent.model not in served:
             agent = replace(agent, model=None)
         return replace(self, agent=agent)
 
     def attributes(self) -> dict[str, Any]:
-        """What the span of the call says of who made it."""
+        """Attributes of the call's span that describe the caller."""
         agent = self.agent
-        found: dict[str, Any] = {names.ATTRIBUTION: self.source} if self.source else {}
+        attributes: dict[str, Any] = {names.ATTRIBUTION: self.source} if self.source else {}
         if agent.name is not None:
-            found[names.AGENT_NAME] = agent.name
+            attributes[names.AGENT_NAME] = agent.name
         if agent.key is not None:
-            found[names.AGENT_KEY] = agent.key
+            attributes[names.AGENT_KEY] = agent.key
         if self.ignored or agent.ignored:
-            found[names.ATTRIBUTION_IGNORED] = [*self.ignored, *agent.ignored]
+            attributes[names.ATTRIBUTION_IGNORED] = [*self.ignored, *agent.ignored]
         if self.mode is not None:
-            found[names.MODE] = self.mode
-        return found | self.repeat.attributes() if self.repeat else found
-
-
-class _Hint(NamedTuple):
-    """Something that says whose a call is and proves nothing."""
-
-    source: Source
-    rollout_id: str | None
-    attempt_id: str | None
-
-    def matches(self, ids: AttemptIds) -> bool:
-        return self.rollout_id in (None, ids[0]) and self.attempt_id in (None, ids[1])
-
-    def __str__(self) -> str:
-        return f"{self.attempt_id or self.rollout_id} of the {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class _KeyClaims:
-    """What the API key proves."""
-
-    attempt: AttemptIds | None = None
-    worker_id: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.attempt is not None or self.worker_id is not None
-
-
-class _RequestClaims(Struct, frozen=True):
-    """What a call says of whose it is."""
-
-    mode: str | None
-    temperature: float | None
-    signed: _KeyClaims
-    found: AttemptIds | None
-    """The attempt that header, URL or key names."""
-    source: Source | None
-    trace_id: str | None
-    parent_id: str | None
-    hints: list[_Hint]
-    ignored_claims: list[str]
-    works_for: AttemptIds | None
-    """The attempt whose work the caller has taken, where nothing explicit names the attempt."""
+            attributes[names.MODE] = self.mode
+        return attributes | self.repeat.attributes() if self.repeat else attributes
 
 
 class Attribution:
-    """Finds out who calls. `secret` is the one that keys are made with; with `require_key` a URL alone is not enough,
-    and with `allow_unattributed` a call that names nobody is served. `traces` knows whose those are that are not an
-    attempt's own; `mode_temperatures` are those of 1.0's URLs."""
+    """Finds the caller of each call.
+
+    `caller` may query the store; its twin `try_caller`, for the callback-only fast path, never does.
+
+    `secret` signs the keys. With `require_key` a URL alone is not enough; with `allow_unattributed` a call that names
+    no attempt is served. `mode_temperatures` belong to 1.0's URLs.
+    """
 
     def __init__(
         self,
@@ -187,168 +130,96 @@ class Attribution:
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.traces: TraceOwners | None = None
+        """Owners of the traces that are not an attempt's own."""
         self.conflicts = 0
-        """Calls whose URL or key named one attempt, and the context they were made in another."""
+        """Calls whose URL or key names another attempt than their context."""
         self._store = store
-        self._secret = secret
-        self._require_key = require_key
+        self._claims = ClaimsReader(secret, mode_temperatures, require_key=require_key)
         self._allow_unattributed = allow_unattributed
-        self._modes = dict(mode_temperatures)
         self._attempts: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """attempt_id -> (rollout_id, worker_id)."""
 
     async def caller(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller:
-        """Who calls; `headers` by lower-case name. Asks the store only where neither header, URL nor key names an
-        attempt, or where the key is that of a worker.
+        """The caller of a call. `headers` have lower-case names. Queries the store only if header, URL and key name no
+        attempt, or if the key belongs to a worker.
 
-        Raises ApiError 401 on a key that is not valid here or is somebody else's, where one is asked for and missing,
-        and where nothing names an attempt; 404 for a mode 1.0 does not have and a worker nobody has heard of; 409
-        where the worker runs no attempt, or several and nothing says which.
+        Raises ApiError 401 for an invalid, foreign or missing key and for a call that names no attempt; 404 for an
+        unknown mode or worker; 409 if the worker runs no attempt, or several and the call does not say which.
         """
-        said = self._read_claims(headers, path_params)
-        found, source, worker_id = said.found, said.source, said.signed.worker_id
-        if found is None:
-            found, source = await self._resolve_attempt(
-                said.hints, said.trace_id, worker_id, path_params.get("worker_id")
+        claims = self._claims.read(headers, path_params)
+        attempt, source, worker_id = claims.attempt, claims.source, claims.key.worker_id
+        if attempt is None:
+            attempt, source = await self._resolve_attempt(
+                claims.hints, claims.trace_id, worker_id, path_params.get("worker_id")
             )
         elif worker_id is not None:
-            await self._check_worker(worker_id, found)
-        if said.works_for is not None and found != said.works_for:
-            raise _ambiguous_attempt(said.works_for, found)
-        self._count_conflict(said, found)
-        return self._make_caller(said, found, source)
+            await self._check_worker(worker_id, attempt)
+        if claims.works_for is not None and attempt != claims.works_for:
+            raise _ambiguous_attempt(claims.works_for, attempt)
+        self._count_conflict(claims, attempt)
+        return self._make_caller(claims, attempt, source)
 
     def try_caller(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller | None:
-        """The same, where the store need not be asked and nothing is in doubt; else None."""
-        said = self._read_claims(headers, path_params)
-        if said.found is None or said.signed.worker_id is not None:
-            if not (said.signed or said.hints or said.trace_id or "worker_id" in path_params):
+        """The caller if it is certain without the store; else None. Raises as `caller` does."""
+        claims = self._claims.read(headers, path_params)
+        if claims.attempt is None or claims.key.worker_id is not None:
+            if not (claims.key or claims.hints or claims.trace_id or "worker_id" in path_params):
                 self._check_unattributed()
             return None
-        return (
-            None
-            if said.ignored_claims or said.works_for is not None
-            else self._make_caller(said, said.found, said.source)
-        )
+        if claims.ignored or claims.works_for is not None:
+            return None
+        return self._make_caller(claims, claims.attempt, claims.source)
 
     @property
     def requires_key(self) -> bool:
-        """Model calls are refused without a key."""
-        return self._require_key
+        """Whether model calls without a key are rejected."""
+        return self._claims.require_key
 
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
-        """For a question that is no call. Raises ApiError 401 where keys are asked for and this is none; the access
-        token that the secret was made from will do as well."""
-        key = api_key(headers)
-        if self._require_key and not (key and hmac.compare_digest(attempt_secret(key), self._secret)):
-            self._read_claims(headers, path_params)
+        """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the
+        access token that the secret was derived from is accepted as well."""
+        if self._claims.require_key and not self._claims.is_access_token(headers):
+            self._claims.read(headers, path_params)
 
-    def _count_conflict(self, said: _RequestClaims, found: AttemptIds | None) -> None:
-        if said.ignored_claims and said.source in ("url", "key"):
+    def _count_conflict(self, claims: RequestClaims, attempt: AttemptIds | None) -> None:
+        if claims.ignored and claims.source in ("url", "key"):
             self.conflicts += 1
             if self.conflicts == 1:
-                message = "a call that its URL or key says to be of attempt %s was made in the context of %s"
                 logger.warning(
-                    message + "; it is recorded under the former", found and found[1], said.ignored_claims[0]
+                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
+                    attempt and attempt[1],
+                    claims.ignored[0],
                 )
 
-    def _make_caller(self, said: _RequestClaims, found: AttemptIds | None, source: Source | None) -> Caller:
-        trace_id, parent_id = said.trace_id, said.parent_id
-        if found is None:
-            return Caller(trace_id=trace_id, parent_id=parent_id, mode=said.mode, temperature=said.temperature)
-        ignored = [hint for hint in said.hints if not hint.matches(found)]
-        if any(hint.source == "trace" for hint in ignored):  # it is another attempt's
+    def _make_caller(self, claims: RequestClaims, attempt: AttemptIds | None, source: Source | None) -> Caller:
+        trace_id, parent_id = claims.trace_id, claims.parent_id
+        if attempt is None:
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=claims.mode, temperature=claims.temperature)
+        mismatches = [hint for hint in claims.hints if not hint.matches(attempt)]
+        if any(hint.source == "trace" for hint in mismatches):  # The trace belongs to another attempt.
             trace_id = parent_id = None
-        elif trace_id is not None and self.traces is not None and trace_id != trace_id_of(found[1]):
-            self.traces.claim(trace_id, found)
-        if parent_id is not None and parent_id == root_span_id_of(found[1]):  # a stand-in: no such span is kept
+        elif trace_id is not None and self.traces is not None and trace_id != trace_id_of(attempt[1]):
+            self.traces.claim(trace_id, attempt)
+        if parent_id is not None and parent_id == root_span_id_of(attempt[1]):  # A placeholder; no such span is stored.
             parent_id = None
-        ignoring = (*said.ignored_claims, *map(str, ignored))
-        return Caller(*found, trace_id, parent_id, source, said.mode, said.temperature, ignoring)
+        ignored = (*claims.ignored, *map(str, mismatches))
+        return Caller(*attempt, trace_id, parent_id, source, claims.mode, claims.temperature, ignored)
 
-    # -- what the call itself says -----------------------------------------------------------------------------------
-
-    def _read_claims(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> _RequestClaims:
-        mode = path_params.get("mode")
-        if mode is not None and mode not in self._modes:
-            message = f"the URL says mode {mode!r}; use one of {', '.join(self._modes)}"
-            raise ApiError(404, message, code="mode_not_found")
-        _reject_reward_calls(headers, path_params, api_key(headers))
-        signed = self._read_key(api_key(headers))
-        found, source, passed_over = self._explicit_claims(headers, path_params, signed)
-        trace_id, parent_id = _trace(headers.get("traceparent"))
-        may_be_kept = path_params.keys() >= {"worker_id", "attempt_id"}
-        explicit = found is not None and not may_be_kept
-        return _RequestClaims(
-            mode=mode,
-            temperature=None if mode is None else self._modes[mode],
-            signed=signed,
-            found=found,
-            source=source,
-            trace_id=trace_id,
-            parent_id=parent_id,
-            hints=_hints(trace_id, headers.get("baggage")),
-            ignored_claims=passed_over,
-            works_for=None if explicit else self._attempt_from_header(headers, WORK_HEADER),
-        )
-
-    def _read_key(self, key: str) -> _KeyClaims:
-        if not key.startswith("agl-"):
-            return _KeyClaims()
-        signed = _KeyClaims(read_attempt_key(self._secret, key), read_worker_key(self._secret, key))
-        if not signed:
-            raise ApiError(
-                401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key"
-            )
-        return signed
-
-    def _explicit_claims(
-        self, headers: Mapping[str, str], path_params: Mapping[str, str], signed: _KeyClaims
-    ) -> tuple[AttemptIds | None, Source | None, list[str]]:
-        """The attempt that header, URL or key names, which of them, and what the others said instead."""
-        proven = self._attempt_from_header(headers, ATTEMPT_HEADER)
-        in_url = _attempt_in(path_params)
-        if in_url is not None and signed.attempt is not None and in_url != signed.attempt:
-            raise ApiError(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
-        worker = path_params.get("worker_id")
-        if worker is not None and signed.worker_id is not None and worker != signed.worker_id:
-            raise ApiError(401, "the API key belongs to another worker than the URL", code="invalid_api_key")
-        named: list[tuple[AttemptIds | None, Source]] = [(in_url, "url"), (signed.attempt, "key"), (proven, "header")]
-        if worker is not None and in_url is not None:  # a client that may be kept from an earlier attempt
-            named.insert(0, named.pop())
-        said: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in named if ids is not None]
-        found, source = said[0] if said else (None, None)
-        if self._require_key and not signed and (found is None or found != proven):
-            raise ApiError(
-                401, "this server asks for the AGL_KEY of the attempt as the API key", code="invalid_api_key"
-            )
-        return found, source, [f"{ids[1]} of the {other}" for ids, other in said[1:] if ids != found]
-
-    def _attempt_from_header(self, headers: Mapping[str, str], name: str) -> AttemptIds | None:
-        """The attempt whose key a header of ours holds."""
-        proof = headers.get(name)
-        if proof is None:
-            return None
-        if (named := read_attempt_key(self._secret, proof)) is None:
-            message = f"the header {name} holds no key of an attempt of this server"
-            raise ApiError(401, message, code="invalid_api_key")
-        return named
-
-    # -- what the store knows ----------------------------------------------------------------------------------------
+    # -- claims that need the store ----------------------------------------------------------------------------------
 
     async def _resolve_attempt(
-        self, hints: list[_Hint], trace_id: str | None, signed_worker: str | None, worker_in_url: str | None
+        self, hints: list[Hint], trace_id: str | None, key_worker: str | None, url_worker: str | None
     ) -> tuple[AttemptIds | None, Source | None]:
         for hint in hints:
-            if (found := await self._resolve_hint(hint)) is not None:
-                if signed_worker is not None:
-                    await self._check_worker(signed_worker, found)
-                return found, hint.source
-        if trace_id is not None and (found := await self._owner_of_trace(trace_id)) is not None:
-            if signed_worker is not None:
-                await self._check_worker(signed_worker, found)
-            return found, "trace"
-        if (worker_id := signed_worker or worker_in_url) is not None:
+            if (ids := await self._resolve_hint(hint)) is not None:
+                if key_worker is not None:
+                    await self._check_worker(key_worker, ids)
+                return ids, hint.source
+        if trace_id is not None and (ids := await self._owner_of_trace(trace_id)) is not None:
+            if key_worker is not None:
+                await self._check_worker(key_worker, ids)
+            return ids, "trace"
+        if (worker_id := key_worker or url_worker) is not None:
             return await self._attempt_of_worker(worker_id), "worker"
         self._check_unattributed()
         return None, None
@@ -357,13 +228,13 @@ class Attribution:
         if not self._allow_unattributed:
             raise ApiError(
                 401,
-                "the call names no attempt, so it could not be recorded; use AGL_OPENAI_BASE_URL as the base URL, or "
+                "the call names no attempt, so it cannot be recorded; use AGL_OPENAI_BASE_URL as the base URL, or "
                 "AGL_KEY as the API key, from the environment of the attempt",
                 code="invalid_api_key",
             )
 
-    async def _resolve_hint(self, hint: _Hint) -> AttemptIds | None:
-        """The attempt that a hint means; None where there is none."""
+    async def _resolve_hint(self, hint: Hint) -> AttemptIds | None:
+        """The attempt of a hint; None if it does not exist."""
         attempt_id = hint.attempt_id
         if attempt_id is None and hint.rollout_id is not None:
             if await self._store.get_rollout_by_id(hint.rollout_id) is None:
@@ -376,8 +247,7 @@ class Attribution:
         return ids if hint.matches(ids) else None
 
     async def _owner_of_trace(self, trace_id: str) -> AttemptIds | None:
-        """The attempt that a trace of somebody else's making belongs to: one that has sent spans of it, or the one it
-        was kept as."""
+        """The attempt of a foreign trace: the one that sent spans of it, or the one it was stored as."""
         if self.traces is not None and (owner := await self.traces.owner_of(trace_id)) is not None:
             return owner
         rollout_id, attempt_id = ids_of_trace(trace_id)
@@ -393,70 +263,38 @@ class Attribution:
         return known
 
     async def _check_worker(self, worker_id: str, ids: AttemptIds) -> None:
-        """A worker's key speaks for the attempts of that worker."""
+        """Raises ApiError 401 unless the worker runs the attempt."""
         known = await self._attempt(ids[1])
         if known is not None and known[1] != worker_id:
-            del self._attempts[ids[1]]  # it may have been given to the worker since
+            del self._attempts[ids[1]]  # The worker may have started it since.
             known = await self._attempt(ids[1])
         if known is not None and known[1] != worker_id:
             message = f"the API key belongs to the worker {worker_id!r}, which does not run the attempt {ids[1]!r}"
             raise ApiError(401, message, code="invalid_api_key")
 
     async def _attempt_of_worker(self, worker_id: str) -> AttemptIds:
-        """The one attempt a worker is running. Never remembered: the next call may be the next attempt's."""
+        """The attempt that a worker is running. Not cached, since the next call may belong to the next attempt."""
         worker = await self._store.get_worker(worker_id)
         if worker is None:
             raise ApiError(404, f"the store knows no worker {worker_id!r}", code="worker_not_found")
         if worker.current_rollout_id is None or worker.current_attempt_id is None:
-            message = f"the worker {worker_id!r} is between two attempts; a call to its URL belongs to none"
+            message = f"the worker {worker_id!r} runs no attempt at the moment, so a call to its URL belongs to none"
             raise ApiError(409, message, code="worker_idle", retry=False)
         if worker.open_attempts > 1:
             message = (
-                f"the worker {worker_id!r} runs {worker.open_attempts} attempts at once, and nothing says whose call "
-                "this is: use the AGL_OPENAI_BASE_URL of the attempt, send its traceparent, or run one at a time "
-                "(--concurrency 1)"
+                f"the worker {worker_id!r} runs {worker.open_attempts} attempts at once, and the call does not say "
+                "which it belongs to: use the AGL_OPENAI_BASE_URL of the attempt, send its traceparent, or run one at "
+                "a time (--concurrency 1)"
             )
             raise ApiError(409, message, code="worker_ambiguous", retry=False)
         return worker.current_rollout_id, worker.current_attempt_id
 
 
-def _attempt_in(path_params: Mapping[str, str]) -> AttemptIds | None:
-    return (path_params["rollout_id"], path_params["attempt_id"]) if "attempt_id" in path_params else None
-
-
-def _ambiguous_attempt(work_of: AttemptIds, found: AttemptIds | None) -> ApiError:
-    client = "" if found is None else f", with a client that was made in the attempt {found[1]!r}"
+def _ambiguous_attempt(works_for: AttemptIds, attempt: AttemptIds | None) -> ApiError:
+    client = "" if attempt is None else f", with a client that was made in the attempt {attempt[1]!r}"
     message = (
-        f"a task or thread that another attempt has started works for the attempt {work_of[1]!r}{client}, and nothing "
-        "proves whose call this is: make the client in each attempt with the llm.base_url and llm.api_key that it is "
-        "given, and hand it over with the work"
+        f"a task or thread that another attempt has started works for the attempt {works_for[1]!r}{client}, so the "
+        "attempt of this call is uncertain: make the client in each attempt with the llm.base_url and llm.api_key that "
+        "it is given, and pass it along with the work"
     )
     return ApiError(409, message, code="attempt_ambiguous", retry=False)
-
-
-def _reject_reward_calls(headers: Mapping[str, str], path_params: Mapping[str, str], key: str) -> None:
-    if JUDGE_HEADER in headers and (path_params.keys() & {"attempt_id", "worker_id"} or key.startswith("agl-")):
-        message = (
-            "a reward function called a model through a client that was made for the agent: the policy would answer "
-            "and learn from it. Make a client in the reward function, where the environment is the one the runner was "
-            "started with"
-        )
-        raise ApiError(409, message, code="judge_as_agent", retry=False)
-
-
-def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
-    match = _TRACEPARENT.match(traceparent) if traceparent else None
-    return (match.group(1), match.group(2)) if match else (None, None)
-
-
-def _hints(trace_id: str | None, baggage: str | None) -> list[_Hint]:
-    """What trace and baggage say, in the order in which they are believed."""
-    hints: list[_Hint] = []
-    if trace_id is not None and (attempt_id := attempt_of_trace(trace_id)) is not None:
-        hints.append(_Hint("trace", None, attempt_id))
-    if baggage:
-        entries = read_baggage(baggage)
-        hint = _Hint("baggage", entries.get(ROLLOUT_BAGGAGE), entries.get(ATTEMPT_BAGGAGE))
-        if hint.rollout_id is not None or hint.attempt_id is not None:
-            hints.append(hint)
-    return hints

@@ -1,8 +1,8 @@
-"""Requests that a client sends again: what says so, as the span of the call keeps it.
+"""Identifies repeated requests of a client, for the span of the call.
 
-Called for every model call of an attempt. A client that lost the answer to a request sends the same request once more,
-so that one of the two answers was never heard. The gateway cannot know which it is until the next one comes, so it
-records what it sees; `assemble` leaves out the answers nobody heard.
+A client that lost the response to a request sends the request again, so one of the two responses never reached the
+agent. The gateway cannot know which one until the next request arrives, so it records the identity of each request;
+`assemble` leaves out the responses that were lost.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from msgspec import Struct
 from agentlightning import span as names
 
 _RETRIES: Final = "x-stainless-retry-count"
-"""The official SDKs of OpenAI and Anthropic count here how often they have sent a request before."""
+"""The retry count of the official SDKs of OpenAI and Anthropic."""
 _IDENTITIES: Final = ("idempotency-key", "x-claude-code-session-id", "x-claude-code-agent-id")
-"""Claude Code counts nothing, but no conversation of one session sends the same twice unless it got no answer."""
+"""Claude Code sends no retry count, but repeats a request within a session only if it got no response."""
 
 
 class RequestIdentity(Struct, frozen=True):
-    """What a call says of having been made before."""
+    """A digest of a request, and the number of times its client sent it before."""
 
     request: str
-    """The same for the same request; see `names.REQUEST`."""
+    """Equal for equal requests; see `names.REQUEST`."""
     retries: int
 
     @classmethod
     def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> RequestIdentity:
-        """`path`: without what names the attempt."""
+        """`path` is the API path, without the attempt."""
         digest = blake2b(body, digest_size=12, key=path.encode()[:64])
-        said = [headers[name] for name in _IDENTITIES if name in headers]
-        for each in said:
-            digest.update(b"\0" + each.encode())
-        counted = headers.get(_RETRIES, "")
-        retries = int(counted) if counted.isdecimal() and len(counted) < 9 else 0
-        return cls(f"{names.SENT_ONCE if said else ''}{digest.hexdigest()}", retries)
+        identities = [headers[name] for name in _IDENTITIES if name in headers]
+        for identity in identities:
+            digest.update(b"\0" + identity.encode())
+        count = headers.get(_RETRIES, "")
+        retries = int(count) if count.isdecimal() and len(count) < 9 else 0
+        return cls(f"{names.SENT_ONCE if identities else ''}{digest.hexdigest()}", retries)
 
     def attributes(self) -> dict[str, Any]:
-        found: dict[str, Any] = {names.REQUEST: self.request}
-        return found | {names.RETRIES: self.retries} if self.retries else found
+        attributes: dict[str, Any] = {names.REQUEST: self.request}
+        return attributes | {names.RETRIES: self.retries} if self.retries else attributes

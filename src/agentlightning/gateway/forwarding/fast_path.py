@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ResponseWriter, headers_by_name
-from agentlightning.gateway.callers.attribution import AttemptIds, Attribution, Caller
+from agentlightning.gateway.callers.attempts import AttemptIds
+from agentlightning.gateway.callers.attribution import Attribution, Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.errors import ApiError

@@ -110,7 +110,7 @@ class ForwardingService:
         """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be
         known is at hand; else None."""
         attempt = caller.attempt
-        if attempt is None or (context := self._contexts.get_cached(*attempt)) is None:
+        if attempt is None or (context := self._contexts.try_get(*attempt)) is None:
             return None
         led = self._resolve(path, caller, headers, parse_object(body)) if len(body) <= MAX_CHUNK_BYTES else None
         if led is None or led.asked.get("stream") or not can_forward(path, led.route):

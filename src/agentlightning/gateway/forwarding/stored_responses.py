@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from agentlightning.gateway.callers.attribution import AttemptIds
+from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.upstream.failures import from_response, from_transport
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.transport import TransportError
