@@ -20,8 +20,8 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.gateway.asgi import ResponseWriter
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
-from agentlightning.gateway.callers.attribution import AttemptIds, Caller
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
+from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
