@@ -1,4 +1,5 @@
-"""The content of messages and answers, the same for every dialect: typed parts and output events."""
+"""An answer as reply writers see it, the same for every dialect: its output events, its whole, and its end at a stop
+string."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from agentlightning.chat.base import Message
+from agentlightning.chat.tool_calls.format import partial_marker_length
 
 
 class ToolCall(Struct, frozen=True):
@@ -156,3 +158,34 @@ def assistant_message(content: str, reasoning: str, tool_calls: Sequence[ToolCal
     if reasoning:
         message["reasoning_content"] = reasoning
     return message
+
+
+class StopFilter:
+    """Ends a text before the first stop string in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._buffer = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
+
+    def feed(self, text: str) -> str:
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        self._buffer += text
+        found = [(place, stop) for stop in self._stops if (place := self._buffer.find(stop)) >= 0]
+        if found:
+            place, self.found = min(found)
+            return self._buffer[:place]
+        return self._release(len(self._buffer) - max(partial_marker_length(self._buffer, stop) for stop in self._stops))
+
+    def finish(self) -> str:
+        return "" if self.stopped else self._release(len(self._buffer))
+
+    def _release(self, length: int) -> str:
+        shown, self._buffer = self._buffer[:length], self._buffer[length:]
+        return shown

@@ -30,6 +30,9 @@ RecordSpans = Callable[[list[Span]], Awaitable[None] | None]
 """What it was given survives the end of this process when it returns None, or else once that was awaited. Raises
 StoreError."""
 
+Respond = Callable[["ForwardedCall", UpstreamCall, RecordSpans, ResponseWriter], Awaitable[None]]
+"""Reads the response of a call, records it and answers the caller."""
+
 _PASSED_HEADERS: Final = frozenset({"anthropic-beta", "openai-beta", "openai-organization", "openai-project"})
 _LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _FINAL_EVENTS: Final = frozenset(
@@ -55,6 +58,8 @@ def can_forward(path: ApiPath, route: ModelRoute) -> bool:
 class ForwardedCall(ForwardedExchange):
     """One call to a provider in its own dialect. `run` it once."""
 
+    respond: Respond | None = field(default=None, kw_only=True)
+    """What sends the response to the caller; by default it is passed through."""
     _added: AddedFields = field(default_factory=lambda: AddedFields(), init=False)
     recorded: bool = field(default=False, init=False)
     _request: UpstreamRequest | None = field(default=None, init=False)
@@ -90,7 +95,10 @@ class ForwardedCall(ForwardedExchange):
         try:
             async with call:
                 writer.extra_headers = call.visible_headers()
-                await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
+                if self.respond is not None:
+                    await self.respond(self, call, keep, writer)
+                else:
+                    await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
         except BaseException as error:
             await run_to_completion(self.record_failure(keep, call, error))
             raise
@@ -176,7 +184,7 @@ class ForwardedCall(ForwardedExchange):
 
     async def _send_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         body = self.read_body(call)
-        await self._record(keep, call)
+        await run_to_completion(self.record(keep, call))
         await writer.send_json(200, body)
 
     def read_body(self, call: UpstreamCall) -> bytes:
@@ -198,9 +206,9 @@ class ForwardedCall(ForwardedExchange):
             shown = [self._read_event(event, last) for event in events]
             if passed := b"".join(shown):
                 await writer.send_events(passed)
-        self._check_ended(bool(last))
+        self.check_ended(bool(last))
         call.settle(self.response.usage)
-        await self._record(keep, call)
+        await run_to_completion(self.record(keep, call))
         await writer.send_events(b"".join(last) + call.trailing_bytes)
         await writer.close()
 
@@ -216,7 +224,7 @@ class ForwardedCall(ForwardedExchange):
             return b""
         return event
 
-    def _check_ended(self, ended: bool) -> None:
+    def check_ended(self, ended: bool) -> None:
         """Raises ApiError where a stream ended without its end."""
         if not ended and not any(choice.finish_reason for choice in self.response.choices.values()):
             raise self._protocol_error("ended its stream before the answer was whole")
@@ -226,9 +234,6 @@ class ForwardedCall(ForwardedExchange):
         return ApiError(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
 
     # -- the record ------------------------------------------------------------------------------------------------
-
-    async def _record(self, keep: RecordSpans, call: UpstreamCall) -> None:
-        await run_to_completion(self.record(keep, call))
 
     def record(self, keep: RecordSpans, call: UpstreamCall) -> Awaitable[None] | None:
         """Record what was answered. Is kept as `keep` has it."""

@@ -15,7 +15,7 @@ from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall, Though
 from agentlightning.chat.tool_calls.format import partial_marker_length
 from agentlightning.chat.tool_calls.reader import CallReader
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, ToolCall, assistant_message
+from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, StopFilter, ToolCall, assistant_message
 from agentlightning.gateway.local.logprobs import Token, TokenLogprobs, TopLogprobs, token_logprobs
 
 
@@ -54,37 +54,6 @@ class Detokenizer:
         if self._shown == self._before:
             return whole
         return whole[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
-
-
-class StopFilter:
-    """Ends a text before the first stop string in it."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._buffer = ""
-        self.found: str | None = None
-        """The stop string that ended the text."""
-
-    @property
-    def stopped(self) -> bool:
-        return self.found is not None
-
-    def feed(self, text: str) -> str:
-        if self.stopped or not self._stops:
-            return "" if self.stopped else text
-        self._buffer += text
-        found = [(place, stop) for stop in self._stops if (place := self._buffer.find(stop)) >= 0]
-        if found:
-            place, self.found = min(found)
-            return self._buffer[:place]
-        return self._release(len(self._buffer) - max(partial_marker_length(self._buffer, stop) for stop in self._stops))
-
-    def finish(self) -> str:
-        return "" if self.stopped else self._release(len(self._buffer))
-
-    def _release(self, length: int) -> str:
-        shown, self._buffer = self._buffer[:length], self._buffer[length:]
-        return shown
 
 
 class ReasoningFilter:

@@ -48,10 +48,14 @@ class ForwardedExchange:
     """What the attempt's resources say of the sampling, whatever the agent asks for."""
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
+    with_blocks: bool = field(default=False, kw_only=True)
+    """See `ProviderResponse.with_blocks`."""
+    extra_attributes: Json | None = field(default=None, kw_only=True)
+    """Attributes of every span, which replace those read from the request and the response."""
     response: ProviderResponse = field(init=False)
 
     def __post_init__(self) -> None:
-        self.response = ProviderResponse(self.path)
+        self.response = ProviderResponse(self.path, self.with_blocks)
 
     def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
         """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`.
@@ -62,7 +66,7 @@ class ForwardedExchange:
         status = ("ERROR", self._redacted(response.error)) if response.error else ("OK", None)
         spans: list[Span] = []
         for choice in choices:
-            attributes = shared | self._choice_attributes(choice)
+            attributes = shared | self._choice_attributes(choice) | (choice.extra_attributes or {})
             if spans:
                 attributes.pop(names.COST, None)
                 if choice.token_ids is None:
@@ -125,7 +129,7 @@ class ForwardedExchange:
         }
         if response.id:
             attributes[names.RESPONSE_ID] = response.id
-        return attributes
+        return attributes | self.extra_attributes if self.extra_attributes else attributes
 
     def _span(
         self, attributes: Json, end_time: float, status: str, message: str | None, span_id: str | None = None

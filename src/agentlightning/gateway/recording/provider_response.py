@@ -60,6 +60,8 @@ class Choice:
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     prompt_token_ids: list[int] | None = None
+    extra_attributes: Json | None = None
+    """Attributes of its span beside those read from the response."""
 
     def message(self) -> Json:
         """As OpenTelemetry has it."""

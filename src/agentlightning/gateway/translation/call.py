@@ -3,15 +3,15 @@
 Requests to `/v1/messages` and `/v1/responses` can be translated for servers of chat completions, `/v1/chat/completions`
 and `/v1/responses` for Anthropic's, `/v1/chat/completions` and `/v1/messages` for servers of responses only. Text,
 reasoning and tool calls stream as they arrive. `previous_response_id` works as with our own engines: the history is
-stored here and sent whole, including reasoning that a provider wants back (`signed_reasoning`). The span shows what the
-provider was attributes and answered. Sending, retries and disconnects are those of `forwarding.passthrough`.
+stored here and sent whole, including reasoning that a provider wants back (`signed_reasoning`). The span shows the
+request and the response as the provider saw them. `forwarding.passthrough` sends the request and records failures.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -29,9 +29,9 @@ from agentlightning.gateway.dialects.sampling import apply_resource_params
 from agentlightning.gateway.dialects.signed_reasoning import needs_echo, turn_key
 from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.passthrough import ForwardedCall, RecordSpans, encode_request
+from agentlightning.gateway.forwarding.passthrough import ForwardedCall, RecordSpans, encode_request, run_to_completion
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
+from agentlightning.gateway.recording.provider_response import Choice
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.translation.provider_answer import ProviderAnswer
 from agentlightning.gateway.translation.requests import body_of
@@ -65,7 +65,7 @@ class Translator:
         trace_id: str,
         resource: str = "",
         forced: Mapping[str, Any] | None = None,
-    ) -> Translation:
+    ) -> ForwardedCall:
         """`forced`: the sampling parameters of the LLM resource `resource`. Raises ApiError 400 for an invalid request,
         and for what the provider's dialect cannot express."""
         provider = route.provider
@@ -78,54 +78,64 @@ class Translator:
         given = given_params(body, params, forced or {})
         target_body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
         self._counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
+        request = replace(request, params=params)
         head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
-        return Translation(
+        reply = dialect.reply(request, head)
+        answer = ProviderAnswer(split_stops(target, params.stop)[1], dialect.call_prefix)
+
+        def respond(
+            forwarded: ForwardedCall, call: UpstreamCall, record: RecordSpans, writer: ResponseWriter
+        ) -> Awaitable[None]:
+            return Translation(forwarded, request, head, reply, answer, self._responses).respond(call, record, writer)
+
+        return ForwardedCall(
             target,
             route,
             caller,
             target_body,
             trace_id=trace_id,
-            request=replace(request, params=params),
-            head=head,
-            reply=dialect.reply(replace(request, params=params), head),
-            answer=ProviderAnswer(split_stops(target, params.stop)[1], dialect.call_prefix),
-            responses=self._responses,
+            with_blocks=True,
+            extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: head.id},
+            respond=respond,
         )
 
 
 @dataclass(slots=True)
-class Translation(ForwardedCall):
-    """A call in another dialect than its provider's; `path` and `data` are the provider's."""
+class Translation:
+    """The response to a forwarded call, for a caller of another dialect than its provider's."""
 
-    request: Request = field(kw_only=True)
-    head: ReplyMetadata = field(kw_only=True)
-    reply: ReplyWriter = field(kw_only=True)
-    answer: ProviderAnswer = field(kw_only=True)
-    responses: ResponseStore = field(kw_only=True)
+    forwarded: ForwardedCall
+    request: Request
+    """As the caller sent it."""
+    head: ReplyMetadata
+    reply: ReplyWriter
+    answer: ProviderAnswer
+    responses: ResponseStore
     _opened: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        self.response = ProviderResponse(self.path, with_blocks=True)
+    async def respond(self, call: UpstreamCall, record: RecordSpans, writer: ResponseWriter) -> None:
+        """Read the provider's response, record it and send it translated. Raises ApiError if it cannot be read."""
+        await (self._send_stream if self.forwarded.stream else self._send_whole)(call, record, writer)
 
-    async def _send_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
+    async def _send_whole(self, call: UpstreamCall, record: RecordSpans, writer: ResponseWriter) -> None:
         self._read_body(call.body)
         self._settle(call)
         body = self.reply.body([self.answer])
-        await self._record(keep, call)
+        await self._record(call, record)
         self._store(body)
         await writer.send_json(200, body)
 
-    async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
+    async def _send_stream(self, call: UpstreamCall, record: RecordSpans, writer: ResponseWriter) -> None:
         ended = False
         async for chunks in call.events():
             for chunk in chunks:
                 ended |= self._read_chunk(chunk)
             if events := self._take_events():
                 await writer.send_events(self._write(events))
-        self._check_ended(ended)
+        self.forwarded.check_ended(ended)
         self._settle(call)
         ending = self._write(self._take_events(done=True)) + self.reply.end([self.answer])
-        await self._record(keep, call)
+        await self._record(call, record)
         self._store(None)
         await writer.send_events(ending)
         await writer.close()
@@ -138,7 +148,7 @@ class Translation(ForwardedCall):
         except ValueError as error:
             raise unreadable_response(self._provider, f"its answer is not JSON: {error}") from None
         self._read(answer)
-        if not self.response.choices:
+        if not self.forwarded.response.choices:
             raise unreadable_response(self._provider, "its answer holds no choice")
         self.answer.take_new(done=True)
 
@@ -153,7 +163,7 @@ class Translation(ForwardedCall):
         return isinstance(data, dict) and data.get("type") in _LAST_EVENTS
 
     def _read(self, data: Any) -> None:
-        events = self.response.read(data)
+        events = self.forwarded.response.read(data)
         self._check_failed()
         for event in events:
             self.answer.add(event)
@@ -175,45 +185,46 @@ class Translation(ForwardedCall):
 
     def _check_failed(self) -> None:
         """Raises ApiError if the provider reported an error instead of an answer."""
-        if self.response.error is not None:
-            message = f"the provider {self._provider.name!r} failed: {self.response.error}"
+        if self.forwarded.response.error is not None:
+            message = f"the provider {self._provider.name!r} failed: {self.forwarded.response.error}"
             raise ApiError(502, display_text(self._provider, message), code="provider_error", retry=False)
 
     @property
     def _provider(self) -> Provider:
-        assert self.route.provider is not None
-        return self.route.provider
+        assert self.forwarded.route.provider is not None
+        return self.forwarded.route.provider
 
     def _settle(self, call: UpstreamCall) -> None:
-        call.settle(self.response.usage)
-        if not self.response.choices:
-            self.response.choice(0)
+        call.settle(self.forwarded.response.usage)
+        if not self.forwarded.response.choices:
+            self.forwarded.response.choice(0)
         if call.usage is not None:
             self.head.prompt_tokens = call.usage.input_tokens
             self.answer.num_tokens = call.usage.output_tokens
 
     # -- recording -----------------------------------------------------------------------------------------------
 
-    def _attributes(self) -> dict[str, Any]:
-        attributes = {names.REQUEST_MODEL: self.request.model or self.route.name, names.RESPONSE_ID: self.head.id}
-        return ForwardedCall._attributes(self) | attributes
+    async def _record(self, call: UpstreamCall, record: RecordSpans) -> None:
+        choices = self.forwarded.response.choices
+        if (choice := choices.get(0)) is not None:
+            choices[0] = self._recorded(choice)
+        await run_to_completion(self.forwarded.record(record, call))
 
-    def _choice_attributes(self, choice: Choice) -> dict[str, Any]:
-        if self.answer.is_stopped:  # Text after a stop string is not recorded either.
-            calls = dict(list(choice.tool_calls.items())[: len(self.answer.tool_calls)])
-            choice = replace(
-                choice, text=[self.answer.content], tool_calls=calls, finish_reason=self.answer.finish_reason
-            )
-        found = ForwardedCall._choice_attributes(self, choice)
-        constraint = self.request.constraint
-        if not constraint or choice.index > 0:
-            return found
-        verdict, violations = constraint.evaluate(self.answer)
-        return found | {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
+    def _recorded(self, choice: Choice) -> Choice:
+        """The choice as the caller received it: text after a stop string is not recorded either."""
+        answer, constraint = self.answer, self.request.constraint
+        if answer.is_stopped:
+            calls = dict(list(choice.tool_calls.items())[: len(answer.tool_calls)])
+            choice = replace(choice, text=[answer.content], tool_calls=calls, finish_reason=answer.finish_reason)
+        if not constraint:
+            return choice
+        verdict, violations = constraint.evaluate(answer)
+        found = {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
+        return replace(choice, extra_attributes=found)
 
     def _store(self, body: bytes | None) -> None:
         """Store the reply for later requests, and the turn if its provider wants it back."""
-        attempt, reply, answer = self.caller.attempt, self.reply, self.answer
+        attempt, reply, answer = self.forwarded.caller.attempt, self.reply, self.answer
         if attempt is None:
             return
         if any(needs_echo(block) for block in answer.blocks):

@@ -21,6 +21,7 @@ from agentlightning.gateway.dialects.content import (
     ReasoningDelta,
     RefusalDelta,
     SignedReasoning,
+    StopFilter,
     ToolCall,
     ToolCallDelta,
     ToolCallEnd,
@@ -40,7 +41,6 @@ from agentlightning.gateway.dialects.provider_events import (
     ToolCallFragment,
 )
 from agentlightning.gateway.dialects.signed_reasoning import needs_echo
-from agentlightning.gateway.local.answer import StopFilter
 
 _LAST_CHARACTERS: Final = frozenset('}]"0123456789el')
 """How a JSON value may end."""
