@@ -1,5 +1,7 @@
 """An evaluation is a number that knows its uncertainty, and never takes missing for zero."""
 
+import math
+
 import pytest
 
 from agentlightning.errors import RewardError
@@ -11,7 +13,10 @@ def test_it_compares_like_its_mean():
     assert better > worse
     assert worse < 0.5
     assert better >= 0.8
+    assert not worse < worse
     assert Evaluation((0.5,)) == 0.5
+    assert Evaluation((0.5,)) != 0.4
+    assert Evaluation((0.5,)) != "0.5"
     assert "0.833" in str(better)
 
 
@@ -58,4 +63,12 @@ def test_only_tasks_with_both_rewards_are_compared_and_the_interval_covers_the_o
     assert hopeless.interval[0] < 0
     with pytest.raises(RewardError, match="nothing can be compared"):
         compare(Evaluation((None,)), Evaluation((1.0,)))
-    assert gain_of(Evaluation((None,)), Evaluation((1.0,))).missing_before == 1
+    assert gain_of(Evaluation((0.0, None)), Evaluation((1.0, 1.0))) == compare(
+        Evaluation((0.0, None)), Evaluation((1.0, 1.0))
+    )
+
+
+def test_a_gain_that_cannot_be_known_is_no_number():
+    unknown = gain_of(Evaluation((None, None)), Evaluation((1.0, None)))
+    assert all(map(math.isnan, (unknown.before, unknown.after, unknown.gain, *unknown.interval)))
+    assert (unknown.tasks, unknown.missing_before, unknown.missing_after) == (0, 2, 1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.intervals import mean_interval, paired_gain, student_quantile
+from agentlightning.evaluation.intervals import lowest_means, mean_interval, paired_gain, student_quantile
 
 Draw = Callable[[random.Random], float]
 
@@ -111,6 +111,37 @@ def test_known_bounds_are_used() -> None:
         mean_interval([0.0, 2.0], bounds=(0, 1))
 
 
+def test_the_interval_is_its_formula() -> None:
+    """The one in the module's docstring, with the two imaginary tasks written out."""
+    for values, padded in (([0.5], [0.5, 0, 1]), ([0.25, 0.5, 0.75, 0.5], [0.25, 0.5, 0.75, 0.5, 0, 1])):
+        center = sum(padded) / len(padded)
+        variance = sum(value**2 for value in padded) / len(padded) - center**2
+        half = student_quantile(0.75, max(1, len(values) - 1)) * math.sqrt(variance / len(padded))
+        assert mean_interval(values, confidence=0.5) == pytest.approx((center - half, center + half))
+
+
+def test_a_missing_reward_may_be_anything_within_the_bounds() -> None:
+    expected = mean_interval([1.0, 0.5, 0.0])[0], mean_interval([1.0, 0.5, 1.0])[1]
+    assert mean_interval([1.0, 0.5, None]) == expected
+
+
+def test_the_scale_of_rewards_is_0_to_1_or_else_what_was_seen() -> None:
+    assert mean_interval([0.0] * 9) == mean_interval([0.0] * 9, bounds=(0, 1))
+    assert mean_interval([0.0, 1.5] * 9) == mean_interval([0.0, 1.5] * 9, bounds=(0, 1.5))
+    assert mean_interval([2.0, 3.0] * 9) == mean_interval([2.0, 3.0] * 9, bounds=(2, 3))
+    assert mean_interval([2.0] * 9) == mean_interval([2.0] * 9, bounds=(0, 2))
+    assert mean_interval([-2.0] * 9) == mean_interval([-2.0] * 9, bounds=(-2, 0))
+    assert paired_gain([-1.0] * 9, [1.0] * 9).interval[1] == 2.0
+    whole, narrow = (paired_gain([0.4] * 9, [0.6] * 9, bounds=bounds).interval for bounds in (None, (0.4, 0.6)))
+    assert narrow[1] - narrow[0] < whole[1] - whole[0]
+
+
+def test_groups_are_ranked_with_the_lowest_reward_of_all_for_what_is_missing() -> None:
+    assert lowest_means([1.0, None], [], [None]) == [0.5, -math.inf, 0.0]
+    assert lowest_means([3.0, None], [-1.0, 1.0]) == [1.0, 0.0]
+    assert lowest_means([None], []) == [-math.inf, -math.inf]
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(0.5, 0.99))
 def test_the_interval_holds_possible_gains_only_and_turns_around_with_the_question(
@@ -147,11 +178,22 @@ def test_what_cannot_be_compared_is_refused(before: list[float], after: list[flo
         paired_gain(before, after)
 
 
-def test_a_confidence_of_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"confidence=1\.0"):
-        mean_interval([0.5], confidence=1.0)
+def test_a_mean_of_nothing_is_refused() -> None:
+    with pytest.raises(RewardError, match="no reward was measured"):
+        mean_interval([None])
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0])
+def test_certainty_and_none_at_all_are_refused(confidence: float) -> None:
+    with pytest.raises(ConfigError, match=rf"confidence={confidence}"):
+        mean_interval([0.5], confidence=confidence)
 
 
 @pytest.mark.parametrize(("degrees", "table"), [(4, 2.776), (10, 2.228), (30, 2.042), (127, 1.979), (10**6, 1.960)])
 def test_quantiles_agree_with_the_tables(degrees: int, table: float) -> None:
     assert student_quantile(0.975, degrees) == pytest.approx(table, rel=1e-3)
+
+
+@pytest.mark.parametrize(("degrees", "table"), [(10, 2.228139), (30, 2.042272), (60, 2.000298), (120, 1.979930)])
+def test_quantiles_of_many_degrees_agree_to_the_fifth_digit(degrees: int, table: float) -> None:
+    assert student_quantile(0.975, degrees) == pytest.approx(table, rel=5e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ def test_losses_are_found_by_name_or_configuration() -> None:
     assert token_losses("ppo") == (PPOLoss(clip_low=0.2, clip_high=0.28),)
     assert token_losses({"type": "ppo", "dual_clip": 3}) == (PPOLoss(dual_clip=3),)
     assert token_losses(NLLLoss()) == (NLLLoss(),)
+    assert token_losses(MappingProxyType({"type": "nll"})) == (NLLLoss(),)
     for wrong in ("pppo", {"type": "ppo", "clip": 0.1}, {"type": "ppo", "clip_low": 2.0}):
         with pytest.raises(ConfigError, match="known types: cispo, gspo, nll, ppo"):
             token_losses(wrong)

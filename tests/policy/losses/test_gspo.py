@@ -42,10 +42,11 @@ def test_gspo_is_its_formula(batch: Callable[..., Any], seed: int, order: str) -
 
 def test_a_call_is_clipped_as_a_whole_and_else_every_token_has_the_same_gradient(batch: Callable[..., Any]) -> None:
     clipped, kept = [(-1.0, -1.5, 1.0, 0.25)] * 2, [(-1.0, -3.0, -1.0, 0.25), (-2.0, 0.0, -1.0, 0.25)]
-    tokens = batch([*clipped, *kept], [0, 0, 1, 1])
+    tokens = batch([*clipped, *kept, kept[0]], [0, 0, 1, 1, 2])
     value = GSPOLoss(clip_low=0.1, clip_high=0.1)(tokens)
     value.loss.backward()
-    assert tokens.trained_logprobs.grad.tolist() == [0.0, 0.0, 0.25, 0.25], "ratios e^0.5, clipped, and 1"
+    gradient = tokens.trained_logprobs.grad.tolist()
+    assert gradient == pytest.approx([0.0, 0.0, 0.25, 0.25, 0.25 * math.exp(2)]), "ratios e^0.5, clipped, 1 and e^2"
     assert value.sums["clip_fraction"].item() == 2
 
 

@@ -59,3 +59,9 @@ def test_the_loss_stays_finite_however_far_a_token_is_off() -> None:
     assert torch.isfinite(value.loss)
     assert tokens.trained_logprobs.grad is not None
     assert torch.isfinite(tokens.trained_logprobs.grad).all()
+
+
+def test_the_divergence_counts_more_and_less_likely_tokens_each_in_its_own_way() -> None:
+    more, less = (PPOLoss()(batch([row])).sums["approx_kl"].item() for row in ((0, -1, 1, 1), (-1, 0, 1, 1)))
+    assert (more, less) == pytest.approx((np.e - 2, 1 / np.e))
+    assert PPOLoss()(batch([(-500.0, 0.0, 1.0, 1.0)])).sums["approx_kl"].item() == pytest.approx(19.0), "limited"
