@@ -52,11 +52,14 @@ def test_intermediate_rewards_with_named_dimensions_are_weighed_like_the_final_o
     ]
     plain = [rollout("a", 1.0, 2.0), rollout("b", 0.0, 2.0, 2.0)]
     rule = DiscountedCredit(normalize_std=False)
-    samples = [
-        training_samples([group], rule, reward_weights={"right": 1.0, "short": 0.5})[0][0] for group in (named, plain)
-    ]
-    weighed, expected = ([values.tolist() for values in sample.advantages] for sample in samples)
-    assert weighed == expected
+    (sample,), _ = training_samples([named], rule, reward_weights={"right": 1.0, "short": 0.5})
+    found = {
+        str(node.call): float(values[0])
+        for node, values in zip(sample.tree.nodes, sample.advantages, strict=True)
+        if node.sampled
+    }
+    (of_a,), of_b = rule.advantages(plain) or ((), ())
+    assert found == pytest.approx({"a-1": of_a, "b-1": of_b[0], "b-2": of_b[1]})
     with pytest.raises(RewardError, match=r"call a-1 has reward .*credit needs one number"):
         rule.advantages(named)
 

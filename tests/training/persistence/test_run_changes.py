@@ -42,6 +42,10 @@ def test_what_messages_advise_may_change(text):
     check_changes(changes)
 
 
+def test_a_change_has_the_old_and_the_new_value():
+    assert changed("algorithm.steps=200") == {"algorithm.steps": (TrainConfig().algorithm.steps, 200)}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -64,7 +68,9 @@ def test_changes_are_named_without_secrets():
     text = describe_changes(changes)
     assert text == "algorithm.steps 100 -> 200, gateway.upstream.headers.authorization ... -> ..."
     assert b"Bearer" not in record_of(changes, 3)
-    assert orjson.loads(record_of(changes, 3))["step"] == 3
+    record = orjson.loads(record_of(changes, 3))
+    assert (list(record), record["step"]) == (["time", "step", "changes"], 3)
+    assert record["changes"]["algorithm.steps"] == [100, 200]
     assert overrides({"algorithm.steps": 200, "reward": None, "agent": "m:f"}) == [
         "algorithm.steps=200", "reward=none", 'agent="m:f"',
     ]  # fmt: skip
@@ -102,6 +108,11 @@ def test_arguments_of_a_resumed_trainer_are_changes_too(run):
         Trainer.resume(run, seed=4)
     trainer = Trainer.resume(run, n_runners=2, changes={"algorithm.steps": 7})
     assert (trainer.config.runner.hosts, trainer.config.algorithm.steps) == (2, 7)
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(ResumeError, match=r"holds no run: .*config\.toml does not exist"):
+        Trainer.resume(tmp_path)
 
 
 def test_a_part_that_was_a_live_object_is_asked_for_by_name(run):

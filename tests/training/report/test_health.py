@@ -1,5 +1,7 @@
 """What a run says about itself."""
 
+import math
+
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.training.report.health import closing_warnings, starting_warnings, warnings_of
 from agentlightning.training.report.step_record import StepRecord
@@ -32,8 +34,37 @@ def test_a_policy_that_a_learning_rate_has_broken_is_told_from_noise():
     assert warnings_of(improving) == {}, "a sure policy is what training is for"
 
 
+def test_a_policy_may_break_late_and_the_numbers_are_those_of_its_last_steps():
+    start = [step(0.5, entropy=2.0), step(0.5, entropy=1.0), *[step(0.5, entropy=1.5)] * 6]
+    drift = [step(0.25, entropy=2.0), step(0.1, entropy=4.0), step(0.1, entropy=8.0)]
+    text = warnings_of([*start, *drift])["policy_broken"]
+    assert "its reward fell from 0.5 to 0.15, and its entropy went from 2 to 8 nats a token" in text
+    assert "The learning rate nan" in text
+    assert warnings_of([*start, *[step(0.3, entropy=8.0)] * 3]) == {}, "more than half of the best is not broken"
+    flat = warnings_of([*start, *[step(0.0, flat=3)] * 3])["policy_broken"]
+    assert "and no group has rewards that differ any more." in flat
+
+
+def test_records_without_rewards_or_entropies_and_short_runs_are_no_sign():
+    assert warnings_of([step(0.5), step(0.5), step(0.5), step(0.0)]) == {}
+    assert warnings_of([StepRecord(entropy=entropy) for entropy in (1.0, 1.0, 1.0, 9.0)]) == {}
+    assert warnings_of([step(math.nan, entropy=entropy) for entropy in (1.0, 1.0, 1.0, 9.0)]) == {}
+    assert warnings_of([step(-1.0, entropy=entropy) for entropy in (1.0, 1.0, 9.0)]) == {}
+
+
+def test_a_warning_begins_at_its_share():
+    flat = [step(0.0, flat=9, groups=10)]
+    assert list(warnings_of(flat)) == ["rewards_without_spread"]
+    assert list(warnings_of([step(0.0, flat=4, groups=4)])) == ["rewards_without_spread"]
+    assert warnings_of([step(0.0, flat=8, groups=10)]) == {}
+    late = {"failed": 5, "timeouts": 5}
+    assert list(warnings_of([step(0.5, rollouts_trained=45, **late)])) == ["timeouts_left_out"]
+    assert warnings_of([step(0.5, rollouts_trained=46, **late)]) == {}
+
+
 def test_updates_that_were_not_finite_are_warned_of():
     assert "1 updates were skipped" in warnings_of([step(0.5, skipped_steps=1.0)])["updates_skipped"]
+    assert warnings_of([step(0.5, skipped_steps=1.0), step(0.5)]) == {}, "only the last step counts"
 
 
 def test_the_end_says_where_nothing_was_won():
@@ -43,6 +74,8 @@ def test_the_end_says_where_nothing_was_won():
     assert "nothing was learned" in closing_warnings(flat, {})["nothing_learned"]
     assert "worse than the one it started from" in closing_warnings(learned, {"greedy": lost})["worse_greedy"]
     assert "includes 0" in closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
+    ends_at_zero = (Gain(0.5, 0.5, 0.0, interval, 40) for interval in ((0.0, 0.2), (-0.2, 0.0)))
+    assert [list(closing_warnings(learned, {"greedy": each})) for each in ends_at_zero] == [["no_gain_greedy"]] * 2
 
 
 def test_random_weights_are_named_before_anything_runs():

@@ -1,0 +1,53 @@
+"""The report of a run as JSON, which other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.report.result import TrainingResult
+
+
+def test_the_report_of_a_run_has_these_fields() -> None:
+    result = TrainingResult(
+        held_out={"greedy": Gain(0.25, 0.5, 0.25, (0.1, 0.4), 7, 2, 1), "sampled": Gain(0.5, 0.5, 0.0, (-1.0, 1.0), 8)},
+        missing={"before-greedy": {"failed": 2}, "after-greedy": {"bad_reward": 1}},
+        rollouts=64,
+        failed_rollouts=3,
+        rejected_rollouts={"missing_reward": 2},
+        skipped_groups=1,
+        warnings=("slow",),
+        steps=9,
+        best_step=6,
+        seconds=1.23456,
+        checkpoint=Path("run/checkpoint"),
+        curve=Path("run/curve.png"),
+        run_dir=Path("run"),
+    )
+    greedy = {
+        "before": 0.25,
+        "after": 0.5,
+        "gain": 0.25,
+        "interval": [0.1, 0.4],
+        "tasks": 7,
+        "missing_before": 2,
+        "missing_after": 1,
+        "reasons_before": {"failed": 2},
+        "reasons_after": {"bad_reward": 1},
+    }
+    sampled = {"before": 0.5, "after": 0.5, "gain": 0.0, "interval": [-1.0, 1.0], "tasks": 8}
+    sampled |= {"missing_before": 0, "missing_after": 0, "reasons_before": {}, "reasons_after": {}}
+    assert result.as_json() == {
+        "held_out": {"greedy": greedy, "sampled": sampled},
+        "rollouts": 64,
+        "failed_rollouts": 3,
+        "rejected_rollouts": {"missing_reward": 2},
+        "skipped_groups": 1,
+        "warnings": ["slow"],
+        "steps": 9,
+        "best_step": 6,
+        "seconds": 1.23,
+        "checkpoint": "run/checkpoint",
+        "curve": "run/curve.png",
+        "run_dir": "run",
+    }
