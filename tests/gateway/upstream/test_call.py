@@ -20,9 +20,10 @@ from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
 from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events

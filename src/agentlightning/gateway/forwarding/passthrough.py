@@ -21,8 +21,9 @@ from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.forwarded_span import ForwardedExchange, num_choices
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath
+from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.span import Span
 
 Json = dict[str, Any]

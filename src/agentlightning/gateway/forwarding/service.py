@@ -28,9 +28,10 @@ from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, Router
-from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
+from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore

@@ -1,19 +1,18 @@
-"""One call to a provider: when it is sent, to which of its servers, and how often.
+"""Sends one call to a provider: waits for the rate limit and the budget, chooses a server, retries, accounts for it.
 
-Responsible for a call's turn, its budget and its retries, for every call that goes to a provider; this is the only
-place where a call is sent twice. It does not know what the bytes mean: those who call it, `forwarding.passthrough` for
-calls in the provider's own dialect and `translation.call` for others, say what to send and read what comes.
+This is the only place where a request is sent twice. It does not interpret bodies: `forwarding.passthrough` (calls in
+the provider's dialect) and `translation.call` (all others) build the request and read the response.
 
-    call = Call(backends, ask)
-    async with call:                          waits for its turn, sends, repeats; raises ApiError
-        call.body                             the whole answer, where nobody watches
-        async for events in call.events()     or its events as they come; raises ApiError
-        call.settle(Usage(...))               what it used
-    call.attributes()                         of its span, failed or not
+    call = UpstreamCall(pool, request)
+    async with call:                          acquire, send and retry; raises ApiError
+        call.body                             the whole response, if not streamed
+        async for events in call.events()     or its events as they arrive; raises ApiError
+        call.settle(Usage(...))               its usage
+    call.attributes()                         for its span, failed or not
 
-    if call.start(on_end):                    sent already: the first try is over when `on_end` is called,
-        call.whole                            with its answer in `body`, and `leave` ends the call,
-        async with call                       or else this goes on from there
+    if call.try_start(on_response):           sent at once; `on_response` is called after the first try:
+        call.succeeded, call.body             the response; `release` ends the call,
+        async with call                       or this retries after a failure
 """
 
 from __future__ import annotations
@@ -22,93 +21,55 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.budget import Reservation
+from agentlightning.gateway.upstream.accounting import BYTES_PER_TOKEN, CallAccounting
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
-from agentlightning.gateway.upstream.pricing import Price
-from agentlightning.gateway.upstream.provider import ApiPath, visible_headers
+from agentlightning.gateway.upstream.provider import visible_headers
+from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.gateway.upstream.servers import Server, ServerPool
-from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, PendingResponse, Response, TransportError
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS: Final = 0.25
 _MAX_PAUSE_SECONDS: Final = 300.0
-"""For which a server's word is taken that it wants no calls; then it is asked again."""
-_BYTES_OF_TOKEN: Final = 4
-"""Of an answer in JSON, about."""
-_CACHED: Final = b'"cache_control"'
-_FOR_AN_HOUR: Final = b'"1h"'
-
-
-@dataclass(slots=True)
-class UpstreamRequest:
-    """What is sent, and for whom."""
-
-    path: ApiPath | Literal["messages/count_tokens"]
-    body: bytes
-    stream: bool = False
-    """Whether the answer is read as it comes. A call that is not streamed is repeated even where its body breaks off,
-    as nothing of it was shown."""
-    headers: Headers = ()
-    """Besides those the provider is configured with, which win."""
-    affinity: str = ""
-    """Calls that name the same go to the same server while it is well: "rollout/attempt"."""
-    rollout_id: str = ""
-    """Who pays; "" where nobody is known to."""
-    max_output_tokens: int | None = None
-    """The limit the request sets, of all its answers together."""
-    price: Price | None = None
-    """The route's."""
-    model: str = ""
-    """As the provider calls it: limits are a model's."""
+"""The longest `Retry-After` that is respected; after it the server is tried again."""
 
 
 class UpstreamCall:
-    """One call, sent as often as it takes. Use once, as `async with`."""
+    """One call to a provider, with its retries. Use it once, as `async with`.
+
+    `async with` waits for whatever the call needs; its twin `try_start`, for the callback-only fast path, sends only if
+    nothing must be awaited, and leaves retries to `async with`.
+    """
 
     __slots__ = (
-        *("ask", "body", "cost", "headers", "retries", "status", "succeeded", "trailing_bytes", "usage"),
-        *(
-            "_response",
-            "_pending",
-            "_server",
-            "_pool",
-            "_chunks",
-            "_acquired",
-            "_num_events",
-            "_estimated_tokens",
-            "_failure",
-        ),
-        *("_first_chunk", "_released", "_lost", "_reservation", "_settled", "_unanswered", "_uncharged"),
+        *("body", "headers", "request", "retries", "status", "succeeded", "trailing_bytes"),
+        *("_accounting", "_acquired", "_chunks", "_failure", "_first_chunk", "_num_events", "_pending", "_pool"),
+        *("_released", "_response", "_server", "_unanswered"),
     )
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
-        self.ask = request
+        self.request = request
         self.body = b""
-        """The whole answer, where it is not streamed."""
+        """The whole response, if it is not streamed."""
         self.trailing_bytes = b""
-        """What a streamed answer ended with that is no whole event."""
+        """The incomplete event at the end of a streamed response."""
         self.succeeded = False
-        """What `start` has sent is answered well."""
+        """Whether the try that `try_start` made got a response with status 2xx."""
         self.headers: Headers = ()
-        """Of the last answer."""
+        """Headers of the last response."""
         self.status = 0
-        """Of the last answer; 0: there was none."""
+        """Status of the last response; 0 if there was none."""
         self.retries = 0
-        self.usage: Usage | None = None
-        """Of the answer."""
-        self.cost: float | None = None
-        """US dollars; None where the provider has no price, or nothing was used."""
+        self._accounting = CallAccounting(pool, request)
         self._pool = pool
         self._server: Server | None = None
         self._response: Response | None = None
@@ -116,64 +77,69 @@ class UpstreamCall:
         self._acquired = False
         self._released = False
         self._unanswered = False
+        """Whether a request was sent and got no response."""
         self._failure: Failure | None = None
-        """Of the first try, where `start` made it."""
+        """Failure of the try that `try_start` made."""
         self._chunks: AsyncIterator[bytes] | None = None
         self._first_chunk = b""
         self._num_events = 0
-        self._reservation: Reservation | None = None
-        self._estimated_tokens = 0
-        self._settled = False
-        self._lost = Usage()
-        """What was drawn by tries whose answer broke off, and is charged for."""
-        self._uncharged = Usage()
-        """Of that, what no budget knows yet."""
 
     @property
-    def price(self) -> Price | None:
-        return self.ask.price or self._pool.provider.price
+    def usage(self) -> Usage | None:
+        """Usage of the response."""
+        return self._accounting.usage
+
+    @property
+    def cost(self) -> float | None:
+        """US dollars of all tries; None without a price or a response."""
+        return self._accounting.cost
 
     def attributes(self) -> dict[str, Any]:
-        """For the span of the call: who served it, how often it was sent, what all tries used and cost."""
-        attributes: dict[str, Any] = {
+        """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
+        return {
             names.PROVIDER_NAME: self._pool.provider.name,
             names.PROVIDER_RETRIES: self.retries,
+            **self._accounting.attributes(),
         }
-        if self.usage is not None:
-            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self._lost.input_tokens
-            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self._lost.output_tokens
-        if self.cost is not None:
-            attributes[names.COST] = self.cost
-        return attributes
 
-    def try_start(self, on_end: Callable[[], None]) -> bool:
-        """Send a call that is not streamed at once, and call `on_end` when that has been answered or has failed. False,
-        and nothing has happened, where something has to be waited for: a turn, a budget, a connection. Raises
-        TransportError for what cannot be sent."""
-        pool, expected = self._pool, self._estimate_tokens()
-        if pool.budgets.config or not pool.rate_limiter.allows(expected):
+    def visible_headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the response that the caller gets."""
+        return self._pool.redactor.redact_headers(visible_headers(self.headers))
+
+    def settle(self, usage: Usage | None) -> None:
+        """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
+        self._accounting.settle(usage, self._num_events or len(self.body) // BYTES_PER_TOKEN)
+
+    # -- without a task --------------------------------------------------------------------------------------------
+
+    def try_start(self, on_response: Callable[[], None]) -> bool:
+        """Send a call that is not streamed at once, and call `on_response` after its response or failure. Returns
+        False, without side effects, if the call has to wait for the rate limit, a budget or a connection. Raises
+        TransportError for a request that cannot be sent."""
+        pool, tokens = self._pool, self._accounting.estimate_tokens()
+        if pool.budgets.config or not pool.rate_limiter.allows(tokens):
             return False
-        server = pool.choose(self.ask.affinity, model=self.ask.model)
-        if server.pause_seconds(self.ask.model):
+        server = pool.choose(self.request.affinity, model=self.request.model)
+        if server.pause_seconds(self.request.model):
             return False
         provider = pool.provider
         pending = pool.transport.try_send(
             "POST",
-            provider.url(server.url, self.ask.path),
+            provider.url(server.url, self.request.path),
             self._headers(server),
-            self.ask.body,
-            partial(self._on_response, on_end),
+            self.request.body,
+            partial(self._on_response, on_response),
             timeout_seconds=provider.timeout_seconds,
         )
         if pending is None:
             return False
         self._pending, self._server, self._acquired = pending, server, True
         server.in_flight += 1
-        pool.rate_limiter.record_start(expected)
+        pool.rate_limiter.record_start(tokens)
         pool.record_start()
         return True
 
-    def _on_response(self, on_end: Callable[[], None]) -> None:
+    def _on_response(self, on_response: Callable[[], None]) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
         assert self._server is not None
@@ -181,7 +147,7 @@ class UpstreamCall:
         self.status, self.headers = pending.status, pending.headers
         self._server.in_flight -= 1
         if error is not None:
-            if not pending.stale:  # else this was no try, and says nothing of the server
+            if not pending.stale:  # A stale connection was closed before the request: no try, no fault of the server.
                 self._transport_failure(error)
         elif 200 <= self.status < 300:
             self.body, self.succeeded = self._pool.redactor.redact_body(pending.body()), True
@@ -190,10 +156,10 @@ class UpstreamCall:
             self._failure = from_response(provider, self.status, self.headers, pending.body())
         if self._failure is not None:
             self._update_health(self._failure)
-        on_end()
+        on_response()
 
     def release(self) -> None:
-        """The end of a call that was started and is answered, or that nobody waits for any more. Once is enough."""
+        """End a call that `try_start` sent, whether or not its response arrived. Idempotent."""
         if self._released:
             return
         pending, self._pending = self._pending, None
@@ -203,6 +169,8 @@ class UpstreamCall:
             if self._server is not None:
                 self._server.in_flight -= 1
         self._release_all()
+
+    # -- in a task -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         if not self._acquired:
@@ -214,69 +182,40 @@ class UpstreamCall:
             raise
         return self
 
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._accounting.is_settled and self._response is not None:
+            self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
+        await self._end()
+
     async def _acquire(self) -> None:
-        """Wait for a turn."""
-        pool, expected = self._pool, self._estimate_tokens()
+        """Reserve the budget, and wait for the rate limit."""
+        pool, tokens = self._pool, self._accounting.estimate_tokens()
         if pool.budgets.config:
-            prompt = expected - self._max_output_tokens
-            worst = self.price.dollars(self._worst_usage(prompt)) if self.price else 0.0
-            self._reservation = await pool.budgets.reserve(self.ask.rollout_id, worst, expected)
+            await self._accounting.reserve()
         try:
-            await pool.rate_limiter.acquire(expected)
+            await pool.rate_limiter.acquire(tokens)
         except BaseException:
-            self._release_reservation()
+            self._accounting.release()
             raise
         self._acquired = True
         pool.record_start()
 
-    def _estimate_tokens(self) -> int:
-        """Tokens that the call will use at most, roughly."""
-        counted = self._pool.budgets.config or self._pool.provider.tokens_per_minute
-        self._estimated_tokens = (self._max_prompt_tokens if counted else 0) + self._max_output_tokens
-        return self._estimated_tokens
-
-    def _worst_usage(self, prompt: int) -> Usage:
-        """What the call uses where all that may be charged for is: a prompt that is kept in a cache costs more."""
-        if _CACHED not in self.ask.body:
-            return Usage(prompt, self._max_output_tokens)
-        hour = prompt if _FOR_AN_HOUR in self.ask.body else 0
-        return Usage(prompt, self._max_output_tokens, written_tokens=prompt - hour, written_hour_tokens=hour)
-
-    @property
-    def _max_prompt_tokens(self) -> int:
-        """Tokens of the request at most."""
-        return max_prompt_tokens(self.ask.body, self._pool.provider.image_tokens)
-
-    @property
-    def _max_output_tokens(self) -> int:
-        most = self.ask.max_output_tokens
-        return self._pool.provider.max_output_tokens if most is None else most
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._settled and self._response is not None:
-            self.settle(None)  # Cut off or unreadable: what arrived was sampled, and will be charged.
-        await self._end()
-
-    def visible_headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer that the caller sees."""
-        return self._pool.redactor.redact_headers(visible_headers(self.headers))
-
     async def events(self) -> AsyncIterator[list[bytes]]:
-        """The events of a streamed answer as they come, those of each read together. Raises ApiError where they break
-        off, and for an event without end."""
+        """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
+        too long."""
         if self._chunks is None:
             return
-        events, redactor = SSEDecoder(), self._pool.redactor
+        decoder, redactor = SSEDecoder(), self._pool.redactor
         chunk: bytes | None = self._first_chunk
         try:
             while chunk is not None:
-                found = events.feed(chunk)
-                self._num_events += len(found)
-                yield [redactor.redact_body(event) for event in found]
+                events = decoder.feed(chunk)
+                self._num_events += len(events)
+                yield [redactor.redact_body(event) for event in events]
                 chunk = await anext(self._chunks, None)
-            self.trailing_bytes = redactor.redact_body(events.rest)
+            self.trailing_bytes = redactor.redact_body(decoder.rest)
         except EventTooLongError as error:
             raise unreadable_response(self._pool.provider, str(error)) from None
         except TransportError as error:
@@ -284,46 +223,29 @@ class UpstreamCall:
             self._update_health(failure)
             raise failure.api_error from error
 
-    def settle(self, usage: Usage | None) -> None:
-        """What the call used, as its provider says; None: it did not say, and an estimate is kept. Once is enough."""
-        if self._settled:
-            return
-        self._settled = True
-        self.usage = usage or Usage(self._max_prompt_tokens // 2, self._num_events or len(self.body) // 4)
-        if self.price is not None:
-            self.cost = self.price.dollars(self.usage) + self.price.dollars(self._lost)
-            self._pool.dollars += self.cost
-        if self._reservation is not None:
-            self._reservation.settle(*self._spend_of(self.usage + self._uncharged))
-
-    def _spend_of(self, usage: Usage) -> tuple[float, int]:
-        """(US dollars, tokens)."""
-        return self.price.dollars(usage) if self.price is not None else 0.0, usage.tokens
-
-    # -- sending ---------------------------------------------------------------------------------------------------
-
     async def _send(self) -> None:
+        """Send until a try succeeds. Raises ApiError after the last one."""
         tried: list[Server] = []
         failure = self._failure
         if failure is None:
             failure = await self._send_once(await self._choose_server())
         while failure is not None:
             tried.append(self._server or self._pool.servers[0])
-            pause = self._pause(failure, tried)
+            pause = self._retry_pause(failure, tried)
             if pause is None or not self._pool.take_retry():
                 raise failure.api_error
-            self._charge_lost()
+            self._accounting.charge_lost()
             self.retries += 1
             self._pool.rate_limiter.record_retry()
-            logger.info("asking the provider %r again: %s", self._pool.provider.name, failure.api_error.message)
+            logger.info("retrying a call to the provider %r: %s", self._pool.provider.name, failure.api_error.message)
             await asyncio.sleep(pause)
             failure = await self._send_once(await self._choose_server(tried))
 
     async def _choose_server(self, tried: Sequence[Server] = ()) -> Server:
-        """The server to ask, once it wants to be asked again. Raises ApiError 429 where that would take too long."""
-        pool, model, waited = self._pool, self.ask.model, 0.0
+        """The server for the next try, once its pause is over. Raises ApiError 429 if that would take too long."""
+        pool, model, waited = self._pool, self.request.model, 0.0
         while True:
-            server = pool.choose(self.ask.affinity, tried, model)
+            server = pool.choose(self.request.affinity, tried, model)
             if (seconds := server.pause_seconds(model)) == 0.0:
                 return server
             if waited + seconds > pool.provider.max_wait_seconds:
@@ -332,14 +254,8 @@ class UpstreamCall:
             waited += seconds
             await asyncio.sleep(seconds)
 
-    def _charge_lost(self) -> None:
-        """Another try follows one whose answer broke off. Raises ApiError 402 where no budget has room for it."""
-        uncharged, self._uncharged = self._uncharged, Usage()
-        if self._reservation is not None and uncharged.tokens:
-            self._reservation.charge(*self._spend_of(uncharged))
-
     async def _send_once(self, server: Server) -> Failure | None:
-        """Ask one server, up to the first byte that somebody may be shown. Returns what went wrong."""
+        """Send to one server, and read up to the first byte that the caller may see. Returns the failure, if any."""
         self._server, self.status = server, 0
         server.in_flight += 1
         try:
@@ -358,49 +274,54 @@ class UpstreamCall:
         return failure
 
     async def _exchange(self, server: Server) -> Failure | None:
-        provider, ask = self._pool.provider, self.ask
-        answer = self._response = await self._pool.transport.send(
+        provider, request = self._pool.provider, self.request
+        response = self._response = await self._pool.transport.send(
             "POST",
-            provider.url(server.url, ask.path),
+            provider.url(server.url, request.path),
             self._headers(server),
-            ask.body,
+            request.body,
             connect_seconds=provider.connect_seconds,
             timeout_seconds=provider.timeout_seconds,
         )
-        self.status, self.headers = answer.status, answer.headers
-        await answer.__aenter__()
-        if not 200 <= answer.status < 300:
-            return from_response(provider, answer.status, answer.headers, await answer.read())
-        if ask.stream:
-            self._chunks = answer.chunks()
+        self.status, self.headers = response.status, response.headers
+        await response.__aenter__()
+        if not 200 <= response.status < 300:
+            return from_response(provider, response.status, response.headers, await response.read())
+        if request.stream:
+            self._chunks = response.chunks()
             self._first_chunk = await anext(self._chunks, b"")
         else:
-            self.body = self._pool.redactor.redact_body(await answer.read())
+            self.body = self._pool.redactor.redact_body(await response.read())
         return None
+
+    async def _close_response(self) -> None:
+        if self._server is not None:
+            self._server.in_flight -= 1
+        response, self._response, self._chunks = self._response, None, None
+        if response is not None:
+            await response.__aexit__(None, None, None)
+
+    async def _end(self) -> None:
+        if self._response is not None:
+            await self._close_response()
+        self._release_all()
+
+    # -- for both --------------------------------------------------------------------------------------------------
+
+    def _headers(self, server: Server) -> Headers:
+        configured, requested = server.headers, self.request.headers
+        return (*configured, *_without_duplicates(requested, configured)) if requested else configured
 
     def _transport_failure(self, error: TransportError) -> Failure:
         self._failure = from_transport(self._pool.provider, error)
         if 200 <= self.status < 300:
-            self._count_lost()
+            self._accounting.record_lost(self.headers)
         else:
             self._unanswered = error.reason == "timeout"
         return self._failure
 
-    def _count_lost(self) -> None:
-        """An answer broke off before its end: it was drawn, or some of it was, and will be charged. How long it was is
-        said by its head, or is not known."""
-        length = next((value for name, value in self.headers if name == b"content-length"), b"")
-        most = 0 if self.ask.stream else self._max_output_tokens
-        drawn = min(most, int(length) // _BYTES_OF_TOKEN) if length.isdigit() else most
-        lost = Usage(self._max_prompt_tokens // 2, drawn)
-        self._lost, self._uncharged = self._lost + lost, self._uncharged + lost
-
-    def _headers(self, server: Server) -> Headers:
-        own, given = server.headers, self.ask.headers
-        return (*own, *_without_duplicates(given, own)) if given else own
-
     def _update_health(self, failure: Failure) -> None:
-        """What a failure says of the server."""
+        """Record a failure with its server."""
         if self._server is None:
             return
         if failure.counts_against_health:
@@ -408,54 +329,35 @@ class UpstreamCall:
             if self._server.health.is_suspect:
                 self._pool.start_probing()
         if failure.retry_after_seconds is not None:
-            self._server.pause(self.ask.model, min(failure.retry_after_seconds, _MAX_PAUSE_SECONDS))
+            self._server.pause(self.request.model, min(failure.retry_after_seconds, _MAX_PAUSE_SECONDS))
 
-    def _pause(self, failure: Failure, tried: Sequence[Server]) -> float | None:
-        """How long to wait before the next try; None: there is none."""
+    def _retry_pause(self, failure: Failure, tried: Sequence[Server]) -> float | None:
+        """Seconds until the next try; None if there is none."""
         provider = self._pool.provider
         if not failure.is_retryable or self.retries >= provider.retries:
             return None
-        after = self._pool.choose(self.ask.affinity, tried, self.ask.model)
-        if after not in tried and after.accepts(self.ask.model):
+        server = self._pool.choose(self.request.affinity, tried, self.request.model)
+        if server not in tried and server.accepts(self.request.model):
             return 0.0
         if failure.retry_after_seconds is not None:
             if failure.retry_after_seconds <= provider.max_wait_seconds:
                 return failure.retry_after_seconds
-            failure.api_error.retry = True  # Nobody has waited: the caller may.
+            failure.api_error.retry = True  # The gateway does not wait, but the caller may.
             return None
         return _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
-    async def _close_response(self) -> None:
-        if self._server is not None:
-            self._server.in_flight -= 1
-        answer, self._response, self._chunks = self._response, None, None
-        if answer is not None:
-            await answer.__aexit__(None, None, None)
-
-    async def _end(self) -> None:
-        if self._response is not None:
-            await self._close_response()
-        self._release_all()
-
     def _release_all(self) -> None:
-        if self._unanswered and not self._settled:
-            # It was sent and never answered: its prompt was read, and will be charged.
-            self.settle(Usage(self._max_prompt_tokens // 2, 0))
-        elif self._lost.tokens and not self._settled:
-            self.settle(Usage())
+        """Settle what is open, and release the rate limit and the reservation."""
+        accounting = self._accounting
+        if self._unanswered and not accounting.is_settled:
+            accounting.settle(None)  # The provider read the prompt, and will charge for it.
+        elif accounting.lost.tokens and not accounting.is_settled:
+            accounting.settle(Usage())
         self._released = True
-        self._pool.rate_limiter.release(
-            self._estimated_tokens, (self.usage.tokens if self.usage else 0) + self._lost.tokens
-        )
-        self._release_reservation()
-
-    def _release_reservation(self) -> None:
-        if self._reservation is not None:
-            self._reservation.release()
+        self._pool.rate_limiter.release(accounting.estimated_tokens, accounting.used_tokens)
+        accounting.release()
 
 
-def _without_duplicates(given: Headers, own: Headers) -> list[tuple[bytes, bytes]]:
-    named = {name for name, _ in own}
-    return [(name, value) for name, value in given if name not in named]
+def _without_duplicates(requested: Headers, configured: Headers) -> list[tuple[bytes, bytes]]:
+    configured_names = {name for name, _ in configured}
+    return [(name, value) for name, value in requested if name not in configured_names]
