@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import ToolCall
+from agentlightning.gateway.dialects.output import ToolCall
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.testing import ByteChatFormat
 

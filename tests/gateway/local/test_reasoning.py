@@ -9,7 +9,7 @@ from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import ReasoningDelta
+from agentlightning.gateway.dialects.output import ReasoningDelta
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.dialects.anthropic.request import MESSAGES as ANTHROPIC
 from agentlightning.gateway.dialects.base import ReplyMetadata
-from agentlightning.gateway.dialects.content import (
+from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
+from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.output import (
     ReasoningDelta,
     RefusalDelta,
     SignedReasoning,
@@ -18,8 +20,6 @@ from agentlightning.gateway.dialects.content import (
     ToolCallEnd,
     ToolCallStart,
 )
-from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data

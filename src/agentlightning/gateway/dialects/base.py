@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.content import AnswerView, OutputEvent
+from agentlightning.gateway.dialects.output import AnswerView, OutputEvent
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import ResponseLookup

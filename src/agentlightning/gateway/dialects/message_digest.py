@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -61,3 +61,14 @@ def message_digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
     for message in messages:
         digests.append(extend_digest(digests[-1], message))
     return tuple(digests)
+
+
+def turn_key(previous: Message | None, turn: Message) -> bytes:
+    """The key to look up a turn of the assistant that a client sends back: the ids of its tool calls, which are unique,
+    or else its text and the message before it. Earlier history may be cut or changed meanwhile."""
+    calls: Sequence[Mapping[str, Any]] = turn.get("tool_calls") or ()
+    if calls:
+        meaning = orjson.dumps([call.get("id") for call in calls])
+    else:
+        meaning = (same_meaning(previous) if previous else b"") + b"\n" + same_meaning(turn)
+    return hashlib.blake2b(meaning, digest_size=16).digest()

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 import jsonschema_rs
 import orjson
 
-from agentlightning.gateway.dialects.content import AnswerView
+from agentlightning.gateway.dialects.output import AnswerView
 from agentlightning.gateway.errors import bad_request
 
 Verdict = Literal["enforced", "checked", "violated"]

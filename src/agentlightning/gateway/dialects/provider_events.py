@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 from msgspec import Struct
 
-from agentlightning.gateway.dialects.content import ReasoningDelta, RefusalDelta
+from agentlightning.gateway.dialects.output import ReasoningDelta, RefusalDelta
 
 Json = dict[str, Any]
 

@@ -124,7 +124,7 @@ class ResponseStore:
         self._evict()
 
     def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
-        """Store a turn as its provider wrote it and wants it back, by its key (`signed_reasoning.turn_key`)."""
+        """Store a turn as its provider wrote it and wants it back, by its key (`message_digest.turn_key`)."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)
         before = memory.turns.get(turn)

@@ -15,7 +15,7 @@ from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall, Though
 from agentlightning.chat.tool_calls.format import partial_marker_length
 from agentlightning.chat.tool_calls.reader import CallReader
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.content import OutputEvent, ReasoningDelta, StopFilter, ToolCall, assistant_message
+from agentlightning.gateway.dialects.output import OutputEvent, ReasoningDelta, StopFilter, ToolCall, assistant_message
 from agentlightning.gateway.local.logprobs import Token, TokenLogprobs, TopLogprobs, token_logprobs
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.gateway.concurrency import released_slot
-from agentlightning.gateway.dialects.content import OutputEvent
+from agentlightning.gateway.dialects.output import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import TopLogprobs

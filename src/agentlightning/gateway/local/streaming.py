@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
 from agentlightning.gateway.dialects.base import ReplyWriter
-from agentlightning.gateway.dialects.content import OutputEvent
+from agentlightning.gateway.dialects.output import OutputEvent
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.call import LocalCall, OnEvent

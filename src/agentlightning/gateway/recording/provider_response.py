@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from agentlightning.gateway.dialects.anthropic.events import MessagesEvents, messages_usage
-from agentlightning.gateway.dialects.content import ReasoningDelta, RefusalDelta
 from agentlightning.gateway.dialects.openai.chat_events import ChatEvents, chat_usage
 from agentlightning.gateway.dialects.openai.responses_events import ResponsesEvents, responses_usage
+from agentlightning.gateway.dialects.output import ReasoningDelta, RefusalDelta
 from agentlightning.gateway.dialects.provider_events import (
     MALFORMED,
     BlockDone,

@@ -18,15 +18,15 @@ from typing import Any, Final
 from agentlightning import span as names
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import needs_echo
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.content import OutputEvent
-from agentlightning.gateway.dialects.message_digest import message_digests
+from agentlightning.gateway.dialects.message_digest import message_digests, turn_key
 from agentlightning.gateway.dialects.openai import responses_events
 from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
+from agentlightning.gateway.dialects.output import OutputEvent
 from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sampling import apply_resource_params
-from agentlightning.gateway.dialects.signed_reasoning import needs_echo, turn_key
 from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, RecordSpans, encode_request, run_to_completion

@@ -16,7 +16,8 @@ from typing import Final
 import orjson
 
 from agentlightning.chat.base import Message
-from agentlightning.gateway.dialects.content import (
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import needs_echo
+from agentlightning.gateway.dialects.output import (
     OutputEvent,
     ReasoningDelta,
     RefusalDelta,
@@ -40,7 +41,6 @@ from agentlightning.gateway.dialects.provider_events import (
     ToolCallDone,
     ToolCallFragment,
 )
-from agentlightning.gateway.dialects.signed_reasoning import needs_echo
 
 _LAST_CHARACTERS: Final = frozenset('}]"0123456789el')
 """How a JSON value may end."""

@@ -10,7 +10,7 @@ import orjson
 
 from agentlightning.gateway.dialects.anthropic.partial_json import JsonObjectStream
 from agentlightning.gateway.dialects.base import ReplyMetadata, num_output_tokens
-from agentlightning.gateway.dialects.content import (
+from agentlightning.gateway.dialects.output import (
     AnswerView,
     OutputEvent,
     ReasoningDelta,

@@ -15,7 +15,10 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.content import (
+from agentlightning.gateway.dialects.content_parts import read_content
+from agentlightning.gateway.dialects.openai import common
+from agentlightning.gateway.dialects.openai.legacy_functions import with_function_call, with_tools
+from agentlightning.gateway.dialects.output import (
     AnswerView,
     OutputEvent,
     ReasoningDelta,
@@ -24,9 +27,6 @@ from agentlightning.gateway.dialects.content import (
     ToolCallDelta,
     ToolCallStart,
 )
-from agentlightning.gateway.dialects.content_parts import read_content
-from agentlightning.gateway.dialects.openai import common
-from agentlightning.gateway.dialects.openai.legacy_functions import with_function_call, with_tools
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_UNSUPPORTED, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import encode_signed_reasoning
 from agentlightning.gateway.dialects.base import ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.content import (
+from agentlightning.gateway.dialects.output import (
     AnswerView,
     OutputEvent,
     ReasoningDelta,
@@ -20,7 +21,6 @@ from agentlightning.gateway.dialects.content import (
     ToolCallEnd,
     ToolCallStart,
 )
-from agentlightning.gateway.dialects.signed_reasoning import encode_signed_reasoning
 from agentlightning.gateway.dialects.sse import encode_event
 
 ID_PREFIX: Final = "resp_"

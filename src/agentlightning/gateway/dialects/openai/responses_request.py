@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request
 from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, ResponsesReplyWriter
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_UNSUPPORTED, RESPONSES_PARAMS, sampling_params
-from agentlightning.gateway.dialects.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,

@@ -12,8 +12,7 @@ from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import has_attachments
-from agentlightning.gateway.dialects.message_digest import same_meaning
-from agentlightning.gateway.dialects.signed_reasoning import turn_key
+from agentlightning.gateway.dialects.message_digest import same_meaning, turn_key
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import as_blocks, as_text
 from agentlightning.gateway.translation.requests.base import (

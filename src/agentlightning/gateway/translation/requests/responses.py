@@ -11,9 +11,8 @@ from typing import Any, Final, cast
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.dialects.message_digest import same_meaning
+from agentlightning.gateway.dialects.message_digest import same_meaning, turn_key
 from agentlightning.gateway.dialects.output_constraint import Constraint
-from agentlightning.gateway.dialects.signed_reasoning import turn_key
 from agentlightning.gateway.translation.attachments import as_items, as_text
 from agentlightning.gateway.translation.requests.base import (
     Extras,

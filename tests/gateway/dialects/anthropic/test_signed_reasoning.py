@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning, encode_signed_reasoning
+from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.dialects.signed_reasoning import decode_signed_reasoning, encode_signed_reasoning, turn_key
 from agentlightning.testing.provider import Reply, messages_answer, messages_events
 
 THOUGHT = {"type": "thinking", "thinking": "Add them.", "signature": "c2lnbmVk"}

@@ -2,7 +2,7 @@
 
 Anthropic signs or redacts what a model thinks, and continues thinking over a tool's result only if the blocks come back
 unchanged; OpenAI does the same with the `encrypted_content` of reasoning items. Callers of other dialects have no place
-for them: `response_store` keeps them for the attempt, by the turn they belong to (`turn_key`). Anthropic's blocks can
+for them: `response_store` stores them for the attempt, by the turn they belong to (`turn_key`). Anthropic's blocks can
 also travel in the `encrypted_content` of a reasoning item, which needs no memory. Pure.
 """
 
@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import orjson
-
-from agentlightning.chat.base import Message
-from agentlightning.gateway.dialects.message_digest import same_meaning
 
 Block = dict[str, Any]
 
@@ -49,14 +45,3 @@ def decode_signed_reasoning(content: Any) -> list[Block]:
     if not isinstance(block, dict) or cast("Block", block).get("type") not in _KINDS:
         return []
     return [cast("Block", block)]
-
-
-def turn_key(previous: Message | None, turn: Message) -> bytes:
-    """The key by which a turn of the assistant is found again when a client sends it back: the ids of its tool calls,
-    which are unique, or else its text and the message before it. Earlier history may be cut or changed meanwhile."""
-    calls: Sequence[Mapping[str, Any]] = turn.get("tool_calls") or ()
-    if calls:
-        meaning = orjson.dumps([call.get("id") for call in calls])
-    else:
-        meaning = (same_meaning(previous) if previous else b"") + b"\n" + same_meaning(turn)
-    return hashlib.blake2b(meaning, digest_size=16).digest()
