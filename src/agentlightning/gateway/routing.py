@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.callers.agents import AgentMatcher
+from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.config import RouteRule
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.upstream.pricing import Price
-from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.provider import ApiPath, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 
 _MAX_CACHED: Final = 4096
@@ -149,3 +151,34 @@ class Router:
             if rule.provider is not None and rule.provider not in self._servers:
                 known = ", ".join(self._servers) or "none"
                 raise ConfigError(f"{where} leads to the provider {rule.provider!r}, which is not here; known: {known}")
+
+
+class ResolvedCall(NamedTuple):
+    """A call with everything that is found out once: who calls, what it asks for, and where it goes."""
+
+    path: ApiPath
+    headers: Mapping[str, str]
+    """By lower-case name."""
+    caller: Caller
+    """With its agent."""
+    body: dict[str, Any]
+    """The parsed request."""
+    route: ModelRoute
+
+
+class CallResolver:
+    """Finds the agent and the route of a call."""
+
+    def __init__(self, agents: AgentMatcher, router: Router) -> None:
+        self._agents, self._router = agents, router
+
+    def resolve(
+        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: dict[str, Any]
+    ) -> ResolvedCall | None:
+        """None if the model in the body is not a name. Raises ApiError 400 or 404 if there is no such route."""
+        model = body.get("model")
+        if model is not None and not isinstance(model, str):
+            return None
+        caller = caller.with_agent(self._agents.identify(headers, body, self._router), self._router)
+        route = self._router.resolve(caller.agent.model, caller.agent.name, path)
+        return ResolvedCall(path, headers, caller, body, route)

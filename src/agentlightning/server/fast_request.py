@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
 
 from agentlightning.gateway.forwarding.disconnect import ON_DISCONNECT
+from agentlightning.gateway.forwarding.fast_path import RAW_REQUEST
 from agentlightning.server.request_tracker import CLIENT_CLOSED, ROUTE, RequestTracker, forbidden
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class FastRequest:
 
     __slots__ = (
         *("_connection", "_disconnect_callback", "_disconnected", "_flow", "_has_length", "_head", "_on_fast_path"),
-        *("_route", "_scope", "_started_at", "_tracker", "body", "caller", "disconnected", "headers", "keep_alive"),
-        *("parts", "path_params", "rejection", "response_complete", "response_started", "url"),
+        *("_route", "_scope", "_started_at", "_tracker", "body", "call", "caller", "disconnected", "headers"),
+        *("keep_alive", "parts", "path_params", "rejection", "response_complete", "response_started", "url"),
     )
 
     def __init__(
@@ -62,6 +63,8 @@ class FastRequest:
         """Chunks of the body; None after `receive`, and for a rejected request."""
         self.caller: Any = None
         """The caller, if the endpoint identified it from the request head."""
+        self.call: Any = None
+        """The resolved call, if the endpoint's fast path got so far."""
         self.rejection: tuple[int, bytes] | None = None
         """Status and body of the response, if the request head was enough to reject the request."""
         self.body = b""
@@ -166,7 +169,7 @@ class FastRequest:
         scope = self._scope
         scope["method"], scope["path"], scope["query_string"] = "POST", self.url.decode(), b""
         scope["raw_path"], scope["path_params"], scope[ON_DISCONNECT] = self.url, self.path_params, self.on_disconnect
-        scope[ROUTE] = self._route.path
+        scope[ROUTE], scope[RAW_REQUEST] = self._route.path, self
         try:
             await self._tracker.track(app, scope, self.receive, self.send, self._started_at)
         except Exception:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.app import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.endpoints import DIALECTS
 from agentlightning.gateway.errors import ApiError
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}, "strict": True}

@@ -29,6 +29,7 @@ from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.gateway.recording.provider_response import id_of, usage_of
+from agentlightning.gateway.routing import ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath
 
@@ -45,6 +46,9 @@ Headers = list[tuple[bytes, bytes]]
 KnownCaller = tuple[Caller, Mapping[str, str]]
 """The caller, and the headers of the call by name."""
 
+RAW_REQUEST: Final = "agentlightning.raw_request"
+"""Key of the ASGI scope for the `RawRequest`, so that the task path uses what the fast path has found out."""
+
 
 class RawRequest(Protocol):
     """A request as received from the socket, before its body is parsed.
@@ -59,6 +63,8 @@ class RawRequest(Protocol):
     body: bytes
     caller: KnownCaller | None
     """Set by `FastPath.identify`."""
+    call: ResolvedCall | None
+    """Set by `FastPath.try_serve`, if it gets so far."""
 
     def on_disconnect(self, end: Callable[[], None] | None) -> None:
         """Register the callback for a disconnect of the client; None removes it."""
@@ -102,7 +108,7 @@ class FastPath:
         self._callers: dict[tuple[bytes, tuple[tuple[bytes, bytes], ...]], tuple[Caller, dict[str, str]]] = {}
 
     def try_serve(self, path: ApiPath, raw: RawRequest) -> bool:
-        """Start serving a call. Returns False, without side effects, if the task path has to serve it."""
+        """Start serving a call. Returns False if the task path has to serve it, with `raw.call` if that is known."""
         if self.limit.full or len(raw.body) > self._max_body_bytes:
             return False
         try:
@@ -137,7 +143,9 @@ class FastPath:
         if "content-encoding" in headers:
             return None
         caller = structs.replace(caller, repeat=RequestIdentity.of(headers, path, raw.body))
-        return self.forwarder.try_plan(path, caller, headers, raw.body)
+        raw.caller = caller, headers
+        raw.call, forwarded = self.forwarder.try_plan(path, headers, caller, raw.body)
+        return forwarded
 
     def identify(self, raw: RawRequest) -> None:
         """Set `raw.caller` if the head names the caller. Raises ApiError if the head alone rejects the call."""

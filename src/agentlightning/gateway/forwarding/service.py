@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import orjson
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
 from agentlightning.gateway.asgi import ResponseWriter
-from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
@@ -27,7 +26,7 @@ from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_for
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.routing import ModelRoute, Router
+from agentlightning.gateway.routing import CallResolver, ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
@@ -56,24 +55,15 @@ class Translator(Protocol):
         ...
 
 
-class _ResolvedCall(NamedTuple):
-    """A call for which it is known where it goes."""
-
-    asked: dict[str, Any]
-    caller: Caller
-    route: ModelRoute
-
-
 class ForwardingService:
     """Serves the calls that go to a provider, as they are or translated; leaves all others alone."""
 
     def __init__(
         self,
-        table: Router,
+        resolver: CallResolver,
         store: LightningStoreBase,
         contexts: AttemptCache,
         find_context: Callable[[Caller], Awaitable[AttemptContext]],
-        agents: AgentMatcher,
         counters: Counters,
         translator: Translator,
         on_policy: OnPolicySampling,
@@ -82,11 +72,10 @@ class ForwardingService:
         self._kept = kept
         self._translator = translator
         self._on_policy = on_policy
-        self._table = table
+        self._resolver = resolver
         self._store = store
         self._contexts = contexts
         self._find_context = find_context
-        self._agents = agents
         self._counters = counters
         self._counting = TokenCounter()
         self.record = self._await_store
@@ -97,38 +86,25 @@ class ForwardingService:
             self.record_raw = store.append_record if store.takes_records else None
             store.on_superseded = contexts.invalidate
 
-    async def plan(
-        self, path: ApiPath, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
-    ) -> ForwardedCall | None:
-        """The call to make, where it goes to a provider. `asked` is its body, None where that is no object. Raises
-        ApiError where it cannot be made."""
-        if (led := self._resolve(path, caller, headers, asked)) is None:
-            return None
-        context = None if caller.attempt is None else await self._find_context(caller)
-        return self._prepare(path, headers, led, context).prepare()
+    async def plan(self, call: ResolvedCall) -> ForwardedCall:
+        """The call to the provider. Raises ApiError if it cannot be made."""
+        context = None if call.caller.attempt is None else await self._find_context(call.caller)
+        return self._prepare(call, context).prepare()
 
-    def try_plan(self, path: ApiPath, caller: Caller, headers: Mapping[str, str], body: bytes) -> ForwardedCall | None:
-        """The same, for a call that a provider reads and answers as it is and in one piece, where all that is to be
-        known is at hand; else None."""
+    def try_plan(
+        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes
+    ) -> tuple[ResolvedCall | None, ForwardedCall | None]:
+        """(the call, the call to the provider), as far as both can be had without waiting. The call is resolved if its
+        attempt is cached and its body small; the second is for a provider that serves it as it is and in one piece."""
         attempt = caller.attempt
         if attempt is None or (context := self._contexts.try_get(*attempt)) is None:
-            return None
-        led = self._resolve(path, caller, headers, parse_object(body)) if len(body) <= MAX_CHUNK_BYTES else None
-        if led is None or led.asked.get("stream") or not can_forward(path, led.route):
-            return None
-        return self._prepare(path, headers, led, context)
-
-    def _resolve(
-        self, path: ApiPath, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None
-    ) -> _ResolvedCall | None:
-        if asked is None:
-            return None
-        caller = caller.with_agent(self._agents.identify(headers, asked, self._table), self._table)
-        model = caller.agent.model
-        if model is None and "model" in asked and not isinstance(asked["model"], str):
-            return None
-        route = self._table.resolve(model, caller.agent.name, path)
-        return _ResolvedCall(asked, caller, route) if route.servers is not None else None
+            return None, None
+        data = parse_object(body) if len(body) <= MAX_CHUNK_BYTES else None
+        if data is None or (call := self._resolver.resolve(path, headers, caller, data)) is None:
+            return None, None
+        if call.route.servers is None or data.get("stream") or not can_forward(path, call.route):
+            return call, None
+        return call, self._prepare(call, context)
 
     async def run(
         self,
@@ -153,41 +129,32 @@ class ForwardingService:
         if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
             self._kept.note_provider(attempt, forward.response.id, provider.name)
 
-    async def count(
-        self, caller: Caller, headers: Mapping[str, str], asked: dict[str, Any] | None, writer: ResponseWriter
-    ) -> bool:
-        """Whether it was a question how many tokens a prompt has for a provider, and is answered: by the provider, by
-        its tokenizer or by an estimate. Costs nothing, and is not recorded."""
-        if asked is None:
-            return False
-        agent = self._agents.identify(headers, asked, self._table)
-        route = self._table.resolve(agent.model, agent.name, "messages")
-        if route.servers is None:
-            return False
+    async def count(self, call: ResolvedCall, writer: ResponseWriter) -> None:
+        """Reply with the number of tokens of a prompt: counted by the provider or its tokenizer, or estimated. Costs
+        nothing, and is not recorded."""
+        caller, data, route = call.caller, call.body, call.route
+        assert route.servers is not None
         if caller.attempt is not None:
             await self._find_context(caller)
         if not can_forward("messages", route):
-            meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | asked, "")
+            meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | data, "")
             await (await self._counting.count(route.servers, meant.data)).send(writer)
-            return True
-        sent = orjson.dumps(asked | {"model": route.send_model})
+            return
+        sent = orjson.dumps(data | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
         ask = UpstreamRequest(
             COUNT_TOKENS_PATH, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
         )
         try:
-            async with UpstreamCall(route.servers, ask) as call:
-                call.settle(Usage())
+            async with UpstreamCall(route.servers, ask) as upstream:
+                upstream.settle(Usage())
         except ApiError as api_error:
-            await estimate_if_unsupported(api_error, asked).send(writer)
+            await estimate_if_unsupported(api_error, data).send(writer)
         else:
-            await writer.send_json(200, call.body)
-        return True
+            await writer.send_json(200, upstream.body)
 
-    def _prepare(
-        self, path: ApiPath, headers: Mapping[str, str], led: _ResolvedCall, context: AttemptContext | None
-    ) -> ForwardedCall:
-        asked, caller, route = led
+    def _prepare(self, call: ResolvedCall, context: AttemptContext | None) -> ForwardedCall:
+        path, headers, caller, data, route = call
         resource, forced, trace_id = "", dict[str, Any](), ""
         if context is None:
             self._counters.unattributed += 1
@@ -199,11 +166,11 @@ class ForwardingService:
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
-                asked = self._on_policy.strip_request(asked, forced)
+                data = self._on_policy.strip_request(data, forced)
         trace_id = trace_id or new_trace_id()
         if can_forward(path, route):
-            return ForwardedCall(path, route, caller, asked, headers, trace_id, forced)
-        translated = self._translator.translate(path, route, caller, asked, trace_id, resource, forced)
+            return ForwardedCall(path, route, caller, data, headers, trace_id, forced)
+        translated = self._translator.translate(path, route, caller, data, trace_id, resource, forced)
         if route.provider is not None:  # betas that the caller asks of the provider by its own name for them
             translated.headers = {f"{route.provider.dialect}-beta": headers.get(f"{route.provider.dialect}-beta", "")}
         return translated

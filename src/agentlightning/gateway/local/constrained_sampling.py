@@ -16,77 +16,77 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.offload import offload
 
 EnforcementMode = Literal["auto", "always", "never"]
-"""Which answers are held to their schema: those that nobody learns from (of rollouts in the modes val and test, and of
-no rollout at all), all, or none."""
+"""Which answers are constrained to their schema: `auto` those that nobody learns from (rollouts in the modes val
+and test, and calls of no rollout), `always` all, `never` none."""
 
 
-async def hold(
+async def constrain_sampling(
     engine: Engine,
     chat: ChatFormat,
     params: SamplingParams,
     constraint: Constraint,
     *,
     tools: Sequence[dict[str, Any]] | None,
-    learned: bool,
-    holding: EnforcementMode,
+    trainable: bool,
+    mode: EnforcementMode,
     size: int = 0,
 ) -> SamplingParams:
-    """`params` with the schema or grammar that answers are held to, where they are to be and the engine can.
+    """`params` with the schema or grammar of the answer, if it is to be enforced and the engine can.
 
-    `tools`: those the request offers. `learned`: whether somebody may learn from the answer. `size`: bytes of the
-    request, by which work is done in the loop or not."""
-    if holding == "never" or (holding == "auto" and learned) or not constraint:
+    `tools` are those of the request. `trainable`: the answer may become training data. Work for a request of `size`
+    bytes leaves the event loop if it is large."""
+    if mode == "never" or (mode == "auto" and trainable) or not constraint:
         return params
-    thought = find_reasoning_markers(chat)
-    if not tools and thought is None:
+    markers = find_reasoning_markers(chat)
+    if not tools and markers is None:
         schema = constraint.content.schema if constraint.content else None
-        known = schema is not None and await engine.can_enforce(schema)
-        return replace(params, json_schema=schema) if known else params
-    if "grammar" in engine.supported_params and _needs_grammar(chat, constraint, thought):
-        for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), thought))):
+        enforceable = schema is not None and await engine.can_enforce(schema)
+        return replace(params, json_schema=schema) if enforceable else params
+    if "grammar" in engine.supported_params and _needs_grammar(chat, constraint, markers):
+        for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), markers))):
             grammar = await offload(size, partial(answer_grammar, chat, outline))
             if grammar is not None and await engine.can_enforce(grammar, "grammar"):
                 return replace(params, grammar=grammar)
     return params
 
 
-def _needs_grammar(chat: ChatFormat, constraint: Constraint, thought: ThoughtMarkers | None) -> bool:
-    """Whether anything is asked for that an end of the drawing after the first call does not see to."""
-    ends = chat.tool_calls.closing is not None and thought is None
-    asks = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
-    return bool(asks) or (constraint.single_tool_call and not ends)
+def _needs_grammar(chat: ChatFormat, constraint: Constraint, markers: ThoughtMarkers | None) -> bool:
+    """Whether the constraint needs more than to stop after the first tool call."""
+    stops = chat.tool_calls.closing is not None and markers is None
+    needed = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
+    return bool(needed) or (constraint.single_tool_call and not stops)
 
 
 def _outlines(
-    constraint: Constraint, tools: Sequence[dict[str, Any]], thought: ThoughtMarkers | None
+    constraint: Constraint, tools: Sequence[dict[str, Any]], markers: ThoughtMarkers | None
 ) -> Iterator[AnswerShape]:
-    """What an answer is to be; then the same with any arguments for tools that are not strict, since their schemas may
-    hold what no answer can be held to."""
+    """The shape of the answer; then, as a fallback, the same with any arguments for tools that are not strict, whose
+    schemas may use what cannot be enforced."""
     schemas = _argument_schemas(constraint, tools)
     loose = {name: schema if name in constraint.arguments else "{}" for name, schema in schemas.items()}
-    for each in (schemas,) if loose == schemas else (schemas, loose):
+    for arguments in (schemas,) if loose == schemas else (schemas, loose):
         yield AnswerShape(
-            tools=tuple(each.items()),
+            tools=tuple(arguments.items()),
             needs_call=constraint.requires_tool_call,
             one_call=constraint.single_tool_call,
             content=constraint.content.schema if constraint.content else None,
-            thought=thought,
+            thought=markers,
         )
 
 
 def _argument_schemas(constraint: Constraint, tools: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Of the tools that may be called, by name. One that names no parameters has none, and one whose parameters no
-    schema describes may have any."""
-    found: dict[str, str] = {}
+    """The argument schemas of the tools that may be called, by name. A tool without parameters takes no arguments; one
+    whose parameters are no schema takes any."""
+    schemas: dict[str, str] = {}
     for function in (tool["function"] for tool in tools):
         name = function["name"]
         if constraint.names is None or name in constraint.names:
-            found[name] = _argument_schema(function.get("parameters"))
-    return found
+            schemas[name] = _argument_schema(function.get("parameters"))
+    return schemas
 
 
-def _argument_schema(given: Any) -> str:
+def _argument_schema(parameters: Any) -> str:
     try:
-        return json_schema("tools.parameters", given or NO_PARAMETERS).schema
-    except ApiError:  # Only a strict one must be a schema.
+        return json_schema("tools.parameters", parameters or NO_PARAMETERS).schema
+    except ApiError:  # Only strict tools need a valid schema.
         return "{}"

@@ -1,7 +1,7 @@
-"""The part of the gateway that has calls answered by our own engines.
+"""Serves the calls that our own engines answer: reads the request, prepares its prompts, and remembers the answers.
 
-From a request that was read to its prompts, its parameters and its exchange; then drawn, recorded, answered and
-remembered. Called by the gateway for each call that goes to no provider.
+`call` samples and records, `streaming` replies. Called by the gateway's endpoints for each call that goes to no
+provider.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.gateway.asgi import ResponseWriter
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sampling import apply_resource_params, refuse_unsupported
-from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.call import LocalCall, OnEvent
-from agentlightning.gateway.local.constrained_sampling import EnforcementMode, hold
+from agentlightning.gateway.local.constrained_sampling import EnforcementMode, constrain_sampling
 from agentlightning.gateway.local.conversation import Conversations, Prompt, encode_within
 from agentlightning.gateway.local.span import SpanDraft
 from agentlightning.gateway.local.streaming import stream_reply
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.offload import offload
-from agentlightning.gateway.routing import Router
+from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
@@ -45,90 +45,104 @@ from agentlightning.store.base import LightningStoreBase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalService:
-    """Over what the gateway knows: each field is its own."""
+    """Prepares and serves calls to engines."""
 
     store: LightningStoreBase
-    table: Router
     conversations: Conversations
-    kept: ResponseStore
+    responses: ResponseStore
     gates: UpdateGates
-    contexts: AttemptCache
-    find_context: Callable[[Caller], Awaitable[AttemptContext]]
+    attempts: AttemptCache
+    find_attempt: Callable[[Caller], Awaitable[AttemptContext]]
     counters: Counters
     on_policy: OnPolicySampling
-    holding: EnforcementMode
+    enforcement: EnforcementMode
 
-    async def count(self, caller: Caller, request: Request, size: int) -> int:
-        """How many tokens the prompt of a request of `size` bytes has; nothing is sampled or recorded."""
-        model, engine = self._resolve(caller, "messages")
-        if caller.attempt:
-            await self.find_context(caller)
+    async def count(self, dialect: Dialect, call: ResolvedCall, size: int) -> int:
+        """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
+        request, engine = await self._read_request(dialect, call, size), _engine_of(call.route)
+        if call.caller.attempt:
+            await self.find_attempt(call.caller)
         chat = await offload(size, partial(_chat_format, engine, request))
         try:
-            room = engine.context_length
-            read = partial(_build_prompts, self.conversations, caller.attempt, request, model, chat, room)
-            (prompt,) = await offload(size, read)
-        except ContextLengthError:  # Clients shorten their conversations by this number, however rough.
+            (prompt,) = await offload(size, partial(self._build_prompts, call, request, chat))
+        except ContextLengthError:  # Clients shorten their conversations by this number, so an estimate will do.
             return await offload(size, partial(estimate_prompt_tokens, request.raw))
         return len(prompt.token_ids)
 
     async def prepare(
-        self, dialect: Dialect, path: str, caller: Caller, request: Request, size: int
-    ) -> tuple[LocalCall, ReplyWriter]:
-        """What is to be drawn for a request of `size` bytes, and who writes the reply."""
-        model, engine = self._resolve(caller, path)
-        params, trace_id, learned, overridden = request.params, "", False, tuple[str, ...]()
+        self, dialect: Dialect, call: ResolvedCall, size: int
+    ) -> Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]:
+        """Prepare the prompts and parameters of a request of `size` bytes; returns what serves it. Raises ApiError."""
+        request, engine = await self._read_request(dialect, call, size), _engine_of(call.route)
+        caller, model = call.caller, call.route.name
+        params, trace_id, trainable, overridden = request.params, "", False, tuple[str, ...]()
         if caller.attempt:
-            context = await self.find_context(caller)
+            context = await self.find_attempt(caller)
             params, overridden = self._params(caller, context, model, params)
-            trace_id, learned = context.trace_id, context.trainable
+            trace_id, trainable = context.trace_id, context.trainable
         refuse_unsupported(engine, params)
         chat = await offload(size, partial(_chat_format, engine, request))
-        if not request.prefill:  # What is begun otherwise cannot be held.
-            held = partial(hold, tools=request.tools, learned=learned, holding=self.holding, size=size)
-            params = await held(engine, chat, params, request.constraint)
-        read = partial(_build_prompts, self.conversations, caller.attempt, request, model, chat, engine.context_length)
-        prompts = await offload(size, read)
-        self._count(caller, prompts)
+        if not request.prefill:  # A grammar describes whole answers.
+            constrain = partial(constrain_sampling, tools=request.tools, trainable=trainable, size=size)
+            params = await constrain(engine, chat, params, request.constraint, mode=self.enforcement)
+        prompts = await offload(size, partial(self._build_prompts, call, request, chat))
+        self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        response_id = dialect.id_prefix + secrets.token_hex(12)
-        head = ReplyMetadata(response_id, model, int(time.time()), tokens)
-        records = [
-            _span_draft(dialect, caller, request, head, prompt, asked, trace_id or new_trace_id(), overridden)
-            for prompt, asked in zip(prompts, _input_messages(request, engine), strict=True)
+        head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), tokens)
+        drafts = [
+            _span_draft(dialect, caller, request, head, prompt, messages, trace_id or new_trace_id(), overridden)
+            for prompt, messages in zip(prompts, _input_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
-        answers = [
-            _new_answer(dialect, request, chat, params, index, record.prompt) for index, record in enumerate(records)
-        ]
-        exchange = LocalCall(engine, params, records, answers, attributed=caller.attempt is not None)
-        return exchange, dialect.reply(request, head)
+        answers = [_new_answer(dialect, request, chat, params, i, draft.prompt) for i, draft in enumerate(drafts)]
+        local_call = LocalCall(engine, params, drafts, answers, attributed=caller.attempt is not None)
+        return partial(self._serve, local_call, request, dialect.reply(request, head))
+
+    async def _read_request(self, dialect: Dialect, call: ResolvedCall, size: int) -> Request:
+        lookup = self.responses.lookup(call.caller.attempt)
+        request = await offload(size, partial(dialect.read, call.body, lookup))
+        self.counters.count_unknown(request.ignored_fields)
+        return request
 
     def _params(
-        self, caller: Caller, context: AttemptContext, model: str, asked: SamplingParams
+        self, caller: Caller, context: AttemptContext, model: str, requested: SamplingParams
     ) -> tuple[SamplingParams, tuple[str, ...]]:
-        """(what is sampled with, names of what the call asked for and does not get)."""
+        """(parameters to sample with, names of the requested parameters that are overridden)."""
         training = is_training(context, caller.mode, model)
-        params = self.on_policy.neutral_params(asked) if training else asked
+        params = self.on_policy.neutral_params(requested) if training else requested
         if caller.temperature is not None and is_policy(context, model):
             params = replace(params, temperature=caller.temperature)
         params = apply_resource_params(params, *context.sampling_parameters(model))
-        return params, self.on_policy.report_overridden(asked, params) if training else ()
+        return params, self.on_policy.report_overridden(requested, params) if training else ()
 
-    def _resolve(self, caller: Caller, path: str) -> tuple[str, Engine]:
-        route = self.table.resolve(caller.agent.model, caller.agent.name, path)
-        if route.engine is None:
-            raise ApiError(404, f"the model {route.name!r} is a provider's, which counts no tokens", param="model")
-        return route.name, route.engine
+    def _build_prompts(self, call: ResolvedCall, request: Request, chat: ChatFormat) -> list[Prompt]:
+        """The prompts of a request. Slow for long conversations; may be called from any thread. Raises ConfigError if
+        the template cannot render them, ContextLengthError if they certainly exceed the context."""
+        conversations, attempt, model = self.conversations, call.caller.attempt, call.route.name
+        limit = _engine_of(call.route).context_length
+        if attempt and request.prompts:
+            return [conversations.raw_prompt(attempt, model, chat, prompt, limit) for prompt in request.prompts]
+        if attempt:
+            messages, tools = request.messages, request.tools
+            return [conversations.prompt(attempt, model, chat, messages, tools, limit, request.prefill)]
+        if request.prompts:
+            return [
+                Prompt(encode_within(chat, prompt, limit) if isinstance(prompt, str) else prompt)
+                for prompt in request.prompts
+            ]
+        text = chat.render(request.messages, request.tools) + chat.escape(request.prefill)
+        return [Prompt(encode_within(chat, text, limit))]
 
-    def _count(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
+    def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
         self.counters.unattributed += caller.attempt is None
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
         self.counters.drift += sum(prompt.drift for prompt in prompts)
 
-    async def draw(
+    # -- sampling and after it -------------------------------------------------------------------------------------
+
+    async def _serve(
         self,
-        exchange: LocalCall,
+        call: LocalCall,
         request: Request,
         reply: ReplyWriter,
         scope: Scope,
@@ -136,48 +150,49 @@ class LocalService:
         writer: ResponseWriter,
     ) -> None:
         await stream_reply(
-            exchange,
+            call,
             self._run,
             reply,
             stream=request.stream,
-            finish=partial(self._store_response, exchange, request, reply),
+            finish=partial(self._store_response, call, request, reply),
             receive=receive,
             writer=writer,
         )
 
-    async def _run(self, exchange: LocalCall, show: OnEvent | None) -> None:
-        kept = await exchange.run(self.store, self.gates.of(exchange.engine), show)
-        self._remember_answers(exchange)
-        self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in kept)
-        if any(span.attributes.get(names.SUPERSEDED) for span in kept):
-            self.contexts.invalidate(exchange.records[0].rollout_id, exchange.records[0].attempt_id)
+    async def _run(self, call: LocalCall, on_event: OnEvent | None) -> None:
+        spans = await call.run(self.store, self.gates.of(call.engine), on_event)
+        self._remember_answers(call)
+        self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in spans)
+        if any(span.attributes.get(names.SUPERSEDED) for span in spans):
+            self.attempts.invalidate(call.drafts[0].rollout_id, call.drafts[0].attempt_id)
 
-    def _remember_answers(self, exchange: LocalCall) -> None:
-        chat = exchange.engine.chat
-        prompts = {id(record.prompt): record.prompt for record in exchange.records}
+    def _remember_answers(self, call: LocalCall) -> None:
+        """Count the tokens, and let later calls of the attempt continue the answers."""
+        chat = call.engine.chat
+        prompts = {id(draft.prompt): draft.prompt for draft in call.drafts}
         self.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
-        for answer, record in zip(exchange.answers, exchange.records, strict=True):
+        for answer, draft in zip(call.answers, call.drafts, strict=True):
             if (sample := answer.sample) is None:
                 continue
             self.counters.response_tokens += len(sample.token_ids)
-            if not exchange.attributed:
+            if not call.attributed:
                 continue
-            key, prompt, span_id = (record.rollout_id, record.attempt_id), record.prompt, record.span_id
+            attempt, prompt, span_id = (draft.rollout_id, draft.attempt_id), draft.prompt, draft.span_id
             if prompt.raw is not None:
-                self.conversations.add_raw_answer(key, prompt, chat, answer.content, sample, span_id)
+                self.conversations.add_raw_answer(attempt, prompt, chat, answer.content, sample, span_id)
             else:
-                self.conversations.add_answer(key, prompt, answer.message, sample, chat.eos_token_ids, span_id)
+                self.conversations.add_answer(attempt, prompt, answer.message, sample, chat.eos_token_ids, span_id)
 
-    def _store_response(self, exchange: LocalCall, request: Request, reply: ReplyWriter) -> None:
-        """Keep what a later request may name."""
-        if not (isinstance(reply, ResponsesReplyWriter) and exchange.attributed):
+    def _store_response(self, call: LocalCall, request: Request, reply: ReplyWriter) -> None:
+        """Store a reply of the Responses API, to which later requests may refer."""
+        if not (isinstance(reply, ResponsesReplyWriter) and call.attributed):
             return
-        (answer,), (record,) = exchange.answers, exchange.records
+        (answer,), (draft,) = call.answers, call.drafts
         stored = request.raw.get("store") is not False
-        self.kept.add(
-            (record.rollout_id, record.attempt_id),
-            record.response_id,
-            record.prompt.digests,
+        self.responses.add(
+            (draft.rollout_id, draft.attempt_id),
+            draft.response_id,
+            draft.prompt.digests,
             request.messages,
             answer.message,
             reply.body([answer]) if stored else None,
@@ -186,17 +201,22 @@ class LocalService:
         )
 
 
+def _engine_of(route: ModelRoute) -> Engine:
+    assert route.engine is not None, route
+    return route.engine
+
+
 def _input_messages(request: Request, engine: Engine) -> list[list[Message]]:
-    """The messages behind each prompt, for its span: a raw prompt is one message of the user."""
+    """The messages of each prompt, for its span. A raw prompt is one message of the user."""
     if not request.prompts:
-        begun: list[Message] = [{"role": "assistant", "content": request.prefill}] if request.prefill else []
-        return [request.messages + begun]
-    texts = [given if isinstance(given, str) else engine.chat.decode(given) for given in request.prompts]
+        prefill: list[Message] = [{"role": "assistant", "content": request.prefill}] if request.prefill else []
+        return [request.messages + prefill]
+    texts = [prompt if isinstance(prompt, str) else engine.chat.decode(prompt) for prompt in request.prompts]
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 def _chat_format(engine: Engine, request: Request) -> ChatFormat:
-    """How the conversation of a request is written. Raises ApiError 400 for what the template cannot be asked."""
+    """The chat format with the template variables of a request. Raises ApiError 400 if the template rejects them."""
     if request.template:
         try:
             chat = engine.chat.with_template_kwargs(request.template)
@@ -206,27 +226,9 @@ def _chat_format(engine: Engine, request: Request) -> ChatFormat:
         chat = engine.chat
     if request.prefill and (markers := find_reasoning_markers(chat)) is not None and markers.opened:
         raise bad_request(
-            "messages", f"answers of {engine.model} begin with a thought, and cannot go on with the last message"
+            "messages", f"answers of {engine.model} begin with reasoning, so they cannot continue the last message"
         )
     return chat
-
-
-def _build_prompts(
-    conversations: Conversations, attempt: AttemptIds | None, request: Request, model: str, chat: ChatFormat, room: int
-) -> list[Prompt]:
-    """What the engine is given; takes long for long conversations, and may be called from any thread. Raises
-    ConfigError where the template cannot hold them, ContextLengthError where the context (`room`) surely cannot."""
-    if attempt and request.prompts:
-        return [conversations.raw_prompt(attempt, model, chat, given, room) for given in request.prompts]
-    if attempt:
-        asked = request.messages, request.tools
-        return [conversations.prompt(attempt, model, chat, *asked, room, request.prefill)]
-    if request.prompts:
-        return [
-            Prompt(encode_within(chat, given, room) if isinstance(given, str) else given) for given in request.prompts
-        ]
-    text = chat.render(request.messages, request.tools) + chat.escape(request.prefill)
-    return [Prompt(encode_within(chat, text, room))]
 
 
 def _span_draft(
@@ -235,7 +237,7 @@ def _span_draft(
     request: Request,
     head: ReplyMetadata,
     prompt: Prompt,
-    asked: Sequence[Message],
+    messages: Sequence[Message],
     trace_id: str,
     overridden: tuple[str, ...] = (),
 ) -> SpanDraft:
@@ -249,7 +251,7 @@ def _span_draft(
         response_id=head.id,
         requested_model=request.model or head.model,
         served_model=head.model,
-        messages=asked,
+        messages=messages,
         tools=request.tools,
         prompt=prompt,
         constraint=request.constraint,

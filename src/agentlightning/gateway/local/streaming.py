@@ -1,6 +1,6 @@
-"""Passing an exchange on to its caller while it is drawn: piece by piece where the caller streams, else in one.
+"""Sends the reply to a local call: events while it is sampled if the client streams, else one JSON body.
 
-A caller that hangs up ends the drawing, in every dialect. What is drawn by then is recorded to the end.
+A client that disconnects ends the sampling, in every dialect. What is sampled by then is still recorded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from agentlightning.gateway.local.call import LocalCall, OnEvent
 logger = logging.getLogger(__name__)
 
 Events = asyncio.Queue[tuple[Answer, OutputEvent] | None]
-"""Pieces of answers; None: somebody is done."""
+"""Events of answers; None if the sampling has ended or the client has disconnected."""
 
 
 async def stream_reply(
-    exchange: LocalCall,
+    call: LocalCall,
     run: Callable[[LocalCall, OnEvent | None], Awaitable[None]],
     reply: ReplyWriter,
     *,
@@ -35,37 +35,37 @@ async def stream_reply(
     receive: Receive,
     writer: ResponseWriter,
 ) -> None:
-    """Draw with `run`, and pass on. `finish` is called when all is drawn and recorded, before the caller can know.
-    Raises ClientDisconnected where the caller hung up, and what `run` raised."""
+    """Sample with `run` and send the reply. Calls `finish` when everything is sampled and recorded, before the client
+    can know. Raises ClientDisconnected, and what `run` raises."""
     events: Events = asyncio.Queue()
-    work = asyncio.ensure_future(run(exchange, partial(_put, events) if stream else None))
-    gone = asyncio.create_task(wait_for_disconnect(receive))
-    for task in (work, gone):
+    sampling = asyncio.ensure_future(run(call, partial(_put, events) if stream else None))
+    disconnect = asyncio.create_task(wait_for_disconnect(receive))
+    for task in (sampling, disconnect):
         task.add_done_callback(lambda _: events.put_nowait(None))
     try:
         while (event := await events.get()) is not None:
-            await writer.send_events(_format_events(reply, exchange, writer.started, event, events))
-        if not work.done():
+            await writer.send_events(_format_events(reply, call, writer.started, event, events))
+        if not sampling.done():
             raise ClientDisconnected
-        await work
-        await _send_end(reply, exchange, stream, finish, writer)
+        await sampling
+        await _send_end(reply, call, stream, finish, writer)
     except asyncio.CancelledError as error:
-        if error.args and isinstance(error.args[0], ApiError):  # its attempt has ended
-            exchange.end_reason = error.args[0]
+        if error.args and isinstance(error.args[0], ApiError):  # the attempt has ended
+            call.end_reason = error.args[0]
         raise
     finally:
-        await _finish_task(exchange, work, gone)
+        await _finish_task(call, sampling, disconnect)
 
 
-def _put(events: Events, answer: Answer, piece: OutputEvent) -> None:
-    events.put_nowait((answer, piece))
+def _put(events: Events, answer: Answer, event: OutputEvent) -> None:
+    events.put_nowait((answer, event))
 
 
 def _format_events(
-    reply: ReplyWriter, exchange: LocalCall, started: bool, first: tuple[Answer, OutputEvent], events: Events
+    reply: ReplyWriter, call: LocalCall, started: bool, first: tuple[Answer, OutputEvent], events: Events
 ) -> bytes:
-    """Everything that is there by now, to be sent at once."""
-    parts = [] if started else [reply.start(exchange.answers)]
+    """All events so far, to be sent with one write."""
+    parts = [] if started else [reply.start(call.answers)]
     parts.append(reply.event(*first))
     while not events.empty():
         event = events.get_nowait()
@@ -77,9 +77,9 @@ def _format_events(
 
 
 async def _send_end(
-    reply: ReplyWriter, exchange: LocalCall, stream: bool, finish: Callable[[], None], writer: ResponseWriter
+    reply: ReplyWriter, call: LocalCall, stream: bool, finish: Callable[[], None], writer: ResponseWriter
 ) -> None:
-    answers = exchange.answers
+    answers = call.answers
     if not stream:
         body = reply.body(answers)
         finish()
@@ -91,12 +91,12 @@ async def _send_end(
     await writer.close()
 
 
-async def _finish_task(exchange: LocalCall, work: asyncio.Future[None], gone: asyncio.Task[None]) -> None:
-    """Leave nothing running. What is drawn is recorded to the end, even for a caller that has hung up."""
-    gone.cancel()
-    if not exchange.is_sampled:
-        work.cancel()
-    await asyncio.wait({work, gone})
-    if gone.cancelled() or work.cancelled() or (error := work.exception()) is None:
+async def _finish_task(call: LocalCall, sampling: asyncio.Future[None], disconnect: asyncio.Task[None]) -> None:
+    """Leave no task running. Complete answers are recorded even if the client has disconnected."""
+    disconnect.cancel()
+    if not call.is_sampled:
+        sampling.cancel()
+    await asyncio.wait({sampling, disconnect})
+    if disconnect.cancelled() or sampling.cancelled() or (error := sampling.exception()) is None:
         return
-    logger.error("the call of a caller that hung up could not be recorded", exc_info=error)
+    logger.error("a call whose client disconnected could not be recorded", exc_info=error)

@@ -1,0 +1,296 @@
+"""The HTTP endpoints of the gateway: its routes, the handling of one model call, and the boundary where errors end.
+
+Each call is resolved once: caller, parsed body and route (`ResolvedCall`). A provider or an engine of ours serves it
+then.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Final, cast
+
+from msgspec import structs
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
+from agentlightning.gateway.callers.attempt_watch import AttemptWatch
+from agentlightning.gateway.callers.attempts import AttemptIds
+from agentlightning.gateway.callers.attribution import Attribution, Caller
+from agentlightning.gateway.callers.client_retries import RequestIdentity
+from agentlightning.gateway.concurrency import ConcurrencyLimit
+from agentlightning.gateway.dialects.anthropic.reply import count_reply
+from agentlightning.gateway.dialects.anthropic.request import MESSAGES
+from agentlightning.gateway.dialects.base import Dialect
+from agentlightning.gateway.dialects.openai.chat import CHAT
+from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
+from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
+from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
+from agentlightning.gateway.forwarding.fast_path import RAW_REQUEST, FastPath, RawRequest
+from agentlightning.gateway.forwarding.service import ForwardingService
+from agentlightning.gateway.forwarding.stored_responses import request_stored_response
+from agentlightning.gateway.json_body import parse_object
+from agentlightning.gateway.local.service import LocalService
+from agentlightning.gateway.metrics import Counters
+from agentlightning.gateway.models_api import ModelsEndpoint, error_body, json_response
+from agentlightning.gateway.offload import offload
+from agentlightning.gateway.recording.rejected_span import record_rejection
+from agentlightning.gateway.routing import CallResolver, ResolvedCall
+from agentlightning.gateway.upstream.provider import ApiPath
+from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.store.base import LightningStoreBase
+
+logger = logging.getLogger(__name__)
+
+ATTEMPT_PATHS: Final = (
+    "/rollout/{rollout_id}/attempt/{attempt_id}",
+    "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
+    "/worker/{worker_id}/rollout/{rollout_id}/attempt/{attempt_id}",
+    "/worker/{worker_id}",
+)
+"""Prefixes of URLs that name an attempt or a worker."""
+DIALECTS: Final[Mapping[str, Dialect]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/embeddings": EMBEDDINGS,
+}
+API_PATHS: Final[Mapping[Dialect, ApiPath]] = {
+    dialect: cast("ApiPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()
+}
+
+Handler = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
+"""Serves one request, or raises."""
+
+
+class Endpoints:
+    """The routes of a gateway. Calls wait while `limit` is reached; bodies may have up to `max_body_bytes`."""
+
+    def __init__(
+        self,
+        *,
+        attribution: Attribution,
+        resolver: CallResolver,
+        forwarding: ForwardingService,
+        local: LocalService,
+        models: ModelsEndpoint,
+        responses: ResponseStore,
+        providers: Mapping[str, ServerPool],
+        store: LightningStoreBase,
+        counters: Counters,
+        watch: AttemptWatch,
+        limit: ConcurrencyLimit,
+        max_body_bytes: int,
+    ) -> None:
+        self._attribution, self._resolver = attribution, resolver
+        self._forwarding, self._local = forwarding, local
+        self._models, self._responses, self._providers = models, responses, providers
+        self._store, self._counters, self._watch = store, counters, watch
+        self._limit, self._max_body_bytes = limit, max_body_bytes
+        self.fast_path = FastPath(limit, attribution, forwarding, counters, self._continue_in_task, max_body_bytes)
+
+    # -- the routes ------------------------------------------------------------------------------------------------
+
+    def routes(self) -> list[Route]:
+        """For a Starlette application. An unknown path under `/v1` gets a 404 in the shape the caller's SDK expects."""
+        return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
+
+    def _routes_below(self, prefix: str) -> list[Route]:
+        count_tokens = _AsgiEndpoint(self.count_tokens, partial(self._admit, MESSAGES))
+        return [
+            *(Route(prefix + path, self._endpoint(dialect), methods=["POST"]) for path, dialect in DIALECTS.items()),
+            Route(f"{prefix}/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
+            *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
+            *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
+            Route(f"{prefix}/v1/{{rest:path}}", _not_found, methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
+
+    def _endpoint(self, dialect: Dialect) -> _AsgiEndpoint:
+        admit, fast_path = partial(self._admit, dialect), partial(self.fast_path.try_serve, API_PATHS[dialect])
+        return _AsgiEndpoint(partial(self.call_model, dialect), admit, fast_path)
+
+    async def call_model(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one model call."""
+        await self._handle(dialect, partial(self._call_model, dialect), scope, receive, send)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request for the size of a prompt in tokens. Nothing is sampled or recorded."""
+        await self._handle(MESSAGES, self._count_tokens, scope, receive, send)
+
+    async def _stored_response(self, request: HttpRequest) -> Response:
+        try:
+            caller = await self._attribution.caller(read_headers(request.scope), request.path_params)
+            attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
+            if (provider := self._responses.provider_of(attempt, response_id)) is not None:
+                pool = self._providers[provider]
+                body = await request_stored_response(pool, request.method, attempt, response_id)
+                return Response(body, media_type="application/json")
+            if request.method != "DELETE":
+                return Response(self._responses.body(attempt, response_id), media_type="application/json")
+            self._responses.delete(attempt, response_id)
+        except ApiError as api_error:
+            return error_body(request, api_error)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    # -- before and after the task ---------------------------------------------------------------------------------
+
+    def _admit(self, dialect: Dialect, raw: RawRequest) -> tuple[int, bytes] | None:
+        """(status, body) of an error, if the request head alone is enough to reject the caller."""
+        try:
+            self.fast_path.identify(raw)
+        except ApiError as api_error:
+            self._counters.requests += 1
+            self._counters.errors += 1
+            return api_error.status, dialect.error_body(api_error)
+        return None
+
+    def _continue_in_task(self, path: ApiPath, attempt: AttemptIds | None, work: Handler) -> ASGIApp:
+        """An application for the rest of a call that left the fast path."""
+
+        async def resume(scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+            async with self._limit.slot():
+                with self._watch.track(attempt):
+                    await work(scope, receive, writer)
+
+        return partial(self._handle, DIALECTS[f"/v1/{path}"], resume)
+
+    async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
+        self._counters.requests += 1
+        writer = ResponseWriter(send, chunked=scope.get("http_version") != "1.0")
+        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
+        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
+        try:
+            await work(scope, receive, writer)
+        except ClientDisconnected:
+            self._counters.cancelled += 1
+        except Exception as error:
+            self._counters.errors += 1
+            api_error = to_api_error(error)
+            if api_error.status >= 500:
+                expected = isinstance(error, (ApiError, *STORE_UNAVAILABLE))
+                logger.error("a call failed: %s", api_error.message, exc_info=None if expected else error)
+            await _send_error(dialect, writer, api_error)
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    async def _call_model(self, dialect: Dialect, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        started = time.time()
+        raw: RawRequest | None = scope.get(RAW_REQUEST)
+        headers, caller = await self._caller(scope, raw)
+        body = b""
+        async with AsyncExitStack() as slot:
+            try:
+                body, caller = await self._body(scope, receive, headers, caller)
+                await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
+                call = raw.call if raw is not None else None
+                call = call or await self._resolve(dialect, headers, caller, body)
+                serve = await self._prepare(dialect, call, len(body))
+            except ClientDisconnected:
+                raise
+            except Exception as error:
+                await record_rejection(self._store, API_PATHS[dialect], caller, body, error, started)
+                raise
+            with self._watch.track(caller.attempt):
+                await serve(scope, receive, writer)
+
+    async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        headers, caller = await self._caller(scope, scope.get(RAW_REQUEST))
+        body, caller = await self._body(scope, receive, headers, caller)
+        async with self._limit.slot():
+            call = await self._resolve(MESSAGES, headers, caller, body)
+            if call.route.servers is not None:
+                await self._forwarding.count(call, writer)
+            else:
+                tokens = await self._local.count(MESSAGES, call, len(body))
+                await writer.send_json(200, count_reply(tokens))
+
+    async def _caller(self, scope: Scope, raw: RawRequest | None) -> tuple[Mapping[str, str], Caller]:
+        """(headers by name, caller); from the fast path, if it has identified the caller."""
+        if raw is not None and raw.caller is not None:
+            caller, headers = raw.caller
+            return headers, caller
+        headers = read_headers(scope)
+        return headers, await self._attribution.caller(headers, scope["path_params"])
+
+    async def _body(
+        self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller
+    ) -> tuple[bytes, Caller]:
+        """(body, the caller with the identity of this request)."""
+        body = await read_body(receive, headers, self._max_body_bytes)
+        if caller.attempt_id is not None and caller.repeat is None:
+            path = scope["path"].rpartition("/v1/")[2]
+            # A digest takes a thousandth of the time that reading the request takes.
+            repeat = await offload(len(body) // 1024, partial(RequestIdentity.of, headers, path, body))
+            caller = structs.replace(caller, repeat=repeat)
+        return body, caller
+
+    async def _resolve(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
+        """Parse the body and find the route. Raises ApiError."""
+        data = await offload(len(body), partial(parse_object, body))
+        call = None if data is None else self._resolver.resolve(API_PATHS[dialect], headers, caller, data)
+        if call is None:  # The dialect's reader says why.
+            await offload(len(body), partial(dialect.read, body, self._responses.lookup(caller.attempt)))
+            raise bad_request("model", "model must be a string")
+        return call
+
+    async def _prepare(self, dialect: Dialect, call: ResolvedCall, size: int) -> Handler:
+        """What serves the call. Errors raised here are recorded by the caller of this method, later ones by the
+        handler itself."""
+        if call.route.servers is None:
+            return await self._local.prepare(dialect, call, size)
+        return partial(self._forwarding.run, await self._forwarding.plan(call))
+
+
+class _AsgiEndpoint:
+    """An endpoint that Starlette treats as an ASGI application, because it is an object and not a function."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        admit: Callable[[RawRequest], tuple[int, bytes] | None],
+        fast_path: Callable[[RawRequest], bool] | None = None,
+    ) -> None:
+        self._app = app
+        self.admit = admit
+        """Called with the request head; returns (status, body) of an error, or None."""
+        self.fast_path = fast_path
+        """Starts serving a request without a task; returns False if it cannot."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _send_error(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -> None:
+    if not writer.started:
+        body = dialect.error_body(api_error)
+        return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
+    await writer.send_events(dialect.error_event(api_error))
+    await writer.close()
+
+
+async def _ok(request: HttpRequest) -> Response:
+    return json_response({"status": "ok"})
+
+
+async def _not_found(request: HttpRequest) -> Response:
+    path = request.url.path
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        # After this status Codex falls back to HTTP at once; after any other it retries for seconds.
+        return error_body(request, ApiError(426, f"{path} is no websocket; send POST requests"))
+    served = ", ".join(f"POST {path}" for path in DIALECTS)
+    message = f"{request.method} {path} is not served here; served: {served}, GET /v1/models"
+    return error_body(request, ApiError(404, message))
