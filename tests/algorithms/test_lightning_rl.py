@@ -1,5 +1,6 @@
 """LightningRL asks for groups, turns them into samples, and says why it stops."""
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from agentlightning.algorithms import make_algorithm
-from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.base import class_name
+from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig, reward_metrics
 from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit import training_samples
@@ -117,8 +119,41 @@ async def test_a_step_without_one_usable_rollout_is_finished_without_an_update()
 
 def test_rollouts_that_never_call_the_policy_are_rejected_with_where_calls_must_go():
     found = LightningRL(group_size=2).rejections([rollout("r1", "g", 1.0, calls=0), rollout("r2", "g", 0.0, calls=0)])
-    assert [each.reason for each in found] == ["no_policy_calls"] * 2
+    assert [(each.rollout_id, each.reason) for each in found] == [("r1", "no_policy_calls"), ("r2", "no_policy_calls")]
     assert "OPENAI_BASE_URL" in found[0].message
+
+
+def test_the_agent_to_train_and_the_credit_rule_decide_what_is_rejected():
+    def sampled(name, agent, **more):
+        made = by(agent, rollout(name, "g", 1.0))
+        return replace(made, transitions=tuple(replace(call, **more) for call in made.transitions))
+
+    rollouts = [sampled("cut", "writer", top_p=0.5), sampled("judge", "critic", top_p=0.5), sampled("good", "writer")]
+    found = LightningRL(group_size=2).rejections(rollouts, "writer")
+    assert [(each.rollout_id, each.reason) for each in found] == [("cut", "unfaithful_sampling")]
+    stepwise = [sampled("r1", None, reward=0.5)]
+    assert LightningRL(group_size=2, credit="discounted").rejections(stepwise) == []
+    assert [each.reason for each in LightningRL(group_size=2).rejections(stepwise)] == ["bad_reward"]
+
+
+async def test_the_agent_to_train_is_checked_while_rollouts_are_collected():
+    training = FakeTraining(*(by("critic", each) for each in GOOD_AND_BAD))
+    training.target_agent = "writer"
+    await LightningRL(steps=1, group_size=2).run(training)
+    assert training.updates == []
+    assert training.metrics[0]["rollouts"] == 0, "both were rejected before credit was assigned"
+
+
+def test_a_batch_has_its_mean_reward_and_counts_of_calls():
+    overridden = replace(rollout("r3", "g", None, calls=4), metadata={"overridden_calls": 3})
+    collected = Collected((rollout("r1", "g", 1.0), rollout("r2", "g", 0.0), overridden))
+    assert reward_metrics(collected, None) == {"reward": 0.5, "calls_per_rollout": 2.0, "calls_overridden": 3}
+    assert reward_metrics(Collected((rollout("r1", "g", 0.0),)), None)["calls_per_rollout"] == 1.0
+    assert math.isnan(reward_metrics(Collected(()), None)["reward"])
+    weighed = reward_metrics(
+        Collected((rollout("r1", "g", {"right": 1.0, "short": 1.0}),)), {"right": 2.0, "short": 1.0}
+    )
+    assert weighed["reward"] == 3.0
 
 
 def test_a_rollout_without_calls_beside_others_still_counts_for_the_baseline():
@@ -158,6 +193,8 @@ def test_calls_without_tokens_are_rejected_with_what_to_do():
     assert "none of the 6 model calls" in found[0].message
     assert "4 were answered by other models" in found[0].message
     assert "routes" in found[0].message
+    balanced = [replace(each, metadata={"untrainable_calls": 1, "other_models": 1}) for each in rollouts]
+    assert {each.reason for each in LightningRL(group_size=2).rejections(balanced)} == {"unknown_tokens"}
 
 
 def by(agent, trajectory):
@@ -184,8 +221,10 @@ async def test_only_the_agents_that_are_to_be_trained_learn(setting, said_by_the
 
 def test_an_agent_to_train_that_never_speaks_is_named_with_those_that_do():
     found = LightningRL(group_size=2).rejections([by("writer", each) for each in GOOD_AND_BAD], "writr")
-    assert [each.reason for each in found] == ["no_target_calls"] * 2
-    assert "an agent called 'writr'; there are 'writer'" in found[0].message
+    assert [(each.rollout_id, each.reason) for each in found] == [("r1", "no_target_calls"), ("r2", "no_target_calls")]
+    assert "an agent called 'writr'; there are 'writer'. Change target_agent" in found[0].message
+    found = LightningRL(group_size=2).rejections([by("writer", GOOD_AND_BAD[0]), GOOD_AND_BAD[1]], "writr")
+    assert "there are 'writer', calls without a name." in found[0].message
     with pytest.raises(ConfigError, match="is no regular expression"):
         LightningRL(target_agent="(")
 
@@ -208,3 +247,12 @@ def test_an_algorithm_is_made_from_its_settings_by_their_type():
     assert make_algorithm(LightningRLConfig(steps=3)).total_steps == 3
     with pytest.raises(ConfigError, match="unknown algorithm None; known: lightning_rl"):
         make_algorithm(SFTConfig())
+
+
+def test_an_algorithm_shows_its_class_and_its_settings():
+    algorithm = LightningRL(steps=3)
+    assert class_name(algorithm) == "agentlightning.algorithms.lightning_rl:LightningRL"
+    assert repr(algorithm) == f"LightningRL({algorithm.config})"
+    assert "steps=3" in repr(algorithm)
+    del algorithm.config
+    assert repr(algorithm) == "LightningRL()"

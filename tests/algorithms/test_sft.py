@@ -125,6 +125,66 @@ async def test_without_shuffling_the_dataset_keeps_its_order(chat: HFChatFormat)
     assert seen == [[f"answer {n}<|im_end|>" for n in batch] for batch in ([0, 1], [2, 3], [4], [0, 1])]
 
 
+class RecordingTraining:
+    """A run that was resumed at a step, and keeps what is trained, finished and saved."""
+
+    context_length = 512
+
+    def __init__(self, chat: HFChatFormat, step: int) -> None:
+        self.chat, self.step = chat, step
+        self.samples: list[TrainingSample] = []
+        self.saved: list[Path] = []
+
+    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        self.samples.extend(samples)
+        return {"loss": 1.0}
+
+    async def finish_step(self, collected: Any, metrics: Mapping[str, float]) -> None:
+        self.step += 1
+
+    async def save(self, directory: Path) -> None:
+        self.saved.append(directory)
+
+
+async def test_a_resumed_run_trains_on_what_is_left(chat: HFChatFormat, tmp_path: Path) -> None:
+    training: Any = RecordingTraining(chat, step=2)
+    dataset = [question(f"number {n}", f"answer {n}") for n in range(4)]
+    result = await SFTAlgorithm(dataset=dataset, batch_size=1, shuffle=False, output=tmp_path).run(training)
+    assert [trained_texts(sample, chat) for sample in training.samples] == [
+        ["answer 2<|im_end|>"],
+        ["answer 3<|im_end|>"],
+    ]
+    assert (training.step, training.saved) == (4, [tmp_path])
+    assert (result.steps, len(result.losses), result.checkpoint) == (4, 2, tmp_path)
+
+
+async def test_a_model_that_is_opened_has_the_seed_and_the_optimizer_of_the_settings(
+    chat: HFChatFormat, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[LocalPolicyConfig] = []
+
+    class Opened(RecordingPolicy):
+        saved: Path
+
+        async def save(self, directory: Path) -> None:
+            self.saved = directory
+
+        async def close(self) -> None:
+            pass
+
+    def open_policy(config: LocalPolicyConfig) -> Opened:
+        configs.append(config)
+        return opened
+
+    opened = Opened(chat)
+    monkeypatch.setattr(LocalPolicy, "open", open_policy)
+    await SFTAlgorithm(directory, [question("a")], output=tmp_path, steps=5, seed=3, optimizer=FAST).run()
+    (config,) = configs
+    assert (str(config.model), config.seed, config.objective) == (str(directory), 3, "supervised")
+    assert config.optimizer == FAST.model_copy(update={"total_steps": 5})
+    assert opened.saved == tmp_path
+
+
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_each_epoch_sees_every_conversation_once(count: int, size: int, epochs: int, shuffle: bool) -> None:
     config = SFTConfig(batch_size=size, shuffle=shuffle, seed=1)
