@@ -122,6 +122,7 @@ def test_a_call_whose_tokens_are_unknown_is_skipped_and_counted(lost: str) -> No
     spans = [blind, chat(2, [1], [3])]
     assert [t.span_id for t in transitions(spans)] == ["s2"]
     assert untrainable_calls(spans) == ("s1",)
+    assert untrainable_calls([chat(1, [1], []), chat(2, [1], [3])]) == ("s1",)
     assert trajectory("ro-1", "at-1", spans).metadata["untrainable_calls"] == 1
 
 

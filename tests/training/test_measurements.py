@@ -1,0 +1,165 @@
+"""The evaluations of a run: when it validates, which weights are the best, and what is measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from agentlightning.config import EvaluationConfig
+from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.training import measurements
+from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.tasks import Tasks
+
+
+class Publisher:
+    async def write(self, name: str, temperature: float) -> str:
+        return f"{name} at {temperature}"
+
+
+class Measured:
+    """Measurements whose evaluations are given, and are recorded instead of run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.result = Evaluation((1.0, None), reasons={"failed": 1})
+        self.requests: list[dict[str, Any]] = []
+        self.progress: list[int] = []
+        self.writes = 0
+        self.state = RunState(run_id="r", revision=1)
+        tasks = Tasks(train=[], validation=["v1", "v2", "v3"], held_out=["h1", "h2"])
+        self.measurements = Measurements(
+            collector=cast("Any", "collector"),
+            publisher=cast("Any", Publisher()),
+            state=self.state,
+            tasks=tasks,
+            config=EvaluationConfig(**config),
+            reward_weights={"right": 1.0},
+            on_collected=cast("Any", "on_collected"),
+            on_progress=self.progress.append,
+            write_state=self._write,
+        )
+
+        async def evaluate_tasks(collector: Any, tasks: Sequence[Any], **options: Any) -> Evaluation:
+            self.requests.append({"collector": collector, "tasks": tasks, **options})
+            on_progress: Callable[[int], None] | None = options["on_progress"]
+            if on_progress is not None:
+                on_progress(len(tasks))
+            return self.result
+
+        monkeypatch.setattr(measurements, "evaluate_tasks", evaluate_tasks)
+
+    def _write(self) -> None:
+        self.writes += 1
+
+    @property
+    def names(self) -> list[str]:
+        return [request["name"] for request in self.requests]
+
+
+def is_best(measured: Measured, *rewards: float | None) -> bool:
+    return measured.measurements.is_best({"greedy": Evaluation(rewards)})
+
+
+def test_validation_is_due_every_so_many_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def due(measured: Measured, total: int) -> list[int]:
+        found: list[int] = []
+        for step in range(1, total + 1):
+            measured.state.step = step
+            if measured.measurements.validation_is_due(total):
+                found.append(step)
+        return found
+
+    assert due(Measured(monkeypatch, every=2), 5) == [2, 4, 5]
+    assert due(Measured(monkeypatch, every=1), 2) == [1, 2]
+    assert due(Measured(monkeypatch, every=0), 5) == []
+    without = Measured(monkeypatch, every=1)
+    without.measurements.tasks = Tasks(train=[], validation=[], held_out=[])
+    assert due(without, 3) == []
+
+
+def test_later_weights_that_are_as_good_are_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    assert is_best(measured, 0.5, 0.5)
+    assert measured.state.best_score == 0.5
+    assert not is_best(measured, 0.5, 0.25)
+    assert measured.state.evaluations == {"best-greedy": [0.5, 0.5]}
+    assert is_best(measured, 0.25, 0.75)
+    assert measured.state.evaluations == {"best-greedy": [0.25, 0.75]}
+
+
+def test_a_missing_reward_counts_as_the_lowest_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    assert not is_best(measured, None, None)
+    assert measured.state.best_score is None
+    assert is_best(measured, 2.0, None)
+    assert not is_best(measured, 0.5, 1.0), "against 2 and 0"
+    assert is_best(measured, -4.0, 4.0), "against 2 and -4"
+
+
+def test_all_modes_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch).measurements
+    assert measured.is_best({"greedy": Evaluation((1.0,)), "sampled": Evaluation((0.0,))})
+    assert not measured.is_best({"greedy": Evaluation((0.9,)), "sampled": Evaluation((0.0,))})
+    assert measured.is_best({"greedy": Evaluation((0.5,)), "sampled": Evaluation((0.75,))})
+    assert measured.state.best_score == 0.625
+
+
+def test_a_run_that_knows_its_best_score_alone_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    measured.state.best_score = 0.75
+    assert not is_best(measured, 0.5)
+    assert is_best(measured, 0.75)
+
+
+async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch, tasks=2)
+    measured.state.step = 7
+    results = await measured.measurements.validate()
+    assert results == {"greedy": measured.result, "sampled": measured.result}
+    assert measured.requests[0] == {
+        "collector": "collector",
+        "tasks": ["v1", "v2"],
+        "name": "r-validation-000007-greedy-changed1",
+        "resources_id": "r-validation-000007-greedy-changed1 at 0.0",
+        "reward_weights": {"right": 1.0},
+        "max_failed_share": 1.0,
+        "require_reward": False,
+        "on_progress": None,
+        "on_collected": "on_collected",
+    }
+    assert measured.requests[1]["resources_id"].endswith("-sampled-changed1 at 1.0")
+
+
+async def test_the_start_is_measured_once_and_must_have_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    assert measured.measurements.rollouts == 4
+    first = await measured.measurements.measure_start()
+    assert measured.names == ["r-before-greedy-changed1", "r-before-sampled-changed1"]
+    assert [(each["max_failed_share"], each["require_reward"]) for each in measured.requests] == [(None, True)] * 2
+    assert {tuple(request["tasks"]) for request in measured.requests} == {("h1", "h2")}
+    assert (measured.progress, measured.writes) == ([2, 4], 2)
+    again = await measured.measurements.measure_start()
+    assert len(measured.requests) == 2
+    for results in (first, again):
+        assert [(each.rewards, each.reasons) for each in results.values()] == [((1.0, None), {"failed": 1})] * 2
+
+
+async def test_the_trained_weights_are_measured_again_where_a_run_has_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = Measured(monkeypatch, modes=("greedy",), held_out_tasks=1)
+    measured.state.step = 4
+    await measured.measurements.measure_trained()
+    await measured.measurements.measure_trained()
+    assert measured.names == ["r-after-000004-greedy-changed1"]
+    assert (measured.state.measured_step, measured.requests[0]["tasks"]) == (4, ["h1"])
+    assert (measured.requests[0]["max_failed_share"], measured.requests[0]["require_reward"]) == (1.0, False)
+    measured.state.step, measured.state.best_step = 9, 6
+    measured.result = Evaluation((0.5,))
+    found = await measured.measurements.measure_trained()
+    assert measured.names[1:] == ["r-after-000006-greedy-changed1"], "the best weights, and not the last"
+    assert found["greedy"].rewards == (0.5,)
+    assert (found["greedy"].reasons, measured.state.measured_step) == ({}, 6)
