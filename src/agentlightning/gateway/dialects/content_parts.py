@@ -128,7 +128,7 @@ def _image(part: Json) -> list[Part] | None:
     url = image_url(part)
     if url is None:
         return None
-    return [{"type": "image", "url": url, "detail": part.get("detail") or _object(part, "image_url").get("detail")}]
+    return [{"type": "image", "url": url, "detail": part.get("detail") or object_of(part, "image_url").get("detail")}]
 
 
 def _source_url(source: Any) -> str | None:
@@ -144,7 +144,7 @@ def _source_url(source: Any) -> str | None:
 def _file(part: Json) -> list[Part] | None:
     if part.get("type") == "document":
         return _document(part)
-    given = _object(part, "file") if part.get("type") == "file" else part
+    given = object_of(part, "file") if part.get("type") == "file" else part
     name, data, url = given.get("filename"), given.get("file_data"), given.get("file_url")
     if isinstance(data, str) and not data.startswith("data:"):
         kind = mimetypes.guess_type(name)[0] if isinstance(name, str) else None
@@ -155,7 +155,7 @@ def _file(part: Json) -> list[Part] | None:
 
 def _document(part: Json) -> list[Part] | None:
     """Anthropic's documents. Text documents become text, below their title."""
-    source, title = _object(part, "source"), part.get("title")
+    source, title = object_of(part, "source"), part.get("title")
     heading = [text_part(text) for text in (title, part.get("context")) if isinstance(text, str)]
     if source.get("type") == "text" and isinstance(source.get("data"), str):
         return _as_parts([*heading, text_part(source["data"])])
@@ -190,6 +190,7 @@ def _file_part(url: str, name: Any) -> FilePart:
     return {"type": "file", "url": url, "name": name if isinstance(name, str) else None}
 
 
-def _object(part: Mapping[str, Any], name: str) -> Json:
-    value = part.get(name)
+def object_of(data: Mapping[str, Any], name: str) -> Json:
+    """The object in a field; {} for any other value."""
+    value = data.get(name)
     return cast("Json", value) if isinstance(value, dict) else {}

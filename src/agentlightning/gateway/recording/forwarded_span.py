@@ -87,18 +87,22 @@ class ForwardedExchange:
         attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
         attributes[names.FINISH_REASONS] = [choice.finish_reason or "error"]
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
-        drawn, logprobs = choice.token_ids, choice.logprobs
+        token_ids, logprobs = choice.token_ids, choice.logprobs
         if not (
-            prompt and drawn and logprobs and len(drawn) == len(logprobs) and _are_numbers(prompt, drawn, logprobs)
+            prompt
+            and token_ids
+            and logprobs
+            and len(token_ids) == len(logprobs)
+            and _are_numbers(prompt, token_ids, logprobs)
         ):
             return attributes | {names.TOKENS: "none"}
         if changed := distribution_changes({**self.data, **self.forced}):
             attributes[names.RESHAPED] = changed
         return attributes | {
             names.TOKENS: "provider",
-            names.OUTPUT_TOKENS: len(drawn),
+            names.OUTPUT_TOKENS: len(token_ids),
             names.PROMPT_TOKEN_IDS: prompt,
-            names.RESPONSE_TOKEN_IDS: drawn,
+            names.RESPONSE_TOKEN_IDS: token_ids,
             names.LOGPROBS: logprobs,
         }
 
@@ -156,10 +160,10 @@ def num_choices(asked: Json) -> int:
     return max(1, several) if isinstance(several, int) else 1
 
 
-def _are_numbers(prompt: Any, drawn: Any, logprobs: Any) -> bool:
-    """Whether what a provider calls tokens and log-probabilities can be kept as such."""
+def _are_numbers(prompt: Any, token_ids: Any, logprobs: Any) -> bool:
+    """Whether the token ids and log-probabilities of a provider are numbers of the recorded types."""
     try:
-        _ = array("i", prompt), array("i", drawn), array("f", logprobs)
+        _ = array("i", prompt), array("i", token_ids), array("f", logprobs)
     except (TypeError, ValueError, OverflowError):
         return False
     return True

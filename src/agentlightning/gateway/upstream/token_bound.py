@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES
+from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url, object_of
 
 BYTES_PER_TOKEN: Final = 2
 """Lower bound for text: most tokens have three or four bytes."""
@@ -50,7 +50,7 @@ def _media(request: Any) -> tuple[int, int, int]:
                 images += 1
                 image_bytes += found
             elif part.get("type") == "input_audio":
-                audio_bytes += _length(_inner(part.get("input_audio"), "data"))
+                audio_bytes += _length(object_of(part, "input_audio").get("data"))
             else:
                 left += part.values()
     return images, image_bytes, audio_bytes
@@ -63,14 +63,9 @@ def _image_bytes(part: dict[str, Any]) -> int | None:
         return None
     if kind == "image":  # JSON schemas use this word as well.
         source = part.get("source")
-        return _length(_inner(source, "data")) if isinstance(source, dict) else None
-    url = part.get("image_url")
-    url = _inner(url, "url") if isinstance(url, dict) else url
-    return _length(url) if isinstance(url, str) and url.startswith("data:") else 0
-
-
-def _inner(value: Any, name: str) -> Any:
-    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
+        return _length(cast("dict[str, Any]", source).get("data")) if isinstance(source, dict) else None
+    url = image_url(part)
+    return len(url) if url is not None and url.startswith("data:") else 0
 
 
 def _length(value: Any) -> int:

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.content_parts import object_of
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import UnsupportedContentError
-from agentlightning.gateway.translation.requests.base import Extras, Json, TurnLookup, Write, object_of
+from agentlightning.gateway.translation.requests.base import Extras, Json, TurnLookup, Write
 from agentlightning.gateway.translation.requests.chat import chat_body, chat_extras
 from agentlightning.gateway.translation.requests.messages import messages_body, messages_extras
 from agentlightning.gateway.translation.requests.responses import responses_body, responses_extras
@@ -52,7 +53,7 @@ def _merged(body: Json, extras: Json) -> Json:
 
 
 def _dropped_inside(path: str, request: Request) -> tuple[str, ...]:
-    """Nested fields that were dropped from fields that were kept."""
+    """Nested fields that were dropped from fields that were sent."""
     dropped: list[str] = []
     if path != "messages" and "effort" in object_of(request.raw, "output_config"):
         dropped.append("output_config.effort")

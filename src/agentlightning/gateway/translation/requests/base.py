@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import orjson
+
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.dialects.content_parts import joined
+from agentlightning.gateway.dialects.content_parts import joined, object_of
+from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_PARAMS
 from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
@@ -58,11 +61,6 @@ def response_format_of(raw: Mapping[str, Any]) -> Json | None:
         return dict(shape)
     named = {key: shape[key] for key in ("name", "schema", "strict", "description") if shape.get(key) is not None}
     return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True} | named}
-
-
-def object_of(data: Mapping[str, Any], name: str) -> Json:
-    value = data.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 # -- unsupported fields -----------------------------------------------------------------------------------------------
@@ -138,3 +136,28 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
         }
         merged[-1] = {**last, **both, **lists}
     return merged
+
+
+def is_unchanged(before: Sequence[Json], turn: Message) -> bool:
+    """Whether a turn of the assistant means the same as `before`, the blocks or items that its provider wrote."""
+    return bool(before) and same_meaning(_message_of(before)) == same_meaning(turn)
+
+
+def _message_of(written: Sequence[Json]) -> Message:
+    texts: list[str] = []
+    calls: list[Json] = []
+    for part in written:
+        match part["type"]:
+            case "text":
+                texts.append(part["text"])
+            case "message":
+                texts += [inner.get("text", inner.get("refusal")) or "" for inner in part["content"]]
+            case "tool_use":
+                arguments = orjson.dumps(part["input"]).decode()
+                calls.append({"id": part["id"], "function": {"name": part["name"], "arguments": arguments}})
+            case "function_call":
+                arguments = part["arguments"] or "{}"
+                calls.append({"id": part["call_id"], "function": {"name": part["name"], "arguments": arguments}})
+            case _:
+                pass
+    return {"role": "assistant", "content": "".join(texts), "tool_calls": calls}

@@ -9,14 +9,13 @@ from urllib.parse import urlsplit
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.dialects.content_parts import Content
+from agentlightning.gateway.dialects.content_parts import Content, object_of
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.attachments import as_chat, split_attachments
 from agentlightning.gateway.translation.requests.base import (
     Extras,
     Json,
     TurnLookup,
-    object_of,
     response_format_of,
     results_first,
 )

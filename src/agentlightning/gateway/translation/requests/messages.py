@@ -11,15 +11,15 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.dialects.content_parts import has_attachments
-from agentlightning.gateway.dialects.message_digest import same_meaning, turn_key
+from agentlightning.gateway.dialects.content_parts import has_attachments, object_of
+from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.attachments import as_blocks, as_text
 from agentlightning.gateway.translation.requests.base import (
     Extras,
     Json,
     TurnLookup,
-    object_of,
+    is_unchanged,
     reject_unsupported,
     response_format_of,
     split_stops,
@@ -133,7 +133,7 @@ def _user_content(message: Message) -> list[Json]:
 
 def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
     """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if before and same_meaning(_message_of(before)) == same_meaning(message):
+    if is_unchanged(before, message):
         return before
     thoughts = [block for block in before if block["type"] in _THOUGHTS] or message.get("sealed") or []
     content = as_blocks(message.get("content") or "")
@@ -141,17 +141,6 @@ def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
 
 
 _THOUGHTS: Final = ("thinking", "redacted_thinking")
-
-
-def _message_of(blocks: Sequence[Json]) -> Message:
-    """Anthropic's blocks as a message with its text and tool calls."""
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
-    uses = [block for block in blocks if block["type"] == "tool_use"]
-    calls = [
-        {"id": use["id"], "function": {"name": use["name"], "arguments": orjson.dumps(use["input"]).decode()}}
-        for use in uses
-    ]
-    return {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
 
 
 def _tool_use(call: Json) -> Json:

@@ -7,18 +7,19 @@ turns and their `encrypted_content`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
-from agentlightning.gateway.dialects.message_digest import same_meaning, turn_key
+from agentlightning.gateway.dialects.content_parts import object_of
+from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.attachments import as_items, as_text
 from agentlightning.gateway.translation.requests.base import (
     Extras,
     Json,
     TurnLookup,
-    object_of,
+    is_unchanged,
     reject_unsupported,
     response_format_of,
     turns_of,
@@ -77,27 +78,12 @@ def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
 
 def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
     """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if before and same_meaning(message_of(before)) == same_meaning(message):
+    if is_unchanged(before, message):
         return before
     items = [item for item in before if item["type"] == "reasoning"]
     if content := message.get("content"):
         items.append({"role": "assistant", "content": as_items(content)})
     return items + [_call(call) for call in message.get("tool_calls") or ()]
-
-
-def message_of(items: Sequence[Json]) -> Message:
-    """The items of a turn as a message with its text and tool calls."""
-    texts: list[str] = []
-    calls: list[Json] = []
-    for item in items:
-        if item["type"] == "message":
-            parts = cast("list[Json]", item["content"])
-            texts += [part.get("text", part.get("refusal")) or "" for part in parts]
-        elif item["type"] == "function_call":
-            calls.append(
-                {"id": item["call_id"], "function": {"name": item["name"], "arguments": item["arguments"] or "{}"}}
-            )
-    return {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
 
 
 def _call(call: Json) -> Json:
