@@ -43,7 +43,7 @@ async def test_nothing_is_ever_overspent(calls):
 async def test_what_is_set_aside_is_given_back_once():
     budgets = Budgets(BudgetConfig(rollout_tokens=100))
     first = await budgets.reserve("ro-1", 0, 100)
-    with pytest.raises(ApiError, match="100 set aside for calls under way; this call may use 1"):
+    with pytest.raises(ApiError, match="100 reserved for calls in flight; this call may use 1"):
         await budgets.reserve("ro-1", 0, 1)
     first.settle(0, 30)
     first.release()
@@ -86,7 +86,7 @@ async def test_the_servers_total_outlives_it_with_calls_under_way_at_their_worst
 def test_a_file_that_is_no_budgets_is_refused_and_left_as_it_is(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("something else")
-    with pytest.raises(ConfigError, match="is no file of a budget"):
+    with pytest.raises(ConfigError, match="is not a budget file"):
         Budgets(BudgetConfig(dollars=1, file=str(other)))
     assert other.read_text() == "something else"
 

@@ -332,7 +332,7 @@ BAD = {
         Reply({"error": {"message": f"Incorrect API key provided: {KEY}"}}, status=401),
         openai.InternalServerError,
         anthropic.InternalServerError,
-        "refused the key",
+        "rejected the configured API key",
     ),
     "knows no such model": (
         Reply({"error": {"message": "no such model"}}, status=404),

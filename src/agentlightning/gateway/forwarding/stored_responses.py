@@ -1,7 +1,7 @@
-"""Responses that a provider keeps: retrieved and deleted there, by the attempt that they were an answer to.
+"""Retrieves and deletes responses that a provider stores (`/v1/responses/{id}`), for the attempt that created them.
 
-Called by the gateway for `/v1/responses/{id}`, where the response is not one of ours. Whose it is, and who has it, is
-remembered in `dialects.response_store` while the attempt goes on: a provider's key would open those of all.
+`dialects.response_store` records the attempt and the provider of each while the attempt runs, since the provider's key
+alone would give access to those of all attempts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ from agentlightning.transport import TransportError
 
 
 async def request_stored_response(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
-    """What the provider answers. Raises ApiError."""
+    """The body of the provider's response. Raises ApiError."""
     provider, server = pool.provider, pool.choose("/".join(attempt))
     try:
-        answer = await pool.transport.send(
-            method,
-            provider.url(server.url, f"responses/{quote(response_id, safe='')}"),
-            server.headers,
-            connect_seconds=provider.connect_seconds,
-            timeout_seconds=provider.timeout_seconds,
-        )
-        async with answer:
-            body = await answer.read()
+        url = provider.url(server.url, f"responses/{quote(response_id, safe='')}")
+        status, headers, body = await pool.fetch(method, url, server.headers, timeout_seconds=provider.timeout_seconds)
     except TransportError as error:
         raise from_transport(provider, error).api_error from error
-    if not 200 <= answer.status < 300:
-        raise from_response(provider, answer.status, answer.headers, body).api_error
+    if not 200 <= status < 300:
+        raise from_response(provider, status, headers, body).api_error
     return pool.redactor.redact_body(body)

@@ -1,8 +1,7 @@
-"""How many tokens the prompt of a call would have at a provider that does not count Anthropic's messages.
+"""Counts the prompt tokens of `/v1/messages/count_tokens` for providers without this endpoint.
 
-Claude Code and others shorten their conversations by this number, and some refuse to work without one: so there always
-is one. Servers like vLLM say it exactly at `/tokenize`; for all others it is an estimate, and a header of the answer
-says so. Called by `forwarding.service` for `/v1/messages/count_tokens`.
+Claude Code and others decide by this number when to shorten a conversation, and some do not work without it. Servers
+like vLLM count exactly at `/tokenize`; for others the number is an estimate, which a response header says.
 """
 
 from __future__ import annotations
@@ -26,76 +25,67 @@ from agentlightning.transport import TransportError
 logger = logging.getLogger(__name__)
 
 HEADER: Final = b"x-agentlightning-count"
-"""Of an answer: `tokenizer` or `estimate`."""
+"""Response header: `tokenizer` or `estimate`."""
 SKIP_SECONDS: Final = 300.0
-"""For so long a provider that has no tokenizer to ask is not asked again."""
+"""Seconds until `/tokenize` of a provider that lacks it is tried again."""
 TIMEOUT_SECONDS: Final = 5.0
-_OF_THIS_REQUEST: Final = frozenset({400, 413, 422})
-_NO_SUCH_PATH: Final = frozenset({404, 405, 501})
+_REQUEST_ERRORS: Final = frozenset({400, 413, 422})
+_UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Tokens of a prompt."""
+    """The number of prompt tokens, and how it was determined."""
 
     tokens: int
     source: Literal["tokenizer", "estimate"]
 
     async def send(self, writer: ResponseWriter) -> None:
-        """Answer as Anthropic does."""
+        """Send it in Anthropic's format."""
         writer.extra_headers = [(HEADER, self.source.encode())]
         await writer.send_json(200, count_reply(self.tokens))
 
 
 class TokenCounter:
-    """Counts for all providers, and remembers who has no tokenizer."""
+    """Counts tokens for all providers, and caches which of them have no tokenizer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._skipped_until: dict[str, float] = {}
-        """Providers without one, by name -> until when."""
+        """Names of providers without a tokenizer -> when to try again."""
 
-    async def count(self, pool: ServerPool, asked: Mapping[str, Any]) -> TokenCount:
-        """`asked` is a request of chat completions or for a response; a tokenizer is asked for the first only."""
+    async def count(self, pool: ServerPool, request: Mapping[str, Any]) -> TokenCount:
+        """Count for a request of chat completions or responses; the tokenizer serves only the former."""
         name = pool.provider.name
-        if "messages" in asked and self._clock() >= self._skipped_until.get(name, 0.0):
+        if "messages" in request and self._clock() >= self._skipped_until.get(name, 0.0):
             try:
-                status, tokens = await _tokenize(pool, asked)
+                status, tokens = await _tokenize(pool, request)
             except (TransportError, ConfigError) as error:
                 logger.info("the provider %r does not count tokens: %s", name, error)
                 status, tokens = 0, None
             if tokens is not None:
                 return TokenCount(tokens, "tokenizer")
-            if status not in _OF_THIS_REQUEST:
+            if status not in _REQUEST_ERRORS:
                 self._skipped_until[name] = self._clock() + SKIP_SECONDS
-        return TokenCount(estimate_prompt_tokens(asked), "estimate")
+        return TokenCount(estimate_prompt_tokens(request), "estimate")
 
 
-def estimate_if_unsupported(api_error: ApiError, asked: Mapping[str, Any]) -> TokenCount:
-    """Of a request in Anthropic's dialect, whose provider speaks it and does not count. Raises `problem` where it is
-    another."""
-    if api_error.status not in _NO_SUCH_PATH or "model" in api_error.message.lower():
+def estimate_if_unsupported(api_error: ApiError, request: Mapping[str, Any]) -> TokenCount:
+    """An estimate if the provider speaks Anthropic's dialect without this endpoint; raises any other `api_error`."""
+    if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
         raise api_error
-    return TokenCount(estimate_prompt_tokens(asked), "estimate")
+    return TokenCount(estimate_prompt_tokens(request), "estimate")
 
 
-async def _tokenize(pool: ServerPool, asked: Mapping[str, Any]) -> tuple[int, int | None]:
-    """(status, tokens), None where the server does not say."""
-    server, provider = pool.choose(""), pool.provider
-    sent = {name: asked[name] for name in ("model", "messages", "tools") if asked.get(name)}
-    answer = await pool.transport.send(
-        "POST",
-        f"{server.url.removesuffix('/v1')}/tokenize",
-        server.headers,
-        orjson.dumps(sent),
-        connect_seconds=min(provider.connect_seconds, TIMEOUT_SECONDS),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-    async with answer:
-        body = await answer.read()
+async def _tokenize(pool: ServerPool, request: Mapping[str, Any]) -> tuple[int, int | None]:
+    """(status, tokens); None if the server does not report them."""
+    server = pool.choose("")
+    body = {name: request[name] for name in ("model", "messages", "tools") if request.get(name)}
+    url = f"{server.url.removesuffix('/v1')}/tokenize"
+    status, _, data = await pool.fetch("POST", url, server.headers, orjson.dumps(body), timeout_seconds=TIMEOUT_SECONDS)
     try:
-        said = orjson.loads(body) if answer.status == 200 else None
+        response = orjson.loads(data) if status == 200 else None
     except orjson.JSONDecodeError:
-        said = None
-    count = cast("dict[str, Any]", said).get("count") if isinstance(said, dict) else None
-    return answer.status, count if isinstance(count, int) and count >= 0 else None
+        response = None
+    count = cast("dict[str, Any]", response).get("count") if isinstance(response, dict) else None
+    return status, count if isinstance(count, int) and count >= 0 else None

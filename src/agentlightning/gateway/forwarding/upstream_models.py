@@ -1,7 +1,7 @@
-"""What models a provider says it serves: asked for where any of them may be called, and remembered for a while.
+"""Lists the models of a provider, for routes that serve any of them, and caches the list.
 
-Called by `gateway.models_api`. It asks one server of the provider, once for all callers that come together, and costs
-nobody more than a few seconds: a provider that does not answer, or not in one of the two usual shapes, has no names.
+Concurrent callers share one request, with a timeout of a few seconds. A provider that fails or responds in an unknown
+format has an empty list.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 CACHE_SECONDS: Final = 300.0
-"""For so long a list is not asked for again."""
+"""Seconds that a list is cached."""
 RETRY_SECONDS: Final = 30.0
-"""For so long a provider that gave none is left alone."""
+"""Seconds until a failed request is repeated."""
 TIMEOUT_SECONDS: Final = 3.0
-"""For the whole of a list."""
+"""Seconds for the whole list."""
 _MAX_PAGES: Final = 20
 _MAX_NAMES: Final = 10_000
 
@@ -38,64 +38,57 @@ class UpstreamModels:
     """The models of one provider."""
 
     def __init__(self, pool: ServerPool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._backends = pool
+        self._pool = pool
         self._clock = clock
         self._models: list[Json] = []
-        self._until = 0.0
-        self._one = asyncio.Lock()
+        self._expires_at = 0.0
+        self._lock = asyncio.Lock()
 
     async def models(self) -> list[Json]:
-        """As the provider describes them, each with an `id`; the last that were heard of where it does not answer."""
-        if self._clock() >= self._until:
-            async with self._one:
-                if self._clock() >= self._until:
+        """The models as the provider describes them, each with an `id`; after a failure those of the last list."""
+        if self._clock() >= self._expires_at:
+            async with self._lock:
+                if self._clock() >= self._expires_at:
                     await self._refresh()
         return self._models
 
     async def _refresh(self) -> None:
-        provider, seconds = self._backends.provider, CACHE_SECONDS
+        provider, seconds = self._pool.provider, CACHE_SECONDS
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 self._models = await self._pages()
         except (TransportError, TimeoutError, ConfigError, ValueError) as error:
             seconds = RETRY_SECONDS
-            said = str(error) or f"no answer within {TIMEOUT_SECONDS:g} s"
-            logger.info("the provider %r does not say what models it has: %s", provider.name, said)
-        self._until = self._clock() + seconds
+            reason = str(error) or f"no response within {TIMEOUT_SECONDS:g} s"
+            logger.info("the models of the provider %r could not be listed: %s", provider.name, reason)
+        self._expires_at = self._clock() + seconds
 
     async def _pages(self) -> list[Json]:
-        """Anthropic's come a thousand at a time, OpenAI's all at once."""
-        anthropic = self._backends.provider.dialect == "anthropic"
-        found, query = list[Json](), "?limit=1000" if anthropic else ""
+        """All pages of the list: Anthropic has a thousand models per page, OpenAI one page."""
+        anthropic = self._pool.provider.dialect == "anthropic"
+        listed, query = list[Json](), "?limit=1000" if anthropic else ""
         for _ in range(_MAX_PAGES):
             page = await self._page(query)
             models = read_models(page)
-            found += models
+            listed += models
             if not (anthropic and isinstance(page, dict) and cast("Json", page).get("has_more") is True and models):
                 break
             query = "?limit=1000&after_id=" + quote(models[-1]["id"], safe="")
-        return list({model["id"]: model for model in found[:_MAX_NAMES]}.values())
+        return list({model["id"]: model for model in listed[:_MAX_NAMES]}.values())
 
     async def _page(self, query: str) -> Any:
-        """Raises TransportError, and ValueError where it is refused or no JSON."""
-        pool, provider = self._backends, self._backends.provider
+        """Raises TransportError, or ValueError for an error response or invalid JSON."""
+        pool, provider = self._pool, self._pool.provider
         server = pool.choose("")
-        answer = await pool.transport.send(
-            "GET",
-            provider.url(server.url, "models") + query,
-            server.headers,
-            connect_seconds=provider.connect_seconds,
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
-        async with answer:
-            body = await answer.read()
-        if answer.status != 200:
-            raise ValueError(f"status {answer.status}")
+        url = provider.url(server.url, "models") + query
+        status, _, body = await pool.fetch("GET", url, server.headers, timeout_seconds=TIMEOUT_SECONDS)
+        if status != 200:
+            raise ValueError(f"status {status}")
         return orjson.loads(pool.redactor.redact_body(body))
 
 
 def read_models(page: Any) -> list[Json]:
-    """The models of a list in the shape of OpenAI's, Anthropic's, or of neither's envelope; what has no name is left
+    """The models of a list in OpenAI's or Anthropic's format, or without an envelope; those without a name are left
     out."""
     data = cast("Json", page).get("data") if isinstance(page, dict) else page
     models = cast("list[Any]", data) if isinstance(data, list) else []
@@ -108,7 +101,7 @@ def _is_name(model: Json) -> bool:
 
 
 def openai_model(model: Json) -> Json:
-    """A provider's model as OpenAI describes one; whatever else it says of it stays."""
+    """A model in OpenAI's format; further fields stay."""
     created = model.get("created")
     if not isinstance(created, int):
         created = _seconds(model.get("created_at"))
@@ -117,7 +110,7 @@ def openai_model(model: Json) -> Json:
 
 
 def anthropic_model(model: Json) -> Json:
-    """A provider's model as Anthropic describes one; whatever else it says of it stays."""
+    """A model in Anthropic's format; further fields stay."""
     stamp, name = model.get("created_at"), model.get("display_name")
     if not isinstance(stamp, str):
         stamp = rfc3339(model.get("created"))
@@ -127,7 +120,7 @@ def anthropic_model(model: Json) -> Json:
 
 
 def rfc3339(seconds: Any) -> str:
-    """Seconds since 1970 as RFC 3339 has them; the beginning of time for what is no such number."""
+    """Seconds since 1970 in RFC 3339 format; 1970-01-01 for an invalid value."""
     try:
         return datetime.fromtimestamp(float(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (TypeError, ValueError, OverflowError, OSError):

@@ -1,9 +1,8 @@
-"""What calls to providers may cost, for each rollout and for the whole server, and what they have cost.
+"""Enforces the budgets for calls to providers: of each rollout, and of the whole server.
 
-A call is let through only where its worst case still fits, and that much is set aside until its true cost is known: so
-nothing is overspent, however many calls are under way. The cost of a rollout is read from its spans when its first call
-comes, and the server's own total lives in a file that outlives the process, calls under way counted at their worst.
-Called by `upstream.call` around each call to a provider.
+A call is sent only if its worst case fits the budget, and that amount is reserved until the actual cost is known, so
+concurrent calls cannot overspend. The spend of a rollout is read from its spans at its first call. The total of the
+server is kept in a file that outlives the process and includes the reservations of calls in flight.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from agentlightning.util.file_lock import lock_file
 _LAYOUT: Final = struct.Struct("<8sdd")
 _MAGIC: Final = b"aglspent"
 _MAX_ROLLOUTS: Final = 65536
-_MOST: Final = 1e15
-"""Dollars or tokens of one call."""
+_MAX_AMOUNT: Final = 1e15
+"""Upper limit for the recorded dollars or tokens of one call."""
 
 
 @dataclass(slots=True)
 class Account:
-    """What one payer has spent, and what is set aside for calls under way."""
+    """The spend of a rollout or the server, and its reservations for calls in flight."""
 
     dollars: float = 0.0
     tokens: int = 0
@@ -44,7 +43,7 @@ class Account:
 
 
 class Budgets:
-    """The accounts of the server and of each rollout. Raises ConfigError where the file cannot be used."""
+    """The accounts of the server and of each rollout. Raises ConfigError if the file cannot be used."""
 
     def __init__(
         self,
@@ -60,16 +59,16 @@ class Budgets:
         )
         self.total = self._spend_file.read() if self._spend_file else Account()
         self.num_rejected = 0
-        """Calls turned away."""
+        """Rejected calls."""
         self._rollouts: OrderedDict[str, Account] = OrderedDict()
         self._opening: dict[str, asyncio.Future[Account]] = {}
 
     def spent(self, rollout_id: str) -> Account | None:
-        """The account of a rollout whose calls came lately."""
+        """The account of a rollout that made calls lately; None for others."""
         return self._rollouts.get(rollout_id)
 
     async def reserve(self, rollout_id: str, dollars: float, tokens: int) -> Reservation:
-        """Set aside the worst that a call can cost. Raises ApiError 402 where it does not fit any more."""
+        """Reserve the worst case of a call. Raises ApiError 402 if it exceeds a budget."""
         account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
             account = await self._open(rollout_id)
@@ -77,26 +76,25 @@ class Budgets:
         return Reservation(self, account, rollout_id, dollars, tokens)
 
     def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
-        """Raises ApiError 402 where so much more does not fit: into the server's budget, or the rollout's. A call that
-        belongs to no rollout is bound by the server's alone."""
+        """Raises ApiError 402 if the amount exceeds the budget of the server or of the rollout, if there is one."""
         self._check(self.total, dollars, tokens, self.config.dollars, self.config.tokens, "this server")
         if rollout_id:
-            mine = (self.config.rollout_dollars, self.config.rollout_tokens)
-            self._check(account, dollars, tokens, *mine, f"rollout {rollout_id!r}")
+            limits = (self.config.rollout_dollars, self.config.rollout_tokens)
+            self._check(account, dollars, tokens, *limits, f"rollout {rollout_id!r}")
 
     def forget(self, rollout_id: str) -> None:
-        """Drop the account of a rollout that has no call under way; its spans say what it has spent."""
+        """Drop the account of a rollout without calls in flight; it can be read from its spans again."""
         if (account := self._rollouts.get(rollout_id)) is not None and account.reserved_tokens == 0:
             del self._rollouts[rollout_id]
 
     def close(self) -> None:
-        """Let go of the file. What is spent from now on is counted in memory only."""
+        """Close the file. Later spend is counted in memory only."""
         if self._spend_file is not None:
             self._spend_file.close()
             self._spend_file = None
 
     def persist(self) -> None:
-        """An account has changed."""
+        """Write the total of the server to its file."""
         if self._spend_file is not None:
             self._spend_file.write(self.total)
 
@@ -105,35 +103,35 @@ class Budgets:
         account: Account,
         dollars: float,
         tokens: int,
-        most_dollars: float | None,
-        max_prompt_tokens: int | None,
-        whose: str,
+        max_dollars: float | None,
+        max_tokens: int | None,
+        owner: str,
     ) -> None:
-        said = None
-        if most_dollars is not None and account.dollars + account.reserved_dollars + dollars > most_dollars:
-            held = (
-                f" and has ${account.reserved_dollars:.4f} set aside for calls under way"
+        reason = None
+        if max_dollars is not None and account.dollars + account.reserved_dollars + dollars > max_dollars:
+            reserved = (
+                f" and has ${account.reserved_dollars:.4f} reserved for calls in flight"
                 if account.reserved_dollars
                 else ""
             )
-            said = f"${account.dollars:.4f} of ${most_dollars:g}{held}; this call may cost ${dollars:.4f}"
-        elif max_prompt_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_prompt_tokens:
-            held = (
-                f" and has {account.reserved_tokens} set aside for calls under way" if account.reserved_tokens else ""
+            reason = f"${account.dollars:.4f} of ${max_dollars:g}{reserved}; this call may cost ${dollars:.4f}"
+        elif max_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_tokens:
+            reserved = (
+                f" and has {account.reserved_tokens} reserved for calls in flight" if account.reserved_tokens else ""
             )
-            said = f"{account.tokens} of {max_prompt_tokens} tokens{held}; this call may use {tokens}"
-        if said is not None:
+            reason = f"{account.tokens} of {max_tokens} tokens{reserved}; this call may use {tokens}"
+        if reason is not None:
             self.num_rejected += 1
-            message = f"the budget of {whose} is spent: it has used {said}. Ask for fewer tokens, or raise the budget"
+            message = f"the budget of {owner} is spent: it has used {reason}. Ask for fewer tokens, or raise the budget"
             raise ApiError(402, message, code="budget_exceeded", retry=False)
 
     async def _open(self, rollout_id: str) -> Account:
-        """The account of a rollout, with what its spans say was spent. Calls that come together read it once."""
+        """The account of a rollout, read from its spans. Concurrent calls read it once."""
         if (opening := self._opening.get(rollout_id)) is None:
             opening = self._opening[rollout_id] = asyncio.ensure_future(self._read(rollout_id))
             opening.add_done_callback(lambda _: self._opening.pop(rollout_id, None))
         account = self._rollouts.setdefault(rollout_id, await asyncio.shield(opening))
-        self._make_room()
+        self._evict()
         return account
 
     async def _read(self, rollout_id: str) -> Account:
@@ -143,7 +141,7 @@ class Budgets:
             return Account()
         return spend_of_spans(await self._store.query_spans(rollout_id))
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         if len(self._rollouts) <= _MAX_ROLLOUTS:
             return
         for rollout_id in list(self._rollouts)[: len(self._rollouts) - _MAX_ROLLOUTS]:
@@ -152,28 +150,28 @@ class Budgets:
 
 
 def spend_of_spans(spans: Iterable[Span]) -> Account:
-    """What the calls of spans cost: those that went to providers, whose spans say how often they were sent."""
-    account, known = Account(), set[str]()
+    """The cost of the calls to providers among spans; only their spans have a retry count."""
+    account, calls = Account(), set[str]()
     for span in spans:
-        kept = span.attributes
-        if names.PROVIDER_RETRIES not in kept:
+        attributes = span.attributes
+        if names.PROVIDER_RETRIES not in attributes:
             continue
-        account.dollars += _amount(kept.get(names.COST))
-        account.tokens += int(_amount(kept.get(names.OUTPUT_TOKENS)))
-        call = str(kept.get(names.RESPONSE_ID, span.span_id))
-        if call not in known:  # Each answer of a call has a span, and they share its prompt.
-            known.add(call)
-            account.tokens += int(_amount(kept.get(names.INPUT_TOKENS)))
+        account.dollars += _amount(attributes.get(names.COST))
+        account.tokens += int(_amount(attributes.get(names.OUTPUT_TOKENS)))
+        call = str(attributes.get(names.RESPONSE_ID, span.span_id))
+        if call not in calls:  # Each choice of a call has a span, and they share its prompt.
+            calls.add(call)
+            account.tokens += int(_amount(attributes.get(names.INPUT_TOKENS)))
     return account
 
 
 def _amount(value: object) -> float:
-    """Nothing that is recorded gives money back."""
-    return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST else 0.0
+    """A recorded amount; 0 for one that is negative, too large or not a number."""
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _MAX_AMOUNT else 0.0
 
 
 class Reservation:
-    """What is set aside for one call. Ends with `settle` or `release`, whichever comes first."""
+    """The amount reserved for one call. Ends with `settle` or `release`, whichever comes first."""
 
     __slots__ = ("_account", "_budgets", "_dollars", "_open", "_rollout_id", "_tokens")
 
@@ -184,14 +182,13 @@ class Reservation:
         self._reserve(1)
 
     def charge(self, dollars: float, tokens: int) -> None:
-        """One try of the call has cost so much, and another is to follow. Raises ApiError 402 where that does not fit
-        any more."""
+        """Record the cost of a failed try before the next one. Raises ApiError 402 if the budget is spent."""
         self._spend(dollars, tokens)
         self._budgets.persist()
         self._budgets.check(self._account, self._rollout_id, 0.0, 0)
 
     def settle(self, dollars: float, tokens: int) -> None:
-        """The call has cost so much, besides what was charged."""
+        """Record the cost of the call, in addition to charges, and end the reservation."""
         if self._open:
             self._spend(dollars, tokens)
             self.release()
@@ -202,7 +199,7 @@ class Reservation:
             account.tokens += tokens
 
     def release(self) -> None:
-        """The call has cost nothing more."""
+        """End the reservation without further cost. Idempotent."""
         if self._open:
             self._open = False
             self._reserve(-1)
@@ -215,7 +212,11 @@ class Reservation:
 
 
 class _SpendFile:
-    """Two numbers in a mapped file: a write costs no system call, and outlives a process that is killed."""
+    """The total spend, in a memory-mapped file that survives a killed process.
+
+    Written twice for each call on the event loop, so a write must be cheap: 0.1 microseconds, where `os.replace` of a
+    new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -223,7 +224,7 @@ class _SpendFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except OSError as error:
-            raise ConfigError(f"the budget's file {str(path)!r} cannot be opened: {error}; set budget.file") from error
+            raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
         try:
             self._map = self._open()
         except BaseException:
@@ -233,13 +234,13 @@ class _SpendFile:
     def _open(self) -> mmap.mmap:
         if not lock_file(self._file):
             raise ConfigError(
-                f"the budget's file {str(self._path)!r} is in use by another server; give each its own budget.file"
+                f"the budget file {str(self._path)!r} is in use by another server; give each its own budget.file"
             )
         if os.fstat(self._file).st_size == 0:
             os.write(self._file, _LAYOUT.pack(_MAGIC, 0.0, 0.0))
         mapped = mmap.mmap(self._file, 0)
         if len(mapped) != _LAYOUT.size or mapped[: len(_MAGIC)] != _MAGIC:
-            raise ConfigError(f"{str(self._path)!r} is no file of a budget; set budget.file to another, or remove it")
+            raise ConfigError(f"{str(self._path)!r} is not a budget file; set budget.file to another, or remove it")
         return mapped
 
     def read(self) -> Account:
@@ -247,8 +248,8 @@ class _SpendFile:
         return Account(dollars, int(tokens))
 
     def write(self, account: Account) -> None:
-        spent = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
-        _LAYOUT.pack_into(self._map, 0, _MAGIC, *spent)
+        total = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
+        _LAYOUT.pack_into(self._map, 0, _MAGIC, *total)
 
     def close(self) -> None:
         self._map.close()

@@ -1,8 +1,7 @@
-"""What went wrong at a provider, as the caller is told: its status, its words without its key, and whether it is worth
-asking again.
+"""Translates failures of providers to errors for the caller, without credentials, and decides whether to retry.
 
-A call that the gateway has tried says `x-should-retry: false`: what could be repeated has been, here and with a budget,
-and a client that repeats it once more multiplies an outage.
+Errors carry `x-should-retry: false`: the gateway has retried already, within a retry budget, and further retries by the
+client would multiply the load of an outage.
 """
 
 from __future__ import annotations
@@ -22,44 +21,44 @@ from agentlightning.transport import Headers, TransportError
 
 _SERVER_ERRORS: Final = frozenset({500, 502, 503, 504, 529})
 _CLIENT_ERRORS: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
-"""What the caller can understand as its own affair."""
+"""Statuses that refer to the caller's own request."""
 _MAX_MESSAGE_CHARS: Final = 2000
 _MAX_RETRY_AFTER: Final = 86_400.0
-"""Seconds; nobody waits for a server that asks for more."""
+"""Seconds; longer values are clamped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One try that failed."""
+    """A failed try."""
 
     api_error: ApiError
-    """What the caller is told where it was the last."""
+    """The error for the caller if there is no further try."""
     is_retryable: bool
     """Whether another try may succeed."""
     counts_against_health: bool
-    """Whether it speaks against the server."""
+    """Whether the server counts as unhealthy for it."""
     unreachable: bool = False
     retry_after_seconds: float | None = None
-    """For how long the server asked to be left alone."""
+    """Seconds without calls that the server asked for."""
 
 
 def from_transport(provider: Provider, error: TransportError) -> Failure:
-    """A server that did not answer."""
-    whose = f"the provider {provider.name!r}"
+    """The failure of a try without a response."""
+    subject = f"the provider {provider.name!r}"
     text = display_text(provider, str(error))
     if error.reason == "timeout":
-        message = f"{whose} sent nothing for {provider.timeout_seconds:g} s: {text}"
+        message = f"{subject} sent nothing for {provider.timeout_seconds:g} s: {text}"
         return Failure(
             ApiError(504, message, code="provider_timeout", retry=False), is_retryable=False, counts_against_health=True
         )
-    said, code = {
-        "tls": ("cannot be talked to in private", "provider_tls"),
+    problem, code = {
+        "tls": ("cannot be reached over TLS", "provider_tls"),
         "proxy": ("cannot be reached through its proxy", "proxy_refused"),
         "connect": ("cannot be reached", "provider_unreachable"),
-        "closed": ("closed the connection before its answer was whole", "provider_closed"),
-        "protocol": ("sent what is no answer", "provider_protocol"),
+        "closed": ("closed the connection before its response was complete", "provider_closed"),
+        "protocol": ("sent an invalid HTTP response", "provider_protocol"),
     }[error.reason]
-    api_error = ApiError(502, f"{whose} {said}: {text}", code=code, retry=False)
+    api_error = ApiError(502, f"{subject} {problem}: {text}", code=code, retry=False)
     return Failure(
         api_error,
         is_retryable=error.reason in ("connect", "closed"),
@@ -69,22 +68,22 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
 
 
 def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
-    """A server that refused."""
+    """The failure of a try with an error response."""
     message, code, param = (_display_optional(provider, text) for text in _error_fields(body))
-    message = message or f"the provider {provider.name!r} answered with status {status}"
+    message = message or f"the provider {provider.name!r} responded with status {status}"
     after = retry_after(headers)
     if status in (401, 403):
-        # Its words name the key; and it is not the caller's key that was refused.
-        said = f"the provider {provider.name!r} refused the key it is configured with (status {status})"
+        # The message may contain the key, and it is not the caller's key.
+        message = f"the provider {provider.name!r} rejected the configured API key (status {status})"
         return Failure(
-            ApiError(502, said, code="provider_key_refused", retry=False),
+            ApiError(502, message, code="provider_key_refused", retry=False),
             is_retryable=False,
             counts_against_health=False,
         )
-    if status == 407:  # It is for whoever called the proxy, and that are we.
-        said = f"the provider {provider.name!r} cannot be reached through its proxy: it wants credentials, or others"
+    if status == 407:  # Addressed to the client of the proxy, which is the gateway.
+        message = f"the provider {provider.name!r} cannot be reached through its proxy: it requires other credentials"
         return Failure(
-            ApiError(502, said, code="proxy_refused", retry=False), is_retryable=False, counts_against_health=False
+            ApiError(502, message, code="proxy_refused", retry=False), is_retryable=False, counts_against_health=False
         )
     if status in _SERVER_ERRORS:
         api_error = ApiError(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
@@ -92,26 +91,28 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
     if status in _CLIENT_ERRORS or 400 <= status < 500:
         api_error = ApiError(status, message, code=code, param=param, retry=False, retry_after=after)
         return Failure(api_error, is_retryable=status == 429, counts_against_health=False, retry_after_seconds=after)
-    api_error = ApiError(502, f"the provider {provider.name!r} answered with status {status}", code="provider_protocol")
+    api_error = ApiError(
+        502, f"the provider {provider.name!r} responded with status {status}", code="provider_protocol"
+    )
     api_error.retry = False
     return Failure(api_error, is_retryable=False, counts_against_health=True)
 
 
-def unreadable_response(provider: Provider, what: str) -> ApiError:
-    """An answer that came whole and cannot be read."""
-    message = f"the provider {provider.name!r} sent what cannot be read: {display_text(provider, what)}"
+def unreadable_response(provider: Provider, problem: str) -> ApiError:
+    """The error for a complete response that cannot be parsed."""
+    message = f"the provider {provider.name!r} sent an unreadable response: {display_text(provider, problem)}"
     return ApiError(502, message, code="provider_protocol", retry=False)
 
 
 def retry_after(headers: Headers) -> float | None:
-    """Seconds that a server asks to wait: OpenAI's milliseconds, or HTTP's seconds or date."""
-    found = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
+    values = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
     try:
-        if b"retry-after-ms" in found:
-            return _clamp_retry_after(float(found[b"retry-after-ms"]) / 1000)
-        if b"retry-after" not in found:
+        if b"retry-after-ms" in values:
+            return _clamp_retry_after(float(values[b"retry-after-ms"]) / 1000)
+        if b"retry-after" not in values:
             return None
-        text = found[b"retry-after"].decode("latin-1")
+        text = values[b"retry-after"].decode("latin-1")
         if text.replace(".", "", 1).isdecimal():
             return _clamp_retry_after(float(text))
         return _clamp_retry_after(parsedate_to_datetime(text).timestamp() - time())
@@ -124,7 +125,7 @@ def _clamp_retry_after(seconds: float) -> float | None:
 
 
 def _error_fields(body: bytes) -> tuple[str, str | None, str | None]:
-    """(message, code, parameter) of an error reply in any of the usual shapes."""
+    """(message, code, parameter) of an error response in any of the usual shapes."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -142,6 +143,6 @@ def _display_optional(provider: Provider, text: str | None) -> str | None:
 
 
 def display_text(provider: Provider, text: str) -> str:
-    """A text of a provider's as agents and spans see it: never with a key in it, and not longer than a page."""
+    """A text of a provider for agents and spans: without secrets, and of limited length."""
     text = redact_text(provider, text)
     return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."

@@ -1,7 +1,7 @@
-"""A provider's limits: calls under way at once, requests and tokens a minute. Calls wait their turn, first come first
-served, and none waits longer than it is worth.
+"""Limits the concurrent calls, requests per minute and tokens per minute of one provider.
 
-A minute's worth may be used at once; it is refilled evenly. Called by `upstream.call` around each call.
+Calls beyond the limits wait in order of arrival, up to a maximum. Rates are token buckets with the capacity of one
+minute, refilled evenly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentlightning.gateway.errors import ApiError
 
 
 class TokenBucket:
-    """So many a minute."""
+    """A rate per minute."""
 
     __slots__ = ("_available", "_capacity", "_clock", "_per_second", "_refilled_at")
 
@@ -28,27 +28,27 @@ class TokenBucket:
         self._refilled_at = clock()
 
     def seconds_until(self, amount: float) -> float:
-        """How long until a call that needs so much may go; more than a minute's worth goes when the minute is full."""
+        """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full."""
         return self.seconds_for(min(amount, self._capacity))
 
     def seconds_for(self, amount: float) -> float:
-        """How long until so much has come, all of it."""
+        """Seconds until `amount` is available in full."""
         now = self._clock()
         self._available = min(self._capacity, self._available + (now - self._refilled_at) * self._per_second)
         self._refilled_at = now
         return max(0.0, amount - self._available) / self._per_second
 
     def take(self, amount: float) -> None:
-        """May leave a debt."""
+        """Take an amount; the balance may become negative."""
         self._available -= amount
 
 
 class RateLimiter:
-    """Of one provider. `enter` before a call, `leave` after it."""
+    """The limits of one provider. `acquire` (or `allows` and `record_start`) before a call, `release` after it."""
 
     def __init__(
         self,
-        whose: str,
+        provider_name: str,
         max_concurrency: int,
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
@@ -56,7 +56,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.in_flight = 0
-        self._provider_name = whose
+        self._provider_name = provider_name
         self._max_concurrency = max_concurrency
         self._requests = TokenBucket(requests_per_minute, clock) if requests_per_minute else None
         self._tokens = TokenBucket(tokens_per_minute, clock) if tokens_per_minute else None
@@ -69,8 +69,7 @@ class RateLimiter:
         return len(self._waiters)
 
     async def acquire(self, tokens: int) -> None:
-        """Wait for a turn; `tokens` is about what the call will use. Raises ApiError 429 where that would take too
-        long."""
+        """Wait until a call with an estimate of `tokens` may start. Raises ApiError 429 if that would take too long."""
         if self.allows(tokens):
             return self.record_start(tokens)
         seconds = self._seconds_in_queue(tokens)
@@ -89,11 +88,11 @@ class RateLimiter:
             raise
 
     def allows(self, tokens: int) -> bool:
-        """Whether a call that will use about so much need not wait."""
+        """Whether a call with an estimate of `tokens` need not wait."""
         return not self._waiters and self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0
 
     def record_start(self, tokens: int) -> None:
-        """A call that need not wait begins."""
+        """Count the start of a call that need not wait."""
         self.in_flight += 1
         if self._requests is not None:
             self._requests.take(1)
@@ -101,15 +100,15 @@ class RateLimiter:
             self._tokens.take(tokens)
 
     def record_retry(self) -> None:
-        """A call under way is sent once more, which is a request like any other and does not wait."""
+        """Count a retry, which is a further request and does not wait."""
         if self._requests is not None:
             self._requests.take(1)
 
-    def release(self, expected: int, used: int) -> None:
-        """The call is over. `used` tokens count instead of those that were expected."""
+    def release(self, estimated: int, used: int) -> None:
+        """Count the end of a call, and replace its estimate by the `used` tokens."""
         self.in_flight -= 1
         if self._tokens is not None:
-            self._tokens.take(used - expected)
+            self._tokens.take(used - estimated)
         if self._waiters:
             self._admit_waiting()
 
@@ -118,14 +117,14 @@ class RateLimiter:
         return max(seconds, self._tokens.seconds_until(tokens)) if self._tokens is not None else seconds
 
     def _seconds_in_queue(self, tokens: int) -> float:
-        """As far as rates tell; how long the calls under way will take is not known."""
+        """Seconds until the rates allow a new call. The duration of the calls in flight is unknown."""
         requests = self._requests.seconds_for(len(self._waiters) + 1) if self._requests is not None else 0.0
         if self._tokens is None:
             return requests
         return max(requests, self._tokens.seconds_for(tokens + sum(waiting for _, waiting in self._waiters)))
 
     def _admit_waiting(self) -> None:
-        """Those whose turn it is; an alarm for the first of the others where time alone will let it in."""
+        """Start the waiting calls that the limits allow, and set a timer for the next."""
         while self._waiters and self.in_flight < self._max_concurrency:
             turn, tokens = self._waiters[0]
             if turn.done():
@@ -143,7 +142,7 @@ class RateLimiter:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._admit_waiting)
 
     def _abandon(self, turn: asyncio.Future[None], tokens: int) -> None:
-        if turn.done() and not turn.cancelled():  # Its turn came as it gave up.
+        if turn.done() and not turn.cancelled():  # It was admitted while it gave up.
             return self.release(tokens, 0)
         if (turn, tokens) in self._waiters:
             self._waiters.remove((turn, tokens))
@@ -151,7 +150,7 @@ class RateLimiter:
 
     def _limit_error(self, seconds: float) -> ApiError:
         message = (
-            f"the provider {self._provider_name!r} is at its configured limits: {self.in_flight} calls under way, "
+            f"the provider {self._provider_name!r} is at its configured limits: {self.in_flight} calls in flight, "
             f"{len(self._waiters)} waiting; try again in {math.ceil(seconds)} s"
         )
         return ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1, math.ceil(seconds)))

@@ -1,7 +1,4 @@
-"""The servers of a provider: which of them is asked, whether they are well, and how many calls may be repeated.
-
-Called by `upstream.call` for each call that goes to the provider.
-"""
+"""Chooses a server of a provider for each call, probes their health, and limits the number of retries."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ from agentlightning.util.rendezvous_hash import weight
 logger = logging.getLogger(__name__)
 
 RETRY_SHARE: Final = 0.2
-"""Of the calls that may be sent again: a server that fails every call is not asked twice as often for it."""
+"""Retries per call: a server that fails every call must not get twice the load for it."""
 RETRY_FLOOR: Final = 10.0
-"""Retries saved up at most, and there from the start."""
+"""Retries available at the start, and at most."""
 _MAX_CONVERSATIONS: Final = 65536
 
 
@@ -41,27 +38,26 @@ class Server:
         self.in_flight = 0
         self._clock = clock
         self._paused_until: dict[str, float] = {}
-        """Models of which it asked to be sent no calls -> until when."""
+        """Models that the server wants no calls of -> end of the pause."""
 
     def pause(self, model: str, seconds: float) -> None:
-        """It asked to be left alone with calls of a model for so long, as limits are a model's, and is well
-        otherwise."""
+        """Send no calls of a model for some seconds, as the server asked; its limits apply to each model."""
         now = self._clock()
-        self._paused_until = {each: until for each, until in self._paused_until.items() if until > now}
+        self._paused_until = {name: until for name, until in self._paused_until.items() if until > now}
         self._paused_until[model] = max(self._paused_until.get(model, 0.0), now + seconds)
 
     def pause_seconds(self, model: str) -> float:
-        """For how long it wants no more calls of a model."""
+        """Seconds until it accepts calls of a model again."""
         return max(0.0, self._paused_until.get(model, 0.0) - self._clock()) if self._paused_until else 0.0
 
     def accepts(self, model: str) -> bool:
-        """Whether it may be asked now."""
+        """Whether it may be sent a call of a model now."""
         return self.health.is_available and self.pause_seconds(model) == 0.0
 
 
 class ServerPool:
-    """The servers of one provider. Made before the event loop runs; `open_transport` is called at the first call.
-    Raises ConfigError where the provider's key is not there."""
+    """The servers of one provider. May be created before the event loop runs; `open_transport` is called at the first
+    call. Raises ConfigError if the provider's key is missing."""
 
     def __init__(
         self,
@@ -81,9 +77,9 @@ class ServerPool:
             clock,
         )
         self.num_retries = 0
-        """Calls sent again, all together."""
+        """Retries since the start."""
         self.dollars = 0.0
-        """What its calls have cost since the start."""
+        """Cost of its calls since the start."""
         self.redactor = Redactor(provider)
         headers = _headers(provider)
         self.servers = [Server(url, headers, clock) for url in provider.base_urls]
@@ -101,8 +97,10 @@ class ServerPool:
         return self._transport
 
     def choose(self, affinity: str, tried: Sequence[Server] = (), model: str = "") -> Server:
-        """The server to ask: the conversation's own, or the next in its order that may be asked and was not tried.
-        Where none may, the one that may be asked soonest: a call is never refused for want of a well server."""
+        """The server for a call: the first in the order of its affinity that accepts calls and was not tried.
+
+        If there is none, the one that accepts calls soonest: a call is never rejected for lack of a healthy server.
+        """
         order = self._ordered(affinity)
         for server in order:
             if server.accepts(model) and server not in tried:
@@ -111,11 +109,11 @@ class ServerPool:
         return min(untried or order, key=lambda server: max(server.health.seconds_left, server.pause_seconds(model)))
 
     def forget(self, affinity: str) -> None:
-        """A conversation is over."""
+        """Drop the cached order of an affinity key."""
         self._orders.pop(affinity, None)
 
     def take_retry(self) -> bool:
-        """Take one from the budget of retries."""
+        """Take one retry from the retry budget; False if it is empty."""
         if self._retry_budget < 1:
             return False
         self._retry_budget -= 1
@@ -123,29 +121,41 @@ class ServerPool:
         return True
 
     def record_start(self) -> None:
-        """A call is sent for the first time."""
+        """Count the first try of a call."""
         self._retry_budget = min(RETRY_FLOOR, self._retry_budget + RETRY_SHARE)
         if self._probe_task is None and len(self.servers) > 1:
             self.start_probing()
 
     def start_probing(self) -> None:
-        """Ask those that are not well whether they are again, and where several stand in for one another, all."""
+        """Probe unhealthy servers until they recover; all servers regularly if there are several."""
         self._wake_up.set()
         if self._probe_task is None or self._probe_task.done():
             self._probe_task = asyncio.create_task(self._probe_servers())
 
+    async def fetch(
+        self, method: str, url: str, headers: Headers, body: bytes = b"", *, timeout_seconds: float
+    ) -> tuple[int, Headers, bytes]:
+        """(status, headers, body) of a request that is not a model call: no retry, limit or budget applies. Raises
+        TransportError."""
+        connect_seconds = min(self.provider.connect_seconds, timeout_seconds)
+        response = await self.transport.send(
+            method, url, headers, body, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds
+        )
+        async with response:
+            return response.status, response.headers, await response.read()
+
     async def close(self) -> None:
-        """Stop watching. The transport is closed by whoever opened it."""
+        """Stop probing. The owner of the transport closes it."""
         if self._probe_task is not None:
             self._probe_task.cancel()
             await asyncio.wait({self._probe_task})
             self._probe_task = None
         self._transport = None
 
-    # -- which server ----------------------------------------------------------------------------------------------
+    # -- choice ----------------------------------------------------------------------------------------------------
 
     def _ordered(self, affinity: str) -> Sequence[Server]:
-        """By rendezvous hashing: a server that is lost moves only its own conversations, and gets them back."""
+        """Servers by rendezvous hash: the loss of a server moves only its own conversations, until it is back."""
         if len(self.servers) == 1:
             return self.servers
         if not affinity:
@@ -157,47 +167,45 @@ class ServerPool:
             self._orders[affinity] = order
         return order
 
-    # -- whether they are well -------------------------------------------------------------------------------------
+    # -- health ----------------------------------------------------------------------------------------------------
 
     async def _probe_servers(self) -> None:
         while len(self.servers) > 1 or any(server.health.is_suspect for server in self.servers):
-            doubted = [server.health.seconds_left for server in self.servers if server.health.is_suspect]
+            pauses = [server.health.seconds_left for server in self.servers if server.health.is_suspect]
             self._wake_up.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.05, min(self.provider.health_seconds, *doubted, 3600))):
+                async with asyncio.timeout(max(0.05, min(self.provider.health_seconds, *pauses, 3600))):
                     await self._wake_up.wait()
                     continue
             due = [server for server in self.servers if server.health.is_available or not server.health.is_suspect]
             await asyncio.gather(*(self._probe(server) for server in due))
 
     async def _probe(self, server: Server) -> None:
-        """A server that answers anything but its own failure is well."""
-        was_well = not server.health.is_suspect
+        """Probe a server: any response but a server error means that it is healthy."""
+        was_healthy = not server.health.is_suspect
         try:
-            well = await self._responds(server, f"{server.url.removesuffix('/v1')}/health")
-            if well is None:
-                well = await self._responds(server, self.provider.url(server.url, "models"))
+            is_healthy = await self._responds(server, f"{server.url.removesuffix('/v1')}/health")
+            if is_healthy is None:
+                is_healthy = await self._responds(server, self.provider.url(server.url, "models"))
         except TransportError:
-            well = False
-        if well is False:
+            is_healthy = False
+        if is_healthy is False:
             server.health.record_failure(unreachable=True)
         elif server.health.is_suspect:
             server.health.record_success()
-        if was_well is server.health.is_suspect:
-            said = "is not well" if server.health.is_suspect else "is well again"
-            logger.warning("the server %s of the provider %r %s", server.url, self.provider.name, said)
+        if was_healthy is server.health.is_suspect:
+            change = "is unhealthy" if server.health.is_suspect else "has recovered"
+            logger.warning("the server %s of the provider %r %s", server.url, self.provider.name, change)
 
     async def _responds(self, server: Server, url: str) -> bool | None:
-        """None: it does not know the path."""
+        """Whether a GET succeeds; None if the server does not have the path."""
         seconds = self.provider.connect_seconds
-        answer = await self.transport.send("GET", url, server.headers, connect_seconds=seconds, timeout_seconds=seconds)
-        async with answer:
-            await answer.read()
-        return None if answer.status in (404, 405) else answer.status < 500
+        status, _, _ = await self.fetch("GET", url, server.headers, timeout_seconds=seconds)
+        return None if status in (404, 405) else status < 500
 
 
 def _headers(provider: Provider) -> Headers:
-    """What every call to a provider carries."""
+    """The headers of every call to a provider."""
     key = provider.key()
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if provider.dialect == "anthropic":
