@@ -46,7 +46,7 @@ def test_an_agent_nobody_named_has_the_same_key_in_every_dialect():
     assert keys != {None}
 
 
-def test_agents_nobody_named_are_told_apart_by_their_prompts_and_by_their_tools():
+def test_unnamed_agents_are_distinguished_by_their_prompts_and_tools():
     first = {"messages": [{"role": "system", "content": "You plan."}, {"role": "user", "content": "a"}]}
     later = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}
     other = {"messages": [{"role": "system", "content": "You write."}]}
@@ -74,7 +74,7 @@ def test_the_header_is_believed_first_then_baggage_then_the_model_name_then_the_
     assert agents.identify({}, {"system": "You count."}).name is None
 
 
-def test_an_agent_may_be_asked_for_in_front_of_the_model():
+def test_a_model_name_may_start_with_an_agent():
     served, agents = {"policy", "gemini@002"}, AgentMatcher()
     assert agents.alias("writer@policy", served) == ("writer", "policy")
     assert agents.alias("writer@", served) == ("writer", None)
@@ -137,7 +137,7 @@ ANYTHING = st.recursive(
     st.text(max_size=40),
 )
 @example({"messages": [{"role": []}]}, "")
-def test_no_request_is_too_odd_to_be_looked_at(asked, header):
+def test_every_request_can_be_examined(asked, header):
     agents = AgentMatcher([AgentRule(name="a", contains="b", matches="c")])
     agents.identify({"baggage": header, "x-agentlightning-agent": header}, asked)
 

@@ -64,17 +64,17 @@ async def test_the_span_is_in_the_store_before_the_stream_says_that_the_answer_i
         "/v1/responses": "response.output_text.done",
         "/v1/messages": '"stop_reason":"end_turn"',
     }[path]
-    kept = None
+    recorded = None
     client = await service.http()
     async with client.stream("POST", url(service, path), json=body) as reply:
         async for line in reply.aiter_lines():
-            if last in line and kept is None:
-                kept = await service.spans()
-    assert len(kept) == 1
+            if last in line and recorded is None:
+                recorded = await service.spans()
+    assert len(recorded) == 1
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_is_wrong_with_a_body_is_said_in_the_callers_own_shape(serve, path):
+async def test_an_invalid_body_is_an_error_in_the_callers_format(serve, path):
     service = await serve([])
     client = await service.http()
     for body in (b"{", b"[]", b"{}", b'{"messages": 5, "prompt": {}, "input": 5}'):

@@ -34,7 +34,7 @@ def schema(body):
 
 OBJECT = {"type": "json_object"}
 CASES = [
-    # what is asked for, the answer, the verdict, the fields it fails
+    # the fields of the request, the answer, the verdict, the fields it fails
     ({"tools": [G], "tool_choice": "auto"}, "No.", None, None),
     ({"tool_choice": "required"}, call(), "checked", None),
     ({"tool_choice": "required"}, "No.", "violated", ["tool_choice"]),
@@ -60,12 +60,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "said", "verdict", "violations"), CASES)
-async def test_every_answer_is_given_and_its_span_says_whether_it_is_what_was_asked_for(
-    serve, asked, said, verdict, violations
+@pytest.mark.parametrize(("fields", "reply", "verdict", "violations"), CASES)
+async def test_every_answer_is_returned_and_its_span_records_whether_it_meets_the_constraint(
+    serve, fields, reply, verdict, violations
 ):
-    service = await serve([said])
-    options = {key: value for key, value in ({"tools": [F, G]} | asked).items() if value is not None}
+    service = await serve([reply])
+    options = {key: value for key, value in ({"tools": [F, G]} | fields).items() if value is not None}
     message = (await service.ask(**options)).choices[0].message
     assert message.content or message.tool_calls
     (span,) = await service.spans()
@@ -81,15 +81,15 @@ async def test_no_tool_is_called_where_none_may_be_whatever_the_model_writes(ser
     tools = [{"type": "function", **F["function"]}]
     reply = await client.responses.create(model="scripted", input="hi", tools=tools, tool_choice="none")
     assert ([item.type for item in reply.output], reply.output_text) == (["message"], call())
-    asked = {"model": "scripted", "max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
+    fields = {"model": "scripted", "max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
     tools = [{"name": "f", "input_schema": ARGUMENTS}]
-    asked |= {"tools": tools, "tool_choice": {"type": "none"}}
-    message = await (await service.anthropic()).messages.create(**asked)
+    fields |= {"tools": tools, "tool_choice": {"type": "none"}}
+    message = await (await service.anthropic()).messages.create(**fields)
     assert ([block.type for block in message.content], message.stop_reason) == (["text"], "end_turn")
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_where_one_call_is_allowed_no_second_one_is_drawn(serve, streams):
+async def test_no_second_tool_call_is_sampled_if_only_one_is_allowed(serve, streams):
     service = await serve(["So: " + call() + "\n" + call() + " and more", "ok"])
     options = {"tools": [F], "parallel_tool_calls": False}
     if streams:
@@ -103,8 +103,8 @@ async def test_where_one_call_is_allowed_no_second_one_is_drawn(serve, streams):
         result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "1"}
         await service.ask([*history, result], **options)
         assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
-    drawn = (await service.spans())[0].attributes["agentlightning.response_token_ids"]
-    assert ByteChatFormat().decode(drawn) == "So: " + call()
+    token_ids = (await service.spans())[0].attributes["agentlightning.response_token_ids"]
+    assert ByteChatFormat().decode(token_ids) == "So: " + call()
     assert "gen_ai.request.stop_sequences" not in (await service.spans())[0].attributes
 
 

@@ -56,7 +56,7 @@ def span_of(attempted, number):
     )
 
 
-async def test_it_packs_when_many_come_and_what_it_packs_is_what_was_kept(bare, tmp_path, busy):
+async def test_the_packer_runs_under_load_and_packs_the_same_records(bare, tmp_path, busy):
     scribe, attempted = PackerProcess(), await bare.start_rollout({})
     async with with_journal(bare, tmp_path / "store.db", raw_exchange.read, scribe) as store:
         store.append([span_of(attempted, 0)])

@@ -113,14 +113,14 @@ def test_a_record_that_is_read_twice_becomes_spans_of_the_same_ids():
 
 
 @given(path=st.sampled_from(PATHS), more=st.dictionaries(st.sampled_from(["choices", "usage", "id", "output"]), odd))
-def test_what_was_said_oddly_is_read_later_as_it_would_have_been_at_once(path, more):
+def test_unusual_exchanges_are_read_later_as_they_would_be_at_once(path, more):
     request = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}], "input": "hi", "prompt": "hi"}
     answer = ANSWERS[path] | more
     spans, record = exchange(path, request, answer)
     same(raw_exchange.read(record), spans)
 
 
-def test_words_that_cannot_be_read_are_kept_as_they_are(monkeypatch, caplog):
+def test_an_unreadable_exchange_is_recorded_as_raw_text(monkeypatch, caplog):
     _, record = exchange("chat/completions", {"model": "theirs"}, {"choices": "odd"})
 
     def fail(*_):
@@ -153,7 +153,7 @@ def broken(record):
     return record[:1] + raw_exchange._encoder.encode(msgspec.structs.replace(said, answer=answer))
 
 
-def test_a_record_of_another_version_is_said_to_be_one():
+def test_a_record_of_another_version_is_reported_as_such():
     with pytest.raises(ValueError, match="another version"):
         raw_exchange.read(msgspec.msgpack.encode(["chat/completions", "theirs"]))
 

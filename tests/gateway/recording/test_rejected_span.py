@@ -47,7 +47,7 @@ async def test_a_bad_request_is_the_sdks_exception_and_its_span_says_why(bad, sm
     assert spans[0].status_message in caught.value.message
 
 
-async def test_broken_json_is_kept_as_a_refused_call(small):
+async def test_invalid_json_is_recorded_as_a_rejected_call(small):
     http = await small.http()
     for path in ("chat/completions", "responses", "messages", "completions", "embeddings"):
         reply = await http.post(f"{small.base_url}/{path}", content=b'{"model": "scripted", "messages": [')
@@ -58,7 +58,7 @@ async def test_broken_json_is_kept_as_a_refused_call(small):
     assert len({span.span_id for span in spans}) == 5
 
 
-async def test_who_does_not_exist_or_has_ended_is_told_so_and_not_asked_to_try_again(small, secret):
+async def test_a_missing_or_ended_attempt_is_an_error_without_retry(small, secret):
     ids = small.rollout_id, small.attempt_id
 
     async def refused(rollout_id, attempt_id):
@@ -95,7 +95,7 @@ async def test_a_wrong_key_is_an_authentication_error_and_is_shown_nowhere(small
     assert await small.spans() == []
 
 
-async def test_the_agents_own_key_is_never_passed_on_or_kept(serve, caplog):
+async def test_the_agents_own_key_is_never_forwarded_or_recorded(serve, caplog):
     caplog.set_level(logging.DEBUG, "agentlightning")
     async with ScriptedProvider(lambda seen: Reply(chat_answer("Hello."))) as provider:
         them = {"name": "them", "base_urls": [f"{provider.url}/v1"], "api_key": "sk-ours-0123456789"}

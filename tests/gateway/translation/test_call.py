@@ -59,7 +59,7 @@ async def test_an_anthropic_client_is_answered_by_a_server_of_chat_completions(a
     }
 
 
-async def test_an_anthropic_client_hears_a_stream_of_chat_completions_token_by_token(ask):
+async def test_an_anthropic_client_reads_a_stream_of_chat_completions_token_by_token(ask):
     events = chat_events(["Hel", "lo."], calls=[CALL], usage=(11, 3), thought="Hm.")
     service, provider = await ask("openai", [Reply(events=events)])
     client = await service.anthropic()
@@ -78,7 +78,7 @@ async def test_tools_choices_and_results_reach_a_server_of_chat_completions(ask)
     service, provider = await ask("openai", lambda seen: Reply(chat_answer("13.")))
     client = await service.anthropic()
     tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
-    said = [
+    conversation = [
         *HI,
         {"role": "assistant", "content": [{"type": "text", "text": "Let me."}, USE]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "13"}]},
@@ -89,7 +89,9 @@ async def test_tools_choices_and_results_reach_a_server_of_chat_completions(ask)
         "add": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
     }
     for choice in choices.values():
-        await client.messages.create(model="theirs", max_tokens=50, messages=said, tools=[tool], tool_choice=choice)
+        await client.messages.create(
+            model="theirs", max_tokens=50, messages=conversation, tools=[tool], tool_choice=choice
+        )
     first, second, third = [seen.json for seen in provider.seen]
     assert first["tools"] == [ADD]
     assert first["messages"][1:] == [
@@ -112,12 +114,12 @@ async def test_images_reach_a_server_of_chat_completions(ask):
     client = await service.anthropic()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "shot"}, image]}
-    said = [
+    conversation = [
         {"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]},
         {"role": "assistant", "content": [USE]},
         {"role": "user", "content": [result]},
     ]
-    await client.messages.create(model="theirs", max_tokens=50, messages=said)
+    await client.messages.create(model="theirs", max_tokens=50, messages=conversation)
     shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
     first, _, tool, after = provider.seen[0].json["messages"]
     assert first["content"] == [{"type": "text", "text": "What is it?"}, shown]
@@ -135,7 +137,7 @@ async def test_structured_output_reaches_a_server_of_chat_completions(ask):
     assert span.attributes[names.CONSTRAINT] == "violated"
 
 
-async def test_tokens_are_counted_by_who_will_be_asked_for_nothing(ask):
+async def test_tokens_of_a_translated_prompt_are_counted_without_cost(ask):
     service, provider = await ask("anthropic", [Reply({"input_tokens": 42})], price={"input": 3})
     client = await service.anthropic()
     assert (await client.messages.count_tokens(model="theirs", messages=HI)).input_tokens == 42
@@ -169,13 +171,13 @@ async def test_arguments_that_are_no_object_reach_anthropics_client_and_come_bac
         (use,) = (await stream.get_final_message()).content
     assert use.input["_raw_arguments"] == arguments
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "no JSON", "is_error": True}
-    said = [{"role": "assistant", "content": [use.model_dump()]}, {"role": "user", "content": [result]}]
-    await client.messages.create(messages=HI + said, **options)
+    conversation = [{"role": "assistant", "content": [use.model_dump()]}, {"role": "user", "content": [result]}]
+    await client.messages.create(messages=HI + conversation, **options)
     sent = provider.seen[1].json["messages"][1]["tool_calls"][0]["function"]
     assert sent == {"name": "add", "arguments": arguments}
 
 
-async def test_a_refusal_and_what_was_cached_are_told_in_the_callers_words(ask):
+async def test_a_refusal_and_cached_tokens_use_the_callers_fields(ask):
     answer = chat_answer(None, usage=(11, 3))
     answer["choices"][0]["message"]["refusal"] = "I will not."
     answer["usage"] |= {"prompt_tokens_details": {"cached_tokens": 4}}
@@ -195,10 +197,10 @@ async def test_a_refusal_and_what_was_cached_are_told_in_the_callers_words(ask):
 
 
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])
-async def test_a_response_is_continued_though_its_provider_keeps_nothing(ask, dialect):
+async def test_a_response_is_continued_though_its_provider_stores_nothing(ask, dialect):
     chat = [Reply(chat_answer("One.")), Reply(chat_answer("Two."))]
-    said = [Reply(messages_answer([{"type": "text", "text": text}])) for text in ("One.", "Two.")]
-    service, provider = await ask(dialect, chat if dialect == "openai" else said)
+    replies = [Reply(messages_answer([{"type": "text", "text": text}])) for text in ("One.", "Two.")]
+    service, provider = await ask(dialect, chat if dialect == "openai" else replies)
     client = await service.client()
     first = await client.responses.create(model="theirs", input="first?", instructions="Be brief.")
     second = await client.responses.create(model="theirs", input="second?", previous_response_id=first.id)
@@ -233,7 +235,7 @@ async def test_an_openai_client_is_answered_by_anthropic(ask):
     blocks = [{"type": "text", "text": "Let me."}, USE]
     service, provider = await ask("anthropic", [Reply(messages_answer(blocks, (11, 3)))], max_output_tokens=777)
     client = await service.client()
-    said = [
+    conversation = [
         {"role": "system", "content": "Be brief."},
         *HI,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -241,7 +243,12 @@ async def test_an_openai_client_is_answered_by_anthropic(ask):
         {"role": "user", "content": "and now?"},
     ]
     reply = await client.chat.completions.create(
-        model="theirs", messages=said, tools=[ADD], tool_choice="required", parallel_tool_calls=False, stop="END"
+        model="theirs",
+        messages=conversation,
+        tools=[ADD],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stop="END",
     )
     choice = reply.choices[0]
     assert (choice.message.content, choice.finish_reason, reply.usage.prompt_tokens) == ("Let me.", "tool_calls", 11)
@@ -271,7 +278,7 @@ async def test_an_openai_client_is_answered_by_anthropic(ask):
     }
 
 
-async def test_an_openai_client_hears_a_stream_of_anthropic_token_by_token(ask):
+async def test_an_openai_client_reads_a_stream_of_anthropic_token_by_token(ask):
     events = messages_events([{"type": "text", "text": "Hello."}, USE], (11, 3))
     service, _ = await ask("anthropic", [Reply(events=events)])
     client = await service.client()
@@ -289,7 +296,7 @@ async def test_an_openai_client_hears_a_stream_of_anthropic_token_by_token(ask):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"n": 2},
         {"seed": 1},
@@ -298,12 +305,12 @@ async def test_an_openai_client_hears_a_stream_of_anthropic_token_by_token(ask):
         {"frequency_penalty": 1},
     ],
 )
-async def test_what_anthropic_cannot_be_asked_is_refused_by_name(ask, asked):
+async def test_fields_anthropic_does_not_support_are_rejected_by_name(ask, fields):
     service, provider = await ask("anthropic", [])
     client = await service.client()
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model="theirs", messages=HI, **asked)
-    assert caught.value.param == next(iter(asked))
+        await client.chat.completions.create(model="theirs", messages=HI, **fields)
+    assert caught.value.param == next(iter(fields))
     assert provider.seen == []
 
 
@@ -312,8 +319,8 @@ async def test_a_schema_and_an_image_reach_anthropic(ask):
     client = await service.client()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    said = [{"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}]
-    await client.chat.completions.create(model="theirs", messages=said, response_format=shape)
+    conversation = [{"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}]
+    await client.chat.completions.create(model="theirs", messages=conversation, response_format=shape)
     sent = provider.seen[0].json
     assert sent["output_config"] == {"format": {"type": "json_schema", "schema": SCHEMA}}
     source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
@@ -340,7 +347,7 @@ async def test_raw_prompts_cannot_be_translated_and_are_refused(ask):
         ("out_of_luck", "end_turn", ("completed", None)),
     ],
 )
-async def test_why_an_answer_ended_is_said_in_the_callers_words(ask, reason, for_anthropic, for_responses):
+async def test_the_finish_reason_uses_the_callers_terms(ask, reason, for_anthropic, for_responses):
     answer = chat_answer("Hello.")
     answer["choices"][0]["finish_reason"] = reason
     service, _ = await ask("openai", lambda seen: Reply(answer))
@@ -369,9 +376,9 @@ async def test_what_a_tool_says_stays_text_whatever_it_looks_like(ask, speaks, p
     client, anthropics = await service.client(), await service.anthropic()
     for page in pages:
         if speaks != "openai" or path:
-            said = [*HI, {"role": "assistant", "tool_calls": [CALL]}]
-            said.append({"role": "tool", "tool_call_id": "call_1", "content": page})
-            await client.chat.completions.create(model="theirs", messages=said)
+            conversation = [*HI, {"role": "assistant", "tool_calls": [CALL]}]
+            conversation.append({"role": "tool", "tool_call_id": "call_1", "content": page})
+            await client.chat.completions.create(model="theirs", messages=conversation)
         if speaks == "openai":
             result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": page}]}
             turns = [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
@@ -404,8 +411,8 @@ def _texts(value):
 @given(st.sampled_from(["https://host/a.png", f"data:image/png;base64,{PIXEL}"]), st.text(max_size=5))
 def test_an_image_and_the_text_beside_it_are_read_and_written_as_they_were(url, text):
     part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
-    said = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
-    (message,) = CHAT.read(orjson.dumps({"messages": said}), ResponseLookup(), attachments=True).messages
+    conversation = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
+    (message,) = CHAT.read(orjson.dumps({"messages": conversation}), ResponseLookup(), attachments=True).messages
     assert as_chat(message["content"]) == [part] + ([{"type": "text", "text": text}] if text else [])
 
 
@@ -437,13 +444,13 @@ async def test_what_is_nested_deep_is_passed_on_or_refused_and_never_fails(ask, 
     service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")))
     http, headers = await service.http(), {"authorization": f"Bearer {service.key}"}
     for path in ("chat/completions", "messages", "responses"):
-        said = (
+        conversation = (
             '"input": "hi"'
             if path == "responses"
             else '"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]'
         )
         for field in ('"x": %s', '"tools": [%s]', '"metadata": {"x": %s}'):
-            body = f'{{"model": "theirs", {said}, {field % nested}}}'
+            body = f'{{"model": "theirs", {conversation}, {field % nested}}}'
             reply = await http.post(f"{service.base_url}/{path}", content=body, headers=headers)
             assert reply.status_code in (200, 400), (path, field, reply.text)
             assert reply.status_code == 400 or depth < 254
@@ -463,20 +470,24 @@ async def test_a_translated_call_is_recorded_whole_and_says_that_it_has_no_token
     client = await service.client()
     reply = await client.chat.completions.create(model="theirs", messages=HI)
     (span,) = await service.spans()
-    kept = span.attributes
-    assert (kept[names.TOKENS], kept[names.PROVIDER_NAME], kept[names.PROVIDER_RETRIES]) == ("none", "them", 0)
-    assert (kept[names.REQUEST_MODEL], kept[names.RESPONSE_MODEL], kept[names.RESPONSE_ID]) == (
+    attributes = span.attributes
+    assert (attributes[names.TOKENS], attributes[names.PROVIDER_NAME], attributes[names.PROVIDER_RETRIES]) == (
+        "none",
+        "them",
+        0,
+    )
+    assert (attributes[names.REQUEST_MODEL], attributes[names.RESPONSE_MODEL], attributes[names.RESPONSE_ID]) == (
         "theirs",
         "claude-theirs",
         reply.id,
     )
-    assert (kept[names.INPUT_TOKENS], kept[names.OUTPUT_TOKENS]) == (11, 3)
-    assert json.loads(kept[names.INPUT_MESSAGES])[0]["parts"] == [{"type": "text", "content": "hi"}]
-    assert json.loads(kept[names.OUTPUT_MESSAGES])[0]["parts"] == [{"type": "text", "content": "Hello."}]
+    assert (attributes[names.INPUT_TOKENS], attributes[names.OUTPUT_TOKENS]) == (11, 3)
+    assert json.loads(attributes[names.INPUT_MESSAGES])[0]["parts"] == [{"type": "text", "content": "hi"}]
+    assert json.loads(attributes[names.OUTPUT_MESSAGES])[0]["parts"] == [{"type": "text", "content": "Hello."}]
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         (Reply(b"{broken"), "not JSON"),
         (Reply({"id": "x"}), "no choice"),
@@ -486,7 +497,7 @@ async def test_a_translated_call_is_recorded_whole_and_says_that_it_has_no_token
         (Reply(events=[b'data: {"error": {"message": "out of memory"}}\n\n']), "out of memory"),
     ],
 )
-async def test_a_provider_that_breaks_off_is_an_error_in_the_callers_shape(ask, reply, said):
+async def test_an_interrupted_provider_is_an_error_in_the_callers_format(ask, reply, message):
     service, _ = await ask("openai", [reply, reply])
     client = await service.anthropic()
 
@@ -496,14 +507,14 @@ async def test_a_provider_that_breaks_off_is_an_error_in_the_callers_shape(ask, 
         async with client.messages.stream(model="theirs", max_tokens=50, messages=HI) as stream:
             return await stream.get_final_message()
 
-    with pytest.raises(anthropic.APIStatusError, match=said):
+    with pytest.raises(anthropic.APIStatusError, match=message):
         await call()
     (span,) = await service.spans()
     assert span.status_code == "ERROR"
-    assert said in span.status_message
+    assert message in span.status_message
 
 
-async def test_betas_asked_of_the_provider_by_its_own_name_travel_with_a_translated_call(ask):
+async def test_beta_headers_of_the_provider_are_sent_with_a_translated_call(ask):
     service, provider = await ask("anthropic", [Reply(messages_answer([{"type": "text", "text": "Hello."}]))])
     client = await service.client()
     headers = {"anthropic-beta": "context-1m-2025-08-07", "openai-beta": "assistants=v2"}

@@ -89,10 +89,10 @@ def test_arguments_are_shown_as_they_are_written(path):
 def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
     written = {"one": '{"a": [1, 2, {"b": "}"}]}', "two": '{"c": "\\"{"}'}
     rest = {name: [*text] for name, text in written.items()}
-    events, said = [], ""
+    events, content = [], ""
     for turn in [*turns, *(["one"] * 40 + ["two"] * 40 if whole else [])]:
         if turn == "text":
-            said += "."
+            content += "."
             events.append({"choices": [{"index": 0, "delta": {"content": "."}}]})
         elif rest[turn]:
             begun = {"id": turn, "name": turn} if len(rest[turn]) == len(written[turn]) else {}
@@ -113,13 +113,13 @@ def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
                 assert under_way is None
     taken = {name: text[: len(text) - len(rest[name])] for name, text in written.items()}
     assert shown == {name: text for name, text in taken.items() if text}
-    assert answer.answer.content == said
+    assert answer.answer.content == content
 
 
 def test_a_call_that_goes_on_after_its_end_is_the_providers_mistake():
     first, second = part(0, "{}", id="a", name="f"), part(1, "{", id="b", name="g")
     _, answer = stream(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, '{"x": 1}')])])
-    assert "went on with the tool call 'f'" in answer.answer.protocol_error
+    assert "continued the tool call 'f'" in answer.answer.protocol_error
     _, answer = stream(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, "\n")])])
     assert answer.answer.protocol_error == ""
 
@@ -143,7 +143,7 @@ BLOCKS = [
 ]
 
 
-def test_what_anthropic_wants_back_is_gathered_as_it_said_it():
+def test_blocks_that_anthropic_wants_back_are_collected_unchanged():
     pieces, streamed = stream(MESSAGES, messages_events(BLOCKS))
     whole = Translated(MESSAGES)
     whole.read(messages_answer(BLOCKS))
@@ -174,7 +174,7 @@ def test_log_probabilities_go_with_the_words_they_came_with():
     }
 
 
-def test_refusals_stop_strings_and_what_was_cached_are_told():
+def test_refusals_stop_strings_and_cached_tokens_are_reported():
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
     usage["completion_tokens_details"] = {"reasoning_tokens": 3}
     events = [

@@ -1,4 +1,4 @@
-"""Promises of requests that are put in the words of another dialect: what a provider is asked, and what is left out."""
+"""Promises of requests that are translated to another dialect: what a provider receives, and what is left out."""
 
 import base64
 from dataclasses import replace
@@ -29,21 +29,21 @@ PDF = base64.b64encode(b"%PDF").decode()
 NOTE = base64.b64encode("Grüße".encode()).decode()
 
 
-def put(dialect, asked, provider, model="big-1"):
+def put(dialect, fields, provider, model="big-1"):
     """(the body, what was left out) of a request to a provider of the other dialect."""
-    request = replace(dialect.read(orjson.dumps(asked), ResponseLookup(), attachments=True), raw=asked)
+    request = replace(dialect.read(orjson.dumps(fields), ResponseLookup(), attachments=True), raw=fields)
     path = "chat/completions" if provider is OPENAI else "messages"
-    return body_of(path, request, provider, model, given_params(asked, request.params, {}), lambda turn: [])
+    return body_of(path, request, provider, model, given_params(fields, request.params, {}), lambda turn: [])
 
 
-def chat_of(**asked):
-    """A request for messages, asked of chat completions."""
-    return put(MESSAGES, {"max_tokens": 9, "messages": HI} | asked, OPENAI)
+def chat_of(**fields):
+    """A request for messages, translated to chat completions."""
+    return put(MESSAGES, {"max_tokens": 9, "messages": HI} | fields, OPENAI)
 
 
-def messages_of(**asked):
-    """A request for a chat completion, asked of Anthropic's messages."""
-    return put(CHAT, {"messages": HI} | asked, ANTHROPIC)
+def messages_of(**fields):
+    """A request for a chat completion, translated to Anthropic's messages."""
+    return put(CHAT, {"messages": HI} | fields, ANTHROPIC)
 
 
 # -- messages to chat completions --------------------------------------------------------------------------------------
@@ -51,23 +51,23 @@ def messages_of(**asked):
 
 def test_results_of_tools_stand_right_behind_their_calls_in_the_order_they_came():
     results = [{"type": "tool_result", "tool_use_id": name, "content": name} for name in ("b", "a")]
-    said = [
+    conversation = [
         *HI,
         {"role": "assistant", "content": USES},
         {"role": "user", "content": [results[0], {"type": "text", "text": "wait"}, results[1]]},
     ]
-    body, _ = chat_of(messages=said)
+    body, _ = chat_of(messages=conversation)
     assert [message.get("tool_call_id", message["role"]) for message in body["messages"]] == [
         *("user", "assistant", "b", "a", "user")
     ]
 
 
-def test_results_that_are_lists_of_blocks_are_told_as_text_and_images():
+def test_results_of_blocks_are_sent_as_text_and_images():
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}, image]
     result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": True}
-    said = [*HI, {"role": "assistant", "content": USES[:1]}, {"role": "user", "content": [result]}]
-    body, lost = chat_of(messages=said)
+    conversation = [*HI, {"role": "assistant", "content": USES[:1]}, {"role": "user", "content": [result]}]
+    body, lost = chat_of(messages=conversation)
     assert body["messages"][2] == {"role": "tool", "content": "one\ntwo", "tool_call_id": "a"}
     assert body["messages"][3]["content"][0]["image_url"]["url"] == "data:image/png;base64,AA=="
     assert lost == ("tool_result.is_error",)
@@ -94,7 +94,7 @@ def test_a_system_prompt_in_blocks_is_one_text():
         ({"type": "content", "content": "Hello."}, "A\nHello."),
     ],
 )
-def test_documents_are_told_as_files_or_as_the_text_they_are(source, part):
+def test_documents_are_sent_as_files_or_as_their_text(source, part):
     document = {"type": "document", "title": "A", "source": source}
     body, _ = chat_of(messages=[{"role": "user", "content": [document, {"type": "text", "text": "?"}]}])
     content = body["messages"][0]["content"]
@@ -108,18 +108,18 @@ def test_a_document_that_only_anthropic_could_find_is_refused_by_name(source):
     assert caught.value.param == "messages"
 
 
-def test_tools_that_may_not_be_called_are_told_all_the_same():
+def test_forbidden_tools_are_sent_nevertheless():
     body, _ = chat_of(tools=[TOOL], tool_choice={"type": "none"})
     assert (len(body["tools"]), body["tool_choice"]) == (1, "none")
     body, _ = messages_of(tools=[ADD], tool_choice="none")
     assert (len(body["tools"]), body["tool_choice"]) == (1, {"type": "none"})
 
 
-def test_who_asks_and_which_service_are_told_and_the_rest_is_counted():
-    asked = {"metadata": {"user_id": "u" * 70}, "service_tier": "standard_only", "output_config": {"effort": "low"}}
-    body, lost = chat_of(**asked, thinking={"type": "adaptive"}, speed="fast")
+def test_user_and_service_tier_are_sent_and_other_fields_are_counted():
+    fields = {"metadata": {"user_id": "u" * 70}, "service_tier": "standard_only", "output_config": {"effort": "low"}}
+    body, lost = chat_of(**fields, thinking={"type": "adaptive"}, speed="fast")
     assert (len(body["user"]), body["service_tier"]) == (64, "default")
-    assert body["user"] == chat_of(**asked)[0]["user"] != "u" * 64
+    assert body["user"] == chat_of(**fields)[0]["user"] != "u" * 64
     assert sorted(lost) == ["output_config.effort", "speed", "thinking"]
     assert chat_of(metadata={"user_id": "me"}, service_tier="auto") == (
         {"model": "big-1", "messages": HI, "max_tokens": 9, "user": "me"},
@@ -130,10 +130,10 @@ def test_who_asks_and_which_service_are_told_and_the_rest_is_counted():
 # -- responses to chat completions -------------------------------------------------------------------------------------
 
 
-def test_a_request_for_a_response_keeps_its_words_in_chat_completions():
+def test_a_responses_request_has_the_same_meaning_in_chat_completions():
     file = {"type": "input_file", "filename": "note.txt", "file_data": f"data:text/plain;base64,{NOTE}"}
     output = [{"type": "input_text", "text": "one"}, {"type": "input_image", "image_url": "https://h/a.png"}]
-    asked = {
+    fields = {
         "input": [
             {"role": "user", "content": [file, {"type": "input_text", "text": "?"}]},
             {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
@@ -148,7 +148,7 @@ def test_a_request_for_a_response_keeps_its_words_in_chat_completions():
         "service_tier": "flex",
         "max_tool_calls": 3,
     }
-    body, lost = put(RESPONSES, asked, OPENAI)
+    body, lost = put(RESPONSES, fields, OPENAI)
     messages = body.pop("messages")
     assert messages[0]["content"] == [{"type": "text", "text": "note.txt\nGrüße"}, {"type": "text", "text": "?"}]
     assert (messages[2]["content"], messages[3]["content"][0]["type"]) == ("one", "image_url")
@@ -169,7 +169,7 @@ def test_a_request_for_a_response_keeps_its_words_in_chat_completions():
 
 
 def test_results_come_first_in_the_turn_that_answers_calls():
-    said = [
+    conversation = [
         *HI,
         {"role": "assistant", "content": "Let me.", "tool_calls": CALLS[:1]},
         {"role": "assistant", "tool_calls": CALLS[1:]},
@@ -177,14 +177,14 @@ def test_results_come_first_in_the_turn_that_answers_calls():
         {"role": "user", "content": "wait"},
         {"role": "tool", "tool_call_id": "b", "content": "2"},
     ]
-    body, _ = messages_of(messages=said, tools=[ADD])
+    body, _ = messages_of(messages=conversation, tools=[ADD])
     _, turn, answer = body["messages"]
     assert [block["type"] for block in turn["content"]] == ["text", "tool_use", "tool_use"]
     assert [block.get("tool_use_id", block["type"]) for block in answer["content"]] == ["a", "b", "text"]
     assert body["tools"][0]["input_schema"]["type"] == "object"
 
 
-def test_files_are_told_as_documents():
+def test_files_are_sent_as_documents():
     parts = [
         {"type": "file", "file": {"filename": "a.pdf", "file_data": PDF}},
         {"type": "file", "file": {"filename": "b.txt", "file_data": f"data:text/plain;base64,{NOTE}"}},
@@ -201,7 +201,7 @@ def test_files_are_told_as_documents():
         messages_of(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f1"}}]}])
 
 
-def test_how_hard_to_think_is_told_in_anthropics_words():
+def test_reasoning_effort_is_sent_in_anthropics_terms():
     body, lost = messages_of(reasoning_effort="minimal", user="me", service_tier="default", store=True)
     assert (body["thinking"], body["output_config"]) == ({"type": "adaptive"}, {"effort": "low"})
     assert (body["metadata"], body["service_tier"], lost) == ({"user_id": "me"}, "standard_only", ("store",))
@@ -215,7 +215,7 @@ def test_how_hard_to_think_is_told_in_anthropics_words():
 
 
 @pytest.mark.parametrize(
-    ("model", "asked", "thinking"),
+    ("model", "fields", "thinking"),
     [
         ("claude-sonnet-4-5-20250929", {}, {"type": "enabled", "budget_tokens": 8192}),
         ("claude-opus-4-1", {"max_tokens": 3000}, {"type": "enabled", "budget_tokens": 2999}),
@@ -225,11 +225,11 @@ def test_how_hard_to_think_is_told_in_anthropics_words():
         ("claude-opus-4-6", {"tools": [ADD], "tool_choice": "required"}, None),
     ],
 )
-def test_a_model_is_asked_to_think_as_it_can(model, asked, thinking):
-    body, _ = put(CHAT, {"messages": HI, "reasoning_effort": "medium"} | asked, ANTHROPIC, model)
+def test_thinking_is_requested_in_the_form_the_model_supports(model, fields, thinking):
+    body, _ = put(CHAT, {"messages": HI, "reasoning_effort": "medium"} | fields, ANTHROPIC, model)
     assert body.get("thinking") == thinking
     assert ("output_config" in body) == (model == "claude-opus-4-6")
-    if "max_tokens" not in asked:
+    if "max_tokens" not in fields:
         more = thinking.get("budget_tokens", 0) if thinking else 0
         assert body["max_tokens"] == ANTHROPIC.max_output_tokens + more
 
@@ -251,7 +251,7 @@ def test_stop_strings_and_choices_of_tools_have_anthropics_names():
 
 
 @pytest.mark.parametrize(
-    ("dialect", "asked", "param"),
+    ("dialect", "fields", "param"),
     [
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": CALLS}]}, "messages"),
         (RESPONSES, {"input": "hi", "top_logprobs": 2}, "top_logprobs"),
@@ -259,26 +259,26 @@ def test_stop_strings_and_choices_of_tools_have_anthropics_names():
         (RESPONSES, {"input": "hi", "temperature": 1.5}, "temperature"),
     ],
 )
-def test_what_anthropic_cannot_be_asked_is_refused_by_the_callers_name_for_it(dialect, asked, param):
+def test_fields_anthropic_does_not_support_are_rejected_by_the_callers_name(dialect, fields, param):
     with pytest.raises(ApiError) as caught:
-        put(dialect, asked, ANTHROPIC)
+        put(dialect, fields, ANTHROPIC)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_a_history_that_ends_with_the_assistant_is_answered_with_another_turn_at_anthropics():
-    said = [
+    conversation = [
         {"role": "system", "content": "Review it."},
         *HI,
         {"role": "assistant", "content": "A poem.", "name": "poet"},
     ]
-    body, _ = messages_of(messages=said)
+    body, _ = messages_of(messages=conversation)
     assert [turn["role"] for turn in body["messages"]] == ["user", "assistant", "user"]
     assert body["messages"][-1]["content"] == [{"type": "text", "text": "Continue."}]
-    assert "Continue." not in orjson.dumps(messages_of(messages=[*said, *HI])[0]).decode()
+    assert "Continue." not in orjson.dumps(messages_of(messages=[*conversation, *HI])[0]).decode()
 
 
 @pytest.mark.parametrize(
-    ("dialect", "asked"),
+    ("dialect", "fields"),
     [
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}),
         (
@@ -288,14 +288,14 @@ def test_a_history_that_ends_with_the_assistant_is_answered_with_another_turn_at
         (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_object"}}}),
     ],
 )
-def test_json_without_a_schema_is_asked_of_anthropic_in_its_system_prompt(dialect, asked):
-    body, _ = put(dialect, asked, ANTHROPIC)
+def test_json_without_a_schema_is_requested_in_anthropics_system_prompt(dialect, fields):
+    body, _ = put(dialect, fields, ANTHROPIC)
     assert "output_config" not in body
     assert body["system"].endswith("no text around it, and no code fence.")
-    assert body["system"].startswith("Be brief." if len(asked.get("messages", "")) == 2 else "Answer with one JSON")
+    assert body["system"].startswith("Be brief." if len(fields.get("messages", "")) == 2 else "Answer with one JSON")
 
 
-def test_stop_strings_of_whitespace_are_not_asked_of_anthropic():
+def test_stop_strings_of_whitespace_are_not_sent_to_anthropic():
     assert messages_of(stop=["\n\n", "END"])[0]["stop_sequences"] == ["END"]
     assert "stop_sequences" not in messages_of(stop=["\n"])[0]
 
@@ -314,15 +314,19 @@ MESSAGE = st.sampled_from(
 
 @settings(max_examples=30)
 @given(st.lists(MESSAGE, max_size=8))
-def test_turns_alternate_and_hold_every_word_whatever_was_said(said):
-    body, _ = messages_of(messages=[*said, *HI])
+def test_turns_alternate_and_include_every_word_of_any_conversation(conversation):
+    body, _ = messages_of(messages=[*conversation, *HI])
     roles = [turn["role"] for turn in body["messages"]]
     assert all(one != other for one, other in pairwise(roles))
     blocks = [block for turn in body["messages"] for block in turn["content"]]
-    told = body.get("system", "").split("\n\n") + [block["text"] for block in blocks if block["type"] == "text"]
-    words = "".join(message["content"] for message in [*said, *HI] if message["content"] and message["role"] != "tool")
-    assert sorted("".join(told)) == sorted(words)
-    assert len([block for block in blocks if block["type"] == "tool_result"]) == sum(m["role"] == "tool" for m in said)
+    sent = body.get("system", "").split("\n\n") + [block["text"] for block in blocks if block["type"] == "text"]
+    words = "".join(
+        message["content"] for message in [*conversation, *HI] if message["content"] and message["role"] != "tool"
+    )
+    assert sorted("".join(sent)) == sorted(words)
+    assert len([block for block in blocks if block["type"] == "tool_result"]) == sum(
+        m["role"] == "tool" for m in conversation
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,6 +348,6 @@ def test_a_schema_in_the_words_of_vllm_is_not_dropped_silently(name):
     assert caught.value.param == name
 
 
-def test_tokens_that_no_provider_tells_are_counted_as_ignored():
+def test_token_fields_no_provider_supports_are_counted_as_ignored():
     body, lost = messages_of(return_token_ids=True)
     assert (body, lost) == (messages_of()[0], ("return_token_ids",))

@@ -13,9 +13,9 @@ HI = [{"role": "user", "content": "hi"}]
 # -- tool calls as they are written -----------------------------------------------------------------------------------
 
 
-async def test_arguments_are_heard_before_the_answer_is_whole(ask):
+async def test_arguments_stream_before_the_answer_is_complete(ask):
     """The provider falls silent in the middle of a call: what it wrote of it has been heard."""
-    chat, said = chat_events([], [CALL])[:2], messages_events([USE])[:3]
+    chat, messages = chat_events([], [CALL])[:2], messages_events([USE])[:3]
     service, _ = await ask("openai", lambda seen: Reply(events=chat, end="hang"))
     tool = {"name": "add", "input_schema": {"type": "object"}}
     client = await service.anthropic()
@@ -28,7 +28,7 @@ async def test_arguments_are_heard_before_the_answer_is_whole(ask):
     async with client.responses.stream(model="theirs", input="hi", tools=[flat]) as stream:
         events = [event async for event in until(stream, "response.function_call_arguments.delta")]
     assert (events[-1].delta, events[-2].item.name, events[-2].item.call_id) == ('{"a": 6,', "add", "call_1")
-    service, _ = await ask("anthropic", lambda seen: Reply(events=said, end="hang"))
+    service, _ = await ask("anthropic", lambda seen: Reply(events=messages, end="hang"))
     client = await service.client()
     async with client.chat.completions.stream(model="theirs", messages=HI, tools=[ADD]) as stream:
         events = [event async for event in until(stream, "tool_calls.function.arguments.delta")]
@@ -46,7 +46,7 @@ async def until(stream, kind):
 TWICE = [CALL | {"id": "tool-1"}, CALL | {"id": "tool-2"}]
 
 
-async def test_several_calls_are_heard_one_by_one_in_every_sdk(ask):
+async def test_several_tool_calls_arrive_one_by_one_in_every_sdk(ask):
     """Their arguments come mixed."""
     *head, first, rest, second, other, last, usage, done = chat_events(["Let me."], TWICE)
     service, _ = await ask("openai", lambda seen: Reply(events=[*head, first, second, rest, other, last, usage, done]))
@@ -73,7 +73,7 @@ async def test_several_calls_are_heard_one_by_one_in_every_sdk(ask):
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-async def test_the_chat_sdks_stream_helper_hears_anthropics_calls(ask):
+async def test_the_chat_sdks_stream_helper_reads_anthropics_calls(ask):
     blocks = [{"type": "text", "text": "Let me."}, USE, USE | {"id": "toolu_2", "input": {}}]
     service, _ = await ask("anthropic", [Reply(events=messages_events(blocks))])
     client = await service.client()

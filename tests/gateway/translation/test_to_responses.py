@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6+7?"}]
 
 
-def said(text, **more):
+def message_item(text, **more):
     part = {"type": "output_text", "text": text, "annotations": []} | more
     return {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
 
@@ -41,7 +41,7 @@ def served(ask):
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_chat_client_calls_tools_and_its_models_thoughts_go_back(served, stream):
     turn = [THOUGHT, CALL]
-    service, provider = await served([answers(turn, stream), answers([said("13.")], stream, (20, 2))])
+    service, provider = await served([answers(turn, stream), answers([message_item("13.")], stream, (20, 2))])
     client = await service.client()
     conversation = [*HI]
     options = {"model": "theirs", "tools": [TOOL], "tool_choice": "required", "reasoning_effort": "low"}
@@ -75,7 +75,7 @@ async def test_a_chat_client_calls_tools_and_its_models_thoughts_go_back(served,
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_anthropics_client_is_answered_by_a_model_that_serves_responses(served, stream):
-    service, provider = await served([answers([THOUGHT, said("Let me."), CALL], stream)])
+    service, provider = await served([answers([THOUGHT, message_item("Let me."), CALL], stream)])
     client = await service.anthropic()
     image = {"type": "image", "source": {"type": "url", "url": "https://h/a.png"}}
     document = {"type": "document", "source": {"type": "url", "url": "https://h/a.pdf"}}
@@ -105,7 +105,7 @@ async def test_anthropics_client_is_answered_by_a_model_that_serves_responses(se
 async def test_log_probabilities_of_a_response_reach_a_chat_client(served):
     top = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}
     known = top | {"top_logprobs": [top]}
-    service, provider = await served([Reply(response_answer([said("Hi", logprobs=[known])]))])
+    service, provider = await served([Reply(response_answer([message_item("Hi", logprobs=[known])]))])
     client = await service.client()
     reply = await client.chat.completions.create(model="theirs", messages=HI, logprobs=True, top_logprobs=1)
     assert [each.model_dump() for each in reply.choices[0].logprobs.content] == [known]
@@ -115,7 +115,7 @@ async def test_log_probabilities_of_a_response_reach_a_chat_client(served):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_of_a_server_that_knows_no_stop_strings_is_ended_at_the_first(served, stream):
-    items = [said("Thought: look. Obs"), said("ervation: 7. Final: 7."), CALL]
+    items = [message_item("Thought: look. Obs"), message_item("ervation: 7. Final: 7."), CALL]
     service, provider = await served(
         [Reply(events=response_events(items)) if stream else Reply(response_answer(items))]
     )
@@ -138,7 +138,7 @@ async def test_an_answer_of_a_server_that_knows_no_stop_strings_is_ended_at_the_
 
 
 async def test_text_that_only_begins_like_a_stop_string_is_shown(served):
-    service, _ = await served([Reply(events=response_events([said("Obs: 7."), CALL]))])
+    service, _ = await served([Reply(events=response_events([message_item("Obs: 7."), CALL]))])
     anthropics = await service.anthropic()
     async with anthropics.messages.stream(
         model="theirs", max_tokens=9, messages=HI, stop_sequences=["7.5", "Observation:"]
@@ -148,15 +148,17 @@ async def test_text_that_only_begins_like_a_stop_string_is_shown(served):
     assert (message.content[0].text, message.stop_reason) == ("Obs: 7.", "tool_use")
 
 
-async def test_what_a_response_cannot_be_asked_is_refused_and_why_it_ended_is_told(served):
-    cut = response_answer([said("Hel")], status="incomplete", incomplete_details={"reason": "max_output_tokens"})
+async def test_unsupported_fields_are_rejected_and_the_finish_reason_is_translated(served):
+    cut = response_answer(
+        [message_item("Hel")], status="incomplete", incomplete_details={"reason": "max_output_tokens"}
+    )
     failed = response_answer([], status="failed", error={"code": "server_error", "message": "out of memory"})
     service, provider = await served([Reply(cut), Reply(failed)])
     client = await service.client()
-    for asked in ({"seed": 1}, {"n": 2}, {"presence_penalty": 1}):
+    for fields in ({"seed": 1}, {"n": 2}, {"presence_penalty": 1}):
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="theirs", messages=HI, **asked)
-        assert caught.value.param == next(iter(asked))
+            await client.chat.completions.create(model="theirs", messages=HI, **fields)
+        assert caught.value.param == next(iter(fields))
     assert provider.seen == []
     reply = await client.chat.completions.create(model="theirs", messages=HI)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Hel", "length")

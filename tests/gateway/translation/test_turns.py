@@ -1,4 +1,4 @@
-"""What is kept of a conversation, or said in it, changes nothing of what a provider is asked later."""
+"""Neither stored turns nor the text of a conversation change what a provider receives later."""
 
 import copy
 
@@ -12,17 +12,17 @@ ANTHROPIC = Provider(name="them", dialect="anthropic", base_urls=("http://127.0.
 BLOCKS = [{"type": "thinking", "thinking": "Hm.", "signature": "s1"}, {"type": "text", "text": "one"}]
 
 
-def test_a_turn_that_is_kept_stays_as_it_was_whatever_follows_it():
-    said = [
+def test_a_stored_turn_never_changes_whatever_follows_it():
+    conversation = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "one"},
         {"role": "user", "content": ""},
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "more"},
     ]
-    kept = copy.deepcopy(BLOCKS)
-    found = iter([kept, []])
-    request = CHAT.read(orjson.dumps({"model": "m", "messages": said}), None)
+    stored = copy.deepcopy(BLOCKS)
+    found = iter([stored, []])
+    request = CHAT.read(orjson.dumps({"model": "m", "messages": conversation}), None)
     body = messages_body(request, ANTHROPIC, "m", {}, lambda key: next(found))
     assert body["messages"][1]["content"] == [*BLOCKS, {"type": "text", "text": "two"}]
-    assert kept == BLOCKS
+    assert stored == BLOCKS

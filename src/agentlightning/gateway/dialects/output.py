@@ -146,7 +146,7 @@ class AnswerView(Protocol):
     def all_logprobs(self) -> list[dict[str, Any]]: ...
 
     def take_token_ids(self) -> list[int]:
-        """The tokens of the log-probabilities that were asked for last, once."""
+        """The tokens of the log-probabilities returned last, once."""
         ...
 
 

@@ -13,7 +13,7 @@ them by that attribute. The span also has the verdict (`agentlightning.constrain
     violated    it does not; `agentlightning.constraint.violations` names the fields of the request that it violates
 
 The caller gets the answer whatever the verdict. The content of an answer that calls tools is not checked: the content
-that was asked for is still to come.
+that the constraint requires is still to come.
 """
 
 from __future__ import annotations

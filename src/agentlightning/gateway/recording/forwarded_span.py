@@ -80,8 +80,8 @@ class ForwardedExchange:
         return display_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Choice) -> Json:
-        said = input_messages(self.path, self.data, choice.index // num_choices(self.data))
-        attributes: Json = {names.INPUT_MESSAGES: said}
+        messages = input_messages(self.path, self.data, choice.index // num_choices(self.data))
+        attributes: Json = {names.INPUT_MESSAGES: messages}
         if self.path == "embeddings":
             return attributes
         attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
@@ -123,10 +123,10 @@ class ForwardedExchange:
         return self._span(attributes, time.time(), "ERROR", message)
 
     def _attributes(self) -> Json:
-        response, asked = self.response, self.data.get("model")
+        response, model = self.response, self.data.get("model")
         attributes: Json = {
             names.OPERATION_NAME: OPERATIONS[self.path],
-            names.REQUEST_MODEL: asked if isinstance(asked, str) else self.route.name,
+            names.REQUEST_MODEL: model if isinstance(model, str) else self.route.name,
             names.RESPONSE_MODEL: response.model or self.route.send_model,
             **request_attributes({**self.data, **self.forced} if self.forced else self.data),
             **self.caller.attributes(),
@@ -154,9 +154,9 @@ class ForwardedExchange:
         )
 
 
-def num_choices(asked: Json) -> int:
+def num_choices(request: Json) -> int:
     """How many answers a request asks for to each of its prompts."""
-    several = asked.get("n")
+    several = request.get("n")
     return max(1, several) if isinstance(several, int) else 1
 
 

@@ -40,8 +40,8 @@ async def record_rejection(
     if caller.attempt is None or api_error.code in _NO_ATTEMPT:
         return
     rollout_id, attempt_id = caller.attempt
-    asked = await offload(len(body), partial(parse_object, body)) or {}
-    model = asked.get("model")
+    request = await offload(len(body), partial(parse_object, body)) or {}
+    model = request.get("model")
     attributes = {
         names.OPERATION_NAME: OPERATIONS[path],
         names.ERROR_TYPE: api_error.code or api_error.type,
@@ -52,7 +52,7 @@ async def record_rejection(
         with suppress(
             AttributeError, KeyError, TypeError, ValueError, IndexError
         ):  # It may have been rejected for its messages.
-            attributes[names.INPUT_MESSAGES] = input_messages(path, asked)
+            attributes[names.INPUT_MESSAGES] = input_messages(path, request)
     span = Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,

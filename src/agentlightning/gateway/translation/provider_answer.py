@@ -59,7 +59,7 @@ class _PartialToolCall:
     """How many of the deltas were taken."""
     start: ToolCallStart | None = None
     is_complete: bool = False
-    """Its provider said so."""
+    """Its provider reported its end."""
     is_ended: bool = False
     """Its end was taken."""
 
@@ -206,7 +206,7 @@ class ProviderAnswer:
         if not call.is_ended:
             call.deltas.append(text)
         elif text.strip():
-            self.protocol_error = f"it went on with the tool call {call.name!r} after its end"
+            self.protocol_error = f"it continued the tool call {call.name!r} after its end"
 
     # -- taking ----------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def test_a_last_turn_that_calls_tools_is_refused():
         read(messages=[USER, {"role": "assistant", "content": [use]}])
 
 
-def test_blocks_are_read_as_messages_and_thinking_is_kept_apart():
+def test_blocks_are_read_as_messages_with_separate_reasoning():
     thinking = {"type": "thinking", "thinking": "Let me see.", "signature": "x"}
     use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "42"}]}
@@ -150,7 +150,7 @@ async def test_a_tool_is_called_and_the_conversation_goes_on_in_the_same_tokens(
     assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
 
 
-async def test_text_streams_as_it_is_drawn_in_the_events_the_sdk_knows(serve):
+async def test_text_streams_as_it_is_sampled_in_the_sdks_events(serve):
     service = await serve(["Hé 🎉!"], engine={"delay": 0.001})
     events, message = await stream(service)
     raw = [event.type for event in events if event.type != "text"]
@@ -298,7 +298,7 @@ async def test_models_and_unknown_paths_speak_the_dialect_of_who_asks(serve):
         await client.messages.batches.list()
 
 
-async def test_a_body_that_is_too_large_and_an_attempt_that_has_ended_are_told_apart(serve):
+async def test_a_large_body_and_an_ended_attempt_have_different_errors(serve):
     service = await serve([], max_body_bytes=1000)
     with pytest.raises(anthropic.RequestTooLargeError, match="larger than 1000 bytes"):
         await create(service, [{"role": "user", "content": "long " * 1000}])

@@ -33,65 +33,67 @@ def turns(seen):
 async def test_a_chat_client_that_calls_tools_sends_thoughts_back_without_knowing_them(ask, stream):
     service, provider = await ask("anthropic", [answers(blocks, stream) for blocks in (TURN, LAST, LAST)])
     client = await service.client()
-    said = [{"role": "user", "content": "6+7?"}]
+    conversation = [{"role": "user", "content": "6+7?"}]
     for again in ("13", "Thanks.", None):
         options = {"model": "theirs", "tools": [TOOL], "extra_body": THINKING}
         if stream:
-            async with client.chat.completions.stream(messages=said, **options) as events:
+            async with client.chat.completions.stream(messages=conversation, **options) as events:
                 message = (await events.get_final_completion()).choices[0].message
         else:
-            message = (await client.chat.completions.create(messages=said, **options)).choices[0].message
+            message = (await client.chat.completions.create(messages=conversation, **options)).choices[0].message
         if again is None:
             break
-        kept = {"role": "assistant", "content": message.content}
+        turn = {"role": "assistant", "content": message.content}
         if message.tool_calls:
             assert message.reasoning_content == "Add them."
-            kept["tool_calls"] = [call.model_dump(include={"id", "type", "function"}) for call in message.tool_calls]
+            turn["tool_calls"] = [call.model_dump(include={"id", "type", "function"}) for call in message.tool_calls]
             answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": again}
         else:
             answer = {"role": "user", "content": again}
-        said = [{"role": "system", "content": f"Turn {len(said)}."}, *said[-1:], kept, answer]
+        conversation = [{"role": "system", "content": f"Turn {len(conversation)}."}, *conversation[-1:], turn, answer]
     assert provider.seen[0].json["thinking"] == THINKING["thinking"]
     assert turns(provider.seen[1]) == [TURN]
     assert turns(provider.seen[2]) == [LAST]
 
 
-async def test_a_turn_that_was_edited_keeps_its_thoughts_and_says_what_the_client_says(ask):
+async def test_an_edited_turn_retains_its_reasoning_and_sends_the_clients_text(ask):
     service, provider = await ask("anthropic", [answers(TURN, False), answers(LAST, False)])
     client = await service.client()
-    said = [{"role": "user", "content": "6+7?"}]
-    message = (await client.chat.completions.create(model="theirs", messages=said, tools=[TOOL])).choices[0].message
+    conversation = [{"role": "user", "content": "6+7?"}]
+    message = (
+        (await client.chat.completions.create(model="theirs", messages=conversation, tools=[TOOL])).choices[0].message
+    )
     call = message.tool_calls[0].model_dump(include={"id", "type", "function"})
-    said += [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    said += [{"role": "tool", "tool_call_id": call["id"], "content": "13"}]
-    await client.chat.completions.create(model="theirs", messages=said, tools=[TOOL])
+    conversation += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    conversation += [{"role": "tool", "tool_call_id": call["id"], "content": "13"}]
+    await client.chat.completions.create(model="theirs", messages=conversation, tools=[TOOL])
     assert turns(provider.seen[1]) == [[THOUGHT, HIDDEN, USE]]
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
-async def test_a_response_carries_its_thoughts_where_they_are_asked_for(ask, stream):
+async def test_a_response_includes_encrypted_reasoning_on_request(ask, stream):
     """What comes back needs no memory of ours: another attempt's server would do."""
     service, provider = await ask("anthropic", [answers(TURN, stream), answers(LAST, False)])
     client = await service.client()
     options = {"model": "theirs", "tools": [{"type": "function", **FUNCTION}], "store": False}
     options |= {"include": ["reasoning.encrypted_content"]}
-    said = [{"role": "user", "content": "6+7?"}]
+    conversation = [{"role": "user", "content": "6+7?"}]
     if stream:
-        async with client.responses.stream(input=said, **options) as events:
+        async with client.responses.stream(input=conversation, **options) as events:
             response = await events.get_final_response()
     else:
-        response = await client.responses.create(input=said, **options)
+        response = await client.responses.create(input=conversation, **options)
     assert [item.type for item in response.output] == ["reasoning", "reasoning", "message", "function_call"]
     assert response.output[0].content[0].text == "Add them."
     assert all(item.encrypted_content for item in response.output[:2])
     service.gateway.kept.forget((service.rollout_id, service.attempt_id))
-    said += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
-    said += [{"type": "function_call_output", "call_id": "toolu_1", "output": "13"}]
-    await client.responses.create(input=said, **options)
+    conversation += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+    conversation += [{"type": "function_call_output", "call_id": "toolu_1", "output": "13"}]
+    await client.responses.create(input=conversation, **options)
     assert turns(provider.seen[1]) == [TURN]
 
 
-async def test_a_response_that_is_continued_by_its_id_keeps_its_thoughts(ask):
+async def test_a_response_continued_by_its_id_retains_its_reasoning(ask):
     service, provider = await ask("anthropic", [answers(TURN, False), answers(LAST, False)])
     client = await service.client()
     first = await client.responses.create(model="theirs", input="6+7?")
@@ -116,24 +118,24 @@ def test_a_thought_is_the_same_after_it_travelled():
 
 def test_a_turn_is_found_by_its_calls_or_by_its_words_and_what_they_answer():
     hi, bye = {"role": "user", "content": "hi"}, {"role": "user", "content": "bye"}
-    said = {"role": "assistant", "content": "OK."}
+    turn = {"role": "assistant", "content": "OK."}
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     called = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert turn_key(hi, said) == turn_key(hi, said | {"name": "bot"}) != turn_key(bye, said)
-    assert turn_key(hi, called) == turn_key(bye, called | {"content": "edited"}) != turn_key(hi, said)
+    assert turn_key(hi, turn) == turn_key(hi, turn | {"name": "bot"}) != turn_key(bye, turn)
+    assert turn_key(hi, called) == turn_key(bye, called | {"content": "edited"}) != turn_key(hi, turn)
 
 
-def test_blocks_are_kept_for_their_attempt_and_forgotten_with_it_or_for_want_of_room():
-    kept = ResponseStore(max_bytes=2000)
+def test_blocks_are_stored_until_their_attempt_ends_or_space_runs_out():
+    store = ResponseStore(max_bytes=2000)
     one, two = ("r", "a1"), ("r", "a2")
-    kept.add_turn(one, b"k", [THOUGHT])
-    assert kept.lookup(one).turn(b"k") == [THOUGHT]
-    assert (kept.lookup(two).turn(b"k"), kept.lookup(None).turn(b"k")) == ([], [])
-    size = kept.size
-    kept.add_turn(one, b"k", [THOUGHT])
-    assert kept.size == size > 0
-    kept.forget(one)
-    assert (kept.size, kept.lookup(one).turn(b"k")) == (0, [])
-    kept.add_turn(one, b"k", [THOUGHT])
-    kept.add_turn(two, b"k", [THOUGHT | {"thinking": "x" * 1950}])
-    assert kept.lookup(one).turn(b"k") == []
+    store.add_turn(one, b"k", [THOUGHT])
+    assert store.lookup(one).turn(b"k") == [THOUGHT]
+    assert (store.lookup(two).turn(b"k"), store.lookup(None).turn(b"k")) == ([], [])
+    size = store.size
+    store.add_turn(one, b"k", [THOUGHT])
+    assert store.size == size > 0
+    store.forget(one)
+    assert (store.size, store.lookup(one).turn(b"k")) == (0, [])
+    store.add_turn(one, b"k", [THOUGHT])
+    store.add_turn(two, b"k", [THOUGHT | {"thinking": "x" * 1950}])
+    assert store.lookup(one).turn(b"k") == []

@@ -83,7 +83,7 @@ async def test_several_prompts_in_tokens_are_each_answered_n_times(serve):
     assert json.loads(spans[0][names.INPUT_MESSAGES])[0]["parts"] == [{"type": "text", "content": "Hi"}]
 
 
-async def test_text_streams_as_it_is_drawn_and_ends_with_reason_and_usage(serve):
+async def test_text_streams_as_it_is_sampled_and_ends_with_reason_and_usage(serve):
     service = await serve(["Hé 🎉!", "Hé 🎉!"], engine={"delay": 0.001})
     chunks = [chunk async for chunk in await create(service, ["a", "b"], stream=True)]
     said = {0: "", 1: ""}
@@ -95,7 +95,7 @@ async def test_text_streams_as_it_is_drawn_and_ends_with_reason_and_usage(serve)
     assert all(chunk.choices for chunk in chunks)
 
 
-async def test_log_probabilities_of_the_drawn_tokens_come_in_openais_shape(serve):
+async def test_log_probabilities_of_sampled_tokens_have_openais_format(serve):
     service = await serve(["Hi"])
     logprobs = (await create(service, "Say: ", logprobs=0)).choices[0].logprobs
     (span,) = await service.spans()
@@ -104,7 +104,7 @@ async def test_log_probabilities_of_the_drawn_tokens_come_in_openais_shape(serve
     assert logprobs.text_offset == [0, 1, 2]
 
 
-async def test_a_prompt_that_goes_on_after_a_stop_string_keeps_every_token(serve):
+async def test_a_prompt_that_continues_after_a_stop_string_has_every_token(serve):
     service = await serve(["Think.\nObservation: made up", "Done."])
     first = (await create(service, "Go.\n", stop=["\nObservation:"])).choices[0].text
     assert first == "Think."

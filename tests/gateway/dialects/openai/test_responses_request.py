@@ -48,7 +48,7 @@ def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(
     assert (refused.value.status, refused.value.param) == (400, field)
 
 
-def test_items_of_one_turn_are_one_message_and_reasoning_is_kept_apart():
+def test_items_of_one_turn_are_one_message_with_separate_reasoning():
     call = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"x": 1}', "id": "fc_1"}
     said = {"type": "output_text", "text": "Sure.", "annotations": [], "token_ids": [1]}
     request = read(
@@ -140,7 +140,7 @@ async def test_a_tool_is_called_and_the_conversation_goes_on_in_the_same_tokens(
     assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
 
 
-async def test_text_streams_as_it_is_drawn_in_the_events_the_sdk_knows(serve):
+async def test_text_streams_as_it_is_sampled_in_the_sdks_events(serve):
     service = await serve(["Hé 🎉!"], engine={"delay": 0.001})
     events, reply = await stream(service)
     kinds = [event.type for event in events]
@@ -190,7 +190,7 @@ async def test_an_empty_answer_is_an_empty_message(serve):
     assert (await stream(service))[1].output[0].content[0].text == ""
 
 
-async def test_log_probabilities_come_where_they_are_asked_for(serve):
+async def test_log_probabilities_are_included_on_request(serve):
     service = await serve(["Hi"])
     reply = await create(service, include=["message.output_text.logprobs"])
     assert [token.token for token in reply.output[0].content[0].logprobs] == ["H", "i", "<|im_end|>"]
