@@ -115,6 +115,13 @@ def test_trajectories_are_imitated_as_they_were_sampled(chat: HFChatFormat) -> N
     sample = to_sample(to_trajectories([Trajectory("r", "a", (call,), reward=1.0)] * 2, chat, 512))
     trained = [n for n, w in zip(sample.tree.nodes, sample.weights, strict=True) if any(w)]
     assert [node.token_ids for node in trained] == [(8, 9), (8, 9)]
+    assert {float(value) for values in sample.advantages for value in values} == {0.0}
+
+
+def test_a_single_token_has_the_whole_weight(chat: HFChatFormat) -> None:
+    call = Transition("r", "a", "s", 1, (5, 6, 7), (8,), (-1.0,))
+    sample = to_sample(to_trajectories([Trajectory("r", "a", (call,))], chat, 512))
+    assert sample.weights[-1].tolist() == [1.0]
 
 
 async def test_without_shuffling_the_dataset_keeps_its_order(chat: HFChatFormat) -> None:
@@ -260,5 +267,5 @@ def test_settings_that_cannot_work_are_refused(directory: Path) -> None:
     assert SFTAlgorithm(dataset=[], config=SFTConfig(batch_size=3), steps=3).config == SFTConfig(batch_size=3, steps=3)
     with pytest.raises(DatasetError, match="holds no conversation"):
         SFTAlgorithm(model=directory, dataset=[], output="out").train()
-    with pytest.raises(ValueError, match="batchsize"):
+    with pytest.raises(ValueError, match=r"batchsize.*from the arguments of SFTAlgorithm"):
         SFTAlgorithm(model=directory, dataset=[], output="out", batchsize=3)

@@ -82,12 +82,13 @@ def test_validation_is_due_every_so_many_steps_and_after_the_last(monkeypatch: p
 
 def test_later_weights_that_are_as_good_are_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch)
+    measured.state.evaluations["before-greedy"] = [0.0]
     assert is_best(measured, 0.5, 0.5)
     assert measured.state.best_score == 0.5
     assert not is_best(measured, 0.5, 0.25)
-    assert measured.state.evaluations == {"best-greedy": [0.5, 0.5]}
+    assert measured.state.evaluations == {"before-greedy": [0.0], "best-greedy": [0.5, 0.5]}
     assert is_best(measured, 0.25, 0.75)
-    assert measured.state.evaluations == {"best-greedy": [0.25, 0.75]}
+    assert measured.state.evaluations == {"before-greedy": [0.0], "best-greedy": [0.25, 0.75]}
 
 
 def test_a_missing_reward_counts_as_the_lowest_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,7 @@ async def test_the_start_is_measured_once_and_must_have_rewards(monkeypatch: pyt
     assert [(each["max_failed_share"], each["require_reward"]) for each in measured.requests] == [(None, True)] * 2
     assert {tuple(request["tasks"]) for request in measured.requests} == {("h1", "h2")}
     assert (measured.progress, measured.writes) == ([2, 4], 2)
+    assert list(measured.state.evaluations) == ["before-greedy", "before-sampled"]
     again = await measured.measurements.measure_start()
     assert len(measured.requests) == 2
     for results in (first, again):
