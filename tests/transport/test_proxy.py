@@ -215,11 +215,11 @@ def test_a_tunnel_is_opened_by_the_loop_that_servers_run_in(backend_type, author
 @pytest.mark.parametrize(
     ("options", "reason", "said"),
     [
-        ({"credentials": "you:other"}, "proxy", "wants credentials"),
-        ({"refuse": b"401 Unauthorized"}, "proxy", "wants credentials"),
+        ({"credentials": "you:other"}, "proxy", "requires credentials"),
+        ({"refuse": b"401 Unauthorized"}, "proxy", "requires credentials"),
         ({"refuse": b"403 Forbidden by policy"}, "proxy", "status 403 Forbidden by policy"),
         ({"refuse": b"502 Bad Gateway"}, "connect", "status 502 Bad Gateway"),
-        ({"refuse": b"banana"}, "protocol", "does not answer in HTTP"),
+        ({"refuse": b"banana"}, "protocol", "invalid HTTP response"),
     ],
 )
 async def test_a_proxy_that_refuses_is_named_without_its_password(options, reason, said):
@@ -250,7 +250,7 @@ async def test_a_proxy_that_says_nothing_is_waited_for_as_long_as_for_a_connecti
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     async with through(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as transport:
-        with pytest.raises(TransportError, match="took no connection through the proxy") as caught:
+        with pytest.raises(TransportError, match="accepted no connection through the proxy") as caught:
             await transport.send("GET", "https://api.example/", [], connect_seconds=0.3)
     assert caught.value.reason == "connect"
     await asyncio.wait_for(gone.wait(), 5)

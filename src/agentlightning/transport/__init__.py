@@ -1,4 +1,4 @@
-"""HTTP to another server, for those who pass on many calls. See `base` for what is promised."""
+"""An HTTP/1.1 client for many concurrent calls to a few servers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Headers", "PendingResponse", "Response", "Transport", "TransportErro
 
 
 def open_transport(options: ConnectOptions | None = None) -> Transport:
-    """A transport for the event loop that uses it first. Close it when done. `dial` says how connections are opened;
-    None: through the proxies that the environment names. Raises ConfigError where it says what cannot be used."""
+    """Open a transport for the event loop that uses it first; close it when done. Without `options` it uses the proxies
+    of the environment. Raises ConfigError for invalid options."""
     from agentlightning.transport.connector import ConnectOptions
     from agentlightning.transport.pool import ConnectionPool
 

@@ -1,7 +1,7 @@
-"""HTTP to another server, for those who pass on many calls: one request out, one answer in, whole or piece by piece.
+"""Interfaces of an HTTP client: a transport sends requests, and returns responses whole or in chunks.
 
-Responsible for connections and bytes. Who is called, what is repeated and what an answer means are the business of
-those who call it.
+A transport manages connections and bytes. Choice of the server, retries and the meaning of responses are left to its
+users.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 Reason = Literal["connect", "timeout", "closed", "protocol", "tls", "proxy"]
-"""What happened: no way there, silence, a connection that was closed, what is no HTTP, a certificate that is not to be
-trusted (or no agreement on TLS), a proxy that refuses. The last two stay as they are until somebody changes a
-setting."""
+"""The cause: no connection, no data in time, a closed connection, invalid HTTP, a failed TLS handshake or an untrusted
+certificate, a proxy that rejects the request. The last two persist until a setting changes."""
 
 
 class TransportError(AgentLightningError):
-    """No answer, or not all of one."""
+    """No response, or an incomplete one."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -31,7 +30,7 @@ class TransportError(AgentLightningError):
 
 
 class Response(Protocol):
-    """The answer to one request, its body not read yet. Use as `async with`: leaving early drops the connection."""
+    """The response to one request, its body not read yet. Use as `async with`; an early exit drops the connection."""
 
     @property
     def status(self) -> int: ...
@@ -40,11 +39,11 @@ class Response(Protocol):
     def headers(self) -> Headers: ...
 
     async def read(self) -> bytes:
-        """The whole body. Raises TransportError where it is cut short."""
+        """Read the whole body. Raises TransportError if it breaks off."""
         ...
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises TransportError where it is cut short."""
+        """The body as it arrives. Raises TransportError if it breaks off."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -55,7 +54,7 @@ class Response(Protocol):
 
 
 class PendingResponse(Protocol):
-    """An answer that is waited for without a task: it is whole, or has failed, when it says so."""
+    """A response that arrives without a task; a callback reports that it is complete or has failed."""
 
     @property
     def status(self) -> int: ...
@@ -65,25 +64,28 @@ class PendingResponse(Protocol):
 
     @property
     def error(self) -> TransportError | None:
-        """Why there is no whole answer."""
+        """Why the response is not complete."""
         ...
 
     @property
     def stale(self) -> bool:
-        """It failed because the connection had been closed before it was used: nobody has heard the request."""
+        """Whether it failed because the idle connection was closed already, so that the request never arrived."""
         ...
 
     def body(self) -> bytes:
-        """The body."""
+        """The body of a complete response."""
         ...
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the request and its callback."""
         ...
 
 
 class Transport(Protocol):
-    """Keeps connections alive between calls; one for an event loop."""
+    """Sends requests over kept-alive connections; one for each event loop.
+
+    `send` may open a connection; its twin `try_send`, for callers without a task, needs an idle one.
+    """
 
     async def send(
         self,
@@ -95,10 +97,12 @@ class Transport(Protocol):
         connect_seconds: float = 10.0,
         timeout_seconds: float = 600.0,
     ) -> Response:
-        """Returns when the answer's head is there. `timeout_seconds` is the longest silence, not the whole.
+        """Send a request, and return once the head of its response arrived. `timeout_seconds` limits the time between
+        reads, not the total.
 
-        A connection that was kept alive and turns out to be closed at once, before a byte of the answer came, is
-        replaced; nothing else is sent twice. Raises TransportError."""
+        A kept-alive connection that turns out to be closed before the first byte of the response is replaced; nothing
+        else is sent twice. Raises TransportError.
+        """
         ...
 
     def try_send(
@@ -111,8 +115,9 @@ class Transport(Protocol):
         *,
         timeout_seconds: float = 600.0,
     ) -> PendingResponse | None:
-        """Send at once, and call `on_end` when the answer is whole or has failed; it is read there and then. None,
-        and nothing is sent, where no connection is at hand. Raises TransportError for what cannot be sent."""
+        """Send a request at once, and call `on_done` when its response is complete or has failed; its body must be read
+        there. Returns None, without side effects, if no idle connection exists. Raises TransportError for a request
+        that cannot be sent."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""One connection to a server: it writes requests and reads answers, one after the other.
+"""One HTTP/1.1 connection to a server: sends requests and parses their responses, one after the other.
 
-Responsible for HTTP/1.1 as bytes: heads, bodies of a known length, in chunks or up to the end of the connection, and
-for not reading faster than the body is taken. Made and kept by `pool`, which also watches for silence.
+Handles bodies with Content-Length, in chunks or up to the end of the connection, and pauses reading while the consumer
+is slower than the server. `pool` owns the connections and enforces timeouts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from agentlightning.transport.base import TransportError
 
 MAX_HEAD_BYTES: Final = 65536
 MAX_BODY_BYTES: Final = 256 * 1024 * 1024
-"""Of a body that is read in one piece."""
+"""Limit for a body that is read as a whole."""
 STALE_SECONDS: Final = 1.0
-"""A connection that is closed so soon after a request was written had been closed before. Later, the server has heard
-it, and may have worked on it."""
+"""A connection that closes so soon after a request was idle too long. Later, the server may have received the request
+and worked on it."""
 HIGH_WATER_BYTES: Final = 262144
-"""Bytes of a body that nobody has taken; above it the server is made to wait."""
+"""Unread bytes of a body above which reading pauses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a connection leads."""
+    """Scheme, host and port of a server."""
 
     secure: bool
     host: str
@@ -41,7 +41,7 @@ class Origin:
 
 
 class Connection(asyncio.Protocol):
-    """A connection and the answer that is read on it, if any."""
+    """A connection, and the response in progress on it, if any."""
 
     __slots__ = (
         "_head_bytes",
@@ -74,14 +74,13 @@ class Connection(asyncio.Protocol):
 
     @property
     def awaits_data(self) -> bool:
-        """Whether it is the server's turn to say something."""
+        """Whether the server has data to send."""
         return self._response is not None and not self._response.paused
 
     def send(
         self, request: bytes, timeout_seconds: float, now: float, on_done: Callable[[], None] | None = None
     ) -> HttpResponse:
-        """Write a request. The answer's head is there when its `head` is done; it is whole, or has failed, when
-        `on_end` is called."""
+        """Write a request. `on_done` is called when its response is complete or has failed."""
         assert self._transport is not None
         assert self._response is None
         self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, now, 0
@@ -90,14 +89,14 @@ class Connection(asyncio.Protocol):
         return answer
 
     def abort(self, error: TransportError | None = None) -> None:
-        """Close at once; who reads the answer is told."""
+        """Close at once; the response in progress fails."""
         answer, self._response = self._response, None
         if self._transport is not None:
             self._transport.abort()
         if answer is not None:
-            answer.fail(error or TransportError("the call was given up", "closed"))
+            answer.fail(error or TransportError("the call was cancelled", "closed"))
 
-    # -- for the answer ------------------------------------------------------------------------------------------
+    # -- for the response ----------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         if self._transport is not None:
@@ -108,14 +107,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    # -- what asyncio calls --------------------------------------------------------------------------------------
+    # -- called by asyncio ---------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         answer = self._response
-        if answer is None:  # nobody asked for anything
+        if answer is None:  # data without a request
             return self.abort()
         self.last_data_at = self._owner.now()
         answer.has_data = True
@@ -124,11 +123,11 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            return self.abort(TransportError(f"{self.origin} does not answer in HTTP: {error}", "protocol"))
+            return self.abort(TransportError(f"{self.origin} sent an invalid HTTP response: {error}", "protocol"))
         if self._head_bytes > MAX_HEAD_BYTES and not answer.status:
             self.abort(
                 TransportError(
-                    f"the head of the answer of {self.origin} has more than {MAX_HEAD_BYTES} bytes", "protocol"
+                    f"the response of {self.origin} has a head of more than {MAX_HEAD_BYTES} bytes", "protocol"
                 )
             )
         elif answer.is_complete:
@@ -148,8 +147,8 @@ class Connection(asyncio.Protocol):
             return answer.finish()
         cause = f": {exc}" if exc else ""
         answer.stale = not answer.has_data and self._owner.now() - self.last_data_at < STALE_SECONDS
-        where = "before it answered" if not answer.has_data else "in the middle of its answer"
-        answer.fail(TransportError(f"{self.origin} closed the connection {where}{cause}", "closed"))
+        when = "before its response" if not answer.has_data else "in the middle of its response"
+        answer.fail(TransportError(f"{self.origin} closed the connection {when}{cause}", "closed"))
 
     def _release(self, answer: HttpResponse) -> None:
         self._response = None
@@ -161,7 +160,7 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.close()
 
-    # -- what the parser calls -----------------------------------------------------------------------------------
+    # -- called by the parser ------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if (answer := self._response) is not None and not answer.is_complete:
@@ -171,15 +170,15 @@ class Connection(asyncio.Protocol):
         answer, status = self._response, self._parser.get_status_code()
         if answer is None:
             return
-        if answer.is_complete:  # another answer than the one that was asked for
+        if answer.is_complete:  # a second response to one request
             answer.keep_alive = False
             return
-        if status < 200:  # 100 Continue and its like: the answer comes after it
+        if status < 200:  # an interim response, such as 100 Continue
             answer.headers.clear()
             return
         answer.status, answer.keep_alive = status, self._parser.should_keep_alive()
-        known = {name for name, _ in answer.headers if name in (b"content-length", b"transfer-encoding")}
-        answer.until_end = not known and status not in (204, 304)
+        has_length = any(name in (b"content-length", b"transfer-encoding") for name, _ in answer.headers)
+        answer.until_end = not has_length and status not in (204, 304)
         answer.head_received()
 
     def on_body(self, body: bytes) -> None:
@@ -192,21 +191,21 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs of its pool."""
+    """The pool of a connection."""
 
     def now(self) -> float: ...
 
     def release(self, connection: Connection) -> None:
-        """It may be used again."""
+        """Take back a connection that can be reused."""
         ...
 
     def remove(self, connection: Connection) -> None:
-        """It is gone."""
+        """Remove a closed connection."""
         ...
 
 
 class HttpResponse:
-    """An answer as it comes in."""
+    """A response while it arrives, and after."""
 
     __slots__ = (
         "_connection",
@@ -231,23 +230,23 @@ class HttpResponse:
         self.headers: list[tuple[bytes, bytes]] = []
         self.error: TransportError | None = None
         self.has_data = False
-        """A byte of it has come."""
+        """Whether a byte of it arrived."""
         self.is_complete = False
         self.stale = False
-        """See `Arriving.stale`."""
+        """See `PendingResponse.stale`."""
         self.keep_alive = False
         self.until_end = False
-        """The body ends with the connection."""
+        """Whether the end of the connection ends the body."""
         self.paused = False
-        """The server waits until some of the body is taken."""
+        """Whether reading is paused until some of the body is consumed."""
         self.buffered_bytes = 0
-        """Bytes of the body that nobody has taken yet."""
+        """Unread bytes of the body."""
         self._connection = connection
         self._parts: deque[bytes] = deque()
         self._head: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_done = on_done
-        """Somebody waits for the whole of it, and takes nothing before."""
+        """Called when the response is complete or has failed; then nothing is read before."""
 
     async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
@@ -259,7 +258,7 @@ class HttpResponse:
         await self._head
 
     def body(self) -> bytes:
-        """The body of an answer that has ended."""
+        """The body of a complete response."""
         return self._pop() if len(self._parts) == 1 else b"".join(self._parts)
 
     async def read(self) -> bytes:
@@ -306,7 +305,7 @@ class HttpResponse:
         self.drop()
 
     def drop(self) -> None:
-        """Nobody wants the rest."""
+        """Discard the rest, and close the connection if the response is not complete."""
         self._on_done = None
         self._parts.clear()
         self.buffered_bytes = 0
@@ -325,7 +324,7 @@ class HttpResponse:
         self.wake()
 
     def check_buffer(self) -> None:
-        """More has come than is being taken."""
+        """Pause reading, or fail if the whole body is too long."""
         if self._on_done is None:
             self.paused = True
             self._connection.pause()
@@ -337,11 +336,11 @@ class HttpResponse:
             self._waiter.set_result(None)
 
     def finish(self) -> None:
-        """It is whole, or never will be."""
+        """Wake up the consumer of a response that is complete or has failed."""
         self.wake()
-        on_end, self._on_done = self._on_done, None
-        if on_end is not None:
-            on_end()
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done()
 
     def fail(self, error: TransportError) -> None:
         self.error = error
@@ -351,4 +350,4 @@ class HttpResponse:
 
 
 def _body_too_large() -> TransportError:
-    return TransportError(f"the answer is longer than {MAX_BODY_BYTES} bytes", "protocol")
+    return TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")

@@ -1,8 +1,4 @@
-"""How connections are opened: directly or through a proxy, and whose certificates are believed.
-
-Called by `pool` for each new connection, and by those who configure one, to learn at the start what cannot work. It
-knows nothing of requests.
-"""
+"""Opens connections, directly or through a proxy, and validates the options for them."""
 
 from __future__ import annotations
 
@@ -24,11 +20,11 @@ Kind = TypeVar("Kind", bound=asyncio.Protocol)
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
-    """What is set of it. Equal ones can share their connections."""
+    """Proxies and certificates of connections. Equal options can share connections."""
 
     proxies: ProxySettings = field(default_factory=ProxySettings)
     ca_file: str | None = None
-    """Certificates (PEM) of authorities that are believed besides those of the system."""
+    """Certificates (PEM) of trusted authorities, in addition to those of the system."""
 
     @classmethod
     def create(
@@ -37,18 +33,18 @@ class ConnectOptions:
         ca_file: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Self:
-        """`proxy` is the address of one for every call, False for none, None for what the environment says. Raises
-        ConfigError where an address or a file cannot be used."""
-        known = os.environ if environment is None else environment
-        for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", known.get("SSL_CERT_FILE"))):
+        """`proxy` is the URL of a proxy for every call, False for none, None for those of the environment. Raises
+        ConfigError for an invalid URL or file."""
+        variables = os.environ if environment is None else environment
+        for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", variables.get("SSL_CERT_FILE"))):
             if file:
                 check_certificates(name, file)
         if proxy is None:
-            return cls(ProxySettings.from_environment(known), ca_file)
+            return cls(ProxySettings.from_environment(variables), ca_file)
         return cls(ProxySettings.for_all(proxy) if proxy else ProxySettings(), ca_file)
 
     def check(self, url: str) -> Self:
-        """Raises ConfigError where the proxy on the way to `url` cannot be used."""
+        """Raises ConfigError if the proxy for `url` cannot be used."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         self.proxies.find(Origin(secure, parts.hostname or "", parts.port or (443 if secure else 80)))
@@ -56,43 +52,43 @@ class ConnectOptions:
 
 
 class Connector:
-    """Opens connections as a `Dial` says; for one event loop."""
+    """Opens connections with the same `ConnectOptions`; for one event loop."""
 
     def __init__(self, options: ConnectOptions) -> None:
         self._options = options
         self._tls: ssl.SSLContext | None = None
 
     def proxy(self, origin: Origin) -> Proxy | None:
-        """The one on the way to a server. Raises ConfigError where it cannot be used."""
+        """The proxy for a server. Raises ConfigError if it cannot be used."""
         return self._options.proxies.find(origin)
 
     async def connect(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
-        """A protocol made by `make`, connected to a server. `seconds` is for everything until a request can be sent.
-        Raises TransportError."""
+        """Connect a protocol made by `make` to a server. `seconds` limits the time until a request can be sent. Raises
+        TransportError."""
         proxy = self.proxy(origin)
-        way = f" through the proxy {proxy}" if proxy else ""
+        via = f" through the proxy {proxy}" if proxy else ""
         try:
             async with asyncio.timeout(seconds):
                 if proxy is None or not origin.secure:
                     return await self._connect(proxy or origin, make)
                 return await self._connect_through(proxy, origin, make)
         except TimeoutError:
-            raise TransportError(f"{origin} took no connection{way} within {seconds:g} s", "connect") from None
+            raise TransportError(f"{origin} accepted no connection{via} within {seconds:g} s", "connect") from None
         except OSError as error:
-            raise TransportError(f"{origin} cannot be reached{way}: {error}", "connect") from error
+            raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
 
-    async def _connect(self, place: Origin | Proxy, make: Callable[[], Kind]) -> Kind:
+    async def _connect(self, server: Origin | Proxy, make: Callable[[], Kind]) -> Kind:
         loop = asyncio.get_running_loop()
         try:
             _, protocol = await loop.create_connection(
                 make,
-                place.host,
-                place.port,
-                ssl=self._context() if place.secure else None,
-                server_hostname=place.host if place.secure else None,
+                server.host,
+                server.port,
+                ssl=self._context() if server.secure else None,
+                server_hostname=server.host if server.secure else None,
             )
         except ssl.SSLError as error:
-            raise tls_error(place, error) from error
+            raise tls_error(server, error) from error
         return protocol
 
     async def _connect_through(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
@@ -104,14 +100,14 @@ class Connector:
                 tunnel.transport, protocol, context, server_hostname=origin.host
             )
             if secured is None or secured.is_closing():
-                raise TransportError(f"{origin} closed the connection before it was asked", "connect")
+                raise TransportError(f"{origin} closed the connection after the TLS handshake", "connect")
         except ssl.SSLError as error:
             tunnel.transport.abort()
             raise tls_error(origin, error) from error
         except BaseException:
             tunnel.transport.abort()
             raise
-        # `start_tls` tells a protocol of what it reads, and not that it is connected.
+        # `start_tls` does not call `connection_made` of the new protocol.
         protocol.connection_made(secured)
         return protocol
 

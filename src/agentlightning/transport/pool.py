@@ -1,7 +1,6 @@
-"""Connections that are kept alive between calls, by where they lead.
+"""A pool of kept-alive connections for each origin, with timeouts.
 
-Responsible for opening, keeping and closing them, and for noticing a server that has fallen silent: one timer watches
-all calls, since one for each call would cost as much as the call.
+One timer checks all calls in flight for silent servers, since a timer for each call would cost as much as the call.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from agentlightning.transport.connector import ConnectOptions, Connector
 from agentlightning.transport.http_writer import head_bytes, request_bytes
 
 IDLE_SECONDS: Final = 55.0
-"""A connection that was not used for so long is closed: many servers do so after a minute."""
+"""Idle connections are closed after this time; many servers close them after a minute."""
 MAX_IDLE: Final = 1024
-"""Connections to one place that are kept for later calls."""
+"""Idle connections to one origin."""
 MAX_CACHED_URLS: Final = 1024
 
 
@@ -38,7 +37,7 @@ class ConnectionPool:
         self._closed = False
 
     def now(self) -> float:
-        """Of the loop's clock, which is this one; asking the loop costs several times as much."""
+        """The time of the event loop's clock, several times faster than `loop.time()`."""
         return time.monotonic()
 
     async def send(
@@ -73,17 +72,17 @@ class ConnectionPool:
         *,
         timeout_seconds: float = 600.0,
     ) -> HttpResponse | None:
-        """See `Transport.send_now`."""
+        """See `Transport.try_send`."""
         origin, target, host = self._parsed_urls.get(url) or self._parse_url(url)
         if (connection := self._take_idle(origin)) is None:
             return None
         now = self.now()
-        same = method, url, headers if isinstance(headers, tuple) else tuple(headers)
-        if (head := self._heads.get(same)) is None:
+        head_key = method, url, headers if isinstance(headers, tuple) else tuple(headers)
+        if (head := self._heads.get(head_key)) is None:
             head = head_bytes(method, target, host, headers)
             if len(self._heads) >= MAX_CACHED_URLS:
                 self._heads.clear()
-            self._heads[same] = head
+            self._heads[head_key] = head
         request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
         answer = connection.send(request, timeout_seconds, now, on_done)
         self._busy.add(connection)
@@ -91,19 +90,19 @@ class ConnectionPool:
         return answer
 
     async def close(self) -> None:
-        """Drop every connection; calls under way fail."""
+        """Close every connection; calls in flight fail."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for connection in [*self._busy, *(each for idle in self._idle.values() for each in idle)]:
             connection.abort(TransportError("the transport was closed", "closed"))
         self._idle.clear()
-        await asyncio.sleep(0)  # the connections close in the loop's next turn
+        await asyncio.sleep(0)  # The connections close in the next iteration of the loop.
 
     async def _send_on(
         self, connection: Connection, request: bytes, timeout_seconds: float, *, fresh: bool = False
     ) -> HttpResponse | None:
-        """None where a connection that was kept alive turned out to be closed."""
+        """None if a kept-alive connection turned out to be closed."""
         now = self.now()
         answer = connection.send(request, timeout_seconds, now)
         self._busy.add(connection)
@@ -122,7 +121,7 @@ class ConnectionPool:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def _take_idle(self, origin: Origin) -> Connection | None:
-        """The one used last, as the likeliest to be open."""
+        """The idle connection that was used last, which is most likely open."""
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
@@ -137,7 +136,7 @@ class ConnectionPool:
         return await self._connector.connect(origin, lambda: Connection(self, origin), seconds)
 
     def release(self, connection: Connection) -> None:
-        """It may be used again."""
+        """Take back a connection that can be reused."""
         self._busy.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle is None:
@@ -148,16 +147,16 @@ class ConnectionPool:
         idle.append(connection)
 
     def remove(self, connection: Connection) -> None:
-        """It is gone."""
+        """Remove a closed connection."""
         self._busy.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
             idle.remove(connection)
 
-    # -- silence -------------------------------------------------------------------------------------------------
+    # -- timeouts ------------------------------------------------------------------------------------------------
 
     def _schedule_check(self, until: float) -> None:
-        """Look at all of them at `until`, or before."""
+        """Check all connections at `until`, or before."""
         timer = self._timer
         if timer is None or timer.when() > until:
             if timer is not None:
@@ -169,7 +168,7 @@ class ConnectionPool:
         for connection in list(self._busy):
             silent = now - connection.last_data_at
             if connection.awaits_data and silent >= connection.timeout_seconds:
-                message = f"{connection.origin} said nothing for {connection.timeout_seconds:g} s"
+                message = f"{connection.origin} sent nothing for {connection.timeout_seconds:g} s"
                 connection.abort(TransportError(message, "timeout"))
         for idle in self._idle.values():
             while idle and now - idle[0].idle_since >= IDLE_SECONDS:
@@ -181,27 +180,27 @@ class ConnectionPool:
         if self._busy or ends:
             self._schedule_check(max(now + 0.01, min((now + IDLE_SECONDS, *ends))))
 
-    # -- addresses -----------------------------------------------------------------------------------------------
+    # -- URLs ----------------------------------------------------------------------------------------------------
 
     def _parse_url(self, url: str) -> tuple[Origin, bytes, bytes]:
-        """(where to, the path and query, the Host header); what a proxy passes on names the server with its path, and
-        the proxy is told who asks beside the host. Raises TransportError for what is no URL of HTTP."""
+        """(origin, request target, Host header). For a proxy without a tunnel the target is the whole URL, and the
+        proxy's headers follow the Host header. Raises TransportError for an invalid URL."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise TransportError(f"an address that cannot be called: {error}", "protocol") from None
+            raise TransportError(f"invalid URL: {error}", "protocol") from None
         secure = parts.scheme == "https"
         if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
-            raise TransportError(f"{parts.scheme}://{parts.hostname} is no address that can be called", "protocol")
+            raise TransportError(f"{parts.scheme}://{parts.hostname} is no valid URL", "protocol")
         origin = Origin(secure, parts.hostname, port or (443 if secure else 80))
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
-        asking = b""
+        proxy_headers = b""
         if not secure and (proxy := self._connector.proxy(origin)) is not None:
             target = f"http://{host}{target}"
-            asking = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
+            proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
         if len(self._parsed_urls) >= MAX_CACHED_URLS:
             self._parsed_urls.clear()
-        self._parsed_urls[url] = found = (origin, target.encode(), host.encode() + asking)
-        return found
+        self._parsed_urls[url] = parsed = (origin, target.encode(), host.encode() + proxy_headers)
+        return parsed

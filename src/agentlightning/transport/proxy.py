@@ -1,8 +1,7 @@
-"""Proxies: which one a call goes through, as a setting or the environment says, and how a tunnel through one is opened.
+"""Selects the HTTP proxy for a call, by a setting or the environment, and opens tunnels through it with CONNECT.
 
-Responsible for what an address of a proxy means, for the rules of `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and
-`NO_PROXY` as curl and httpx have them, and for the answer to CONNECT. What is spoken through a tunnel is the business
-of `dial`. The credentials of a proxy are in no text made here.
+`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` have the same meaning as for curl and httpx, including CIDR
+networks in NO_PROXY. Errors never contain the credentials of a proxy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from agentlightning.transport.connection import MAX_HEAD_BYTES, Origin
 _SCHEMES: Final = ("http", "https")
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: ([^\r\n]*))?")
 _UNREACHED: Final = frozenset({500, 502, 503, 504})
-"""What a proxy says that did not get through to the server."""
+"""Statuses of a proxy that could not reach the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Proxy:
     """One proxy."""
 
     secure: bool
-    """Whether the proxy itself is spoken to in TLS."""
+    """Whether the connection to the proxy itself uses TLS."""
     host: str
     port: int
     authorization: bytes = field(default=b"", repr=False)
@@ -43,54 +42,54 @@ class Proxy:
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """What the proxy is told besides the request."""
+        """Headers for the proxy."""
         return ((b"proxy-authorization", self.authorization),) if self.authorization else ()
 
     @classmethod
     def parse(cls, url: str, source: str) -> Self:
-        """Of `http://[user:password@]host[:port]`, or `https://`; `source` is what the setting is called. Raises
+        """Parse `http://[user:password@]host[:port]` or `https://`. `source` names the setting in errors. Raises
         ConfigError."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
-            raise ConfigError(f"{source} holds no address of a proxy; give one such as http://proxy:3128") from None
+            raise ConfigError(f"{source} is no valid proxy URL; use one such as http://proxy:3128") from None
         if parts.scheme not in _SCHEMES:
             raise ConfigError(
-                f"{source} names a proxy of the kind {parts.scheme!r}, and only http and https are spoken here; give an"
-                " HTTP proxy, or go without one: NO_PROXY=*, or proxy = false of a provider"
+                f"{source} names a proxy of the kind {parts.scheme!r}, which is unsupported; use http, https or none: "
+                "NO_PROXY=*, or proxy = false of a provider"
             )
         if not parts.hostname or not parts.hostname.isascii() or not parts.hostname.isprintable():
-            raise ConfigError(f"{source} names no host; give an address such as http://proxy:3128")
-        given = ""
+            raise ConfigError(f"{source} has no valid host; use a URL such as http://proxy:3128")
+        authorization = ""
         if parts.username is not None:
-            words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            given = f"Basic {b64encode(words.encode()).decode()}"
+            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            authorization = f"Basic {b64encode(credentials.encode()).decode()}"
         secure = parts.scheme == "https"
-        return cls(secure, parts.hostname, port or (443 if secure else 80), given.encode())
+        return cls(secure, parts.hostname, port or (443 if secure else 80), authorization.encode())
 
 
 def without_credentials(url: str) -> str:
-    """The address of a proxy as it may be shown."""
+    """The URL of a proxy for display."""
     scheme, separator, rest = url.rpartition("://")
     account, at, host = rest.rpartition("@")
     return f"{scheme}{separator}{'***' if account else ''}{at}{host}"
 
 
 def secrets_of(url: str) -> list[str]:
-    """What must not be shown of the address of a proxy: its password, as it is written and as it is sent."""
+    """The secrets in the URL of a proxy: its password, as written and as sent."""
     proxy, parts = Proxy.parse(url, "proxy"), urlsplit(url if "://" in url else f"http://{url}")
     return [parts.password, unquote(parts.password), proxy.authorization.decode()[6:]] if parts.password else []
 
 
 @dataclass(frozen=True, slots=True)
 class _NoProxyEntry:
-    """What `NO_PROXY` names: one of its entries."""
+    """One entry of `NO_PROXY`."""
 
     name: str
-    """A domain, with all below it; "*": every host."""
+    """A domain with its subdomains; "*": every host."""
     network: ipaddress.IPv4Network | ipaddress.IPv6Network | None = None
-    """Instead of a domain."""
+    """A network instead of a domain."""
     port: int | None = None
     scheme: str | None = None
 
@@ -98,8 +97,8 @@ class _NoProxyEntry:
     def parse(cls, entry: str) -> Self:
         scheme, _, rest = entry.lower().rpartition("://")
         host, port = rest, None
-        if found := re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d+)", rest):
-            host, port = found[1], int(found[2])
+        if match := re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d+)", rest):
+            host, port = match[1], int(match[2])
         host = host.strip("[]")
         try:
             network = ipaddress.ip_network(host, strict=False)
@@ -119,40 +118,38 @@ class _NoProxyEntry:
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """Which proxy leads to which server. Addresses are read when one is needed: a proxy that nobody goes through may be
-    of any kind."""
+    """Maps servers to proxies. URLs are parsed when first used, so an invalid one that is never used is no error."""
 
     http: tuple[str, str] | None = field(default=None, repr=False)
-    """(what the setting is called, its address) for http; None: no proxy."""
+    """(name of the setting, URL) for http; None: no proxy."""
     https: tuple[str, str] | None = field(default=None, repr=False)
     no_proxy: tuple[_NoProxyEntry, ...] = ()
     loopback: bool = False
-    """Whether calls to this machine itself go through it too."""
+    """Whether calls to this machine itself use the proxy too."""
 
     @classmethod
     def for_all(cls, url: str, source: str = "proxy") -> Self:
-        """One for every call. Raises ConfigError."""
+        """One proxy for every call. Raises ConfigError for an invalid URL."""
         Proxy.parse(url, source)
         return cls((source, url), (source, url), loopback=True)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """As `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy` say, or the same in capitals."""
-        # A web server hands a request's header `Proxy` to a CGI program as HTTP_PROXY.
-        known = {name: value for name, value in environment.items() if name != "HTTP_PROXY"}
-        every = _variable(known, "all_proxy")
-        http = _variable(known if "REQUEST_METHOD" in environment else environment, "http_proxy")
-        listed = _variable(environment, "no_proxy")
-        entries = re.split(r"[,\s]+", listed[1]) if listed else []
+        """The settings of `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case."""
+        # A CGI server sets HTTP_PROXY from the header `Proxy` of a request.
+        trusted = {name: value for name, value in environment.items() if name != "HTTP_PROXY"}
+        fallback = _variable(trusted, "all_proxy")
+        http = _variable(trusted if "REQUEST_METHOD" in environment else environment, "http_proxy")
+        no_proxy = _variable(environment, "no_proxy")
+        entries = re.split(r"[,\s]+", no_proxy[1]) if no_proxy else []
         return cls(
-            http or every,
-            _variable(known, "https_proxy") or every,
+            http or fallback,
+            _variable(trusted, "https_proxy") or fallback,
             tuple(_NoProxyEntry.parse(entry) for entry in entries if entry),
         )
 
     def find(self, origin: Origin) -> Proxy | None:
-        """The proxy that calls to a server go through; None: they go there directly. Raises ConfigError where the one
-        that is set cannot be used."""
+        """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
         setting = self.https if origin.secure else self.http
         if setting is None:
             return None
@@ -162,7 +159,7 @@ class ProxySettings:
             address = None
         if not self.loopback and _is_this_machine(origin.host, address):
             return None
-        if any(each.matches(origin, address) for each in self.no_proxy):
+        if any(entry.matches(origin, address) for entry in self.no_proxy):
             return None
         return _parse(setting[1], setting[0])
 
@@ -171,10 +168,10 @@ _parse = lru_cache(maxsize=16)(Proxy.parse)
 
 
 def _variable(environment: Mapping[str, str], name: str) -> tuple[str, str] | None:
-    """(name, value); the one in small letters wins, and switches the other off where it is empty."""
-    for each in (name, name.upper()):
-        if each in environment:
-            return (each, environment[each].strip()) if environment[each].strip() else None
+    """(name, value); the lower-case variable takes precedence, even if it is empty."""
+    for key in (name, name.upper()):
+        if key in environment:
+            return (key, environment[key].strip()) if environment[key].strip() else None
     return None
 
 
@@ -186,11 +183,11 @@ def _is_this_machine(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6A
 
 
 class Tunnel(asyncio.Protocol):
-    """Asks a proxy for a way to a server. When `head` is done, what is written to the transport goes there."""
+    """Sends CONNECT to a proxy. Once `opened` is done, the transport is connected to the server."""
 
     def __init__(self, proxy: Proxy, origin: Origin) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises TransportError where the proxy refuses."""
+        """Raises TransportError if the proxy rejects the request."""
         self.transport: asyncio.Transport
         self._proxy, self._origin = proxy, origin
         self._received = bytearray()
@@ -198,8 +195,8 @@ class Tunnel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
-        where = f"{host}:{self._origin.port}".encode()
-        lines = [b"CONNECT %s HTTP/1.1" % where, b"host: %s" % where]
+        authority = f"{host}:{self._origin.port}".encode()
+        lines = [b"CONNECT %s HTTP/1.1" % authority, b"host: %s" % authority]
         lines += [b"%s: %s" % header for header in self._proxy.headers]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n")
 
@@ -207,28 +204,28 @@ class Tunnel(asyncio.Protocol):
         if self.opened.done():
             return
         self._received += data
-        head, found, more = bytes(self._received).partition(b"\r\n\r\n")
-        if found:
-            self._read(head, bool(more))
+        head, separator, rest = bytes(self._received).partition(b"\r\n\r\n")
+        if separator:
+            self._read(head, bool(rest))
         elif len(self._received) > MAX_HEAD_BYTES:
-            self._fail("answers in more than a proxy has to say", "protocol")
+            self._fail("sent a response that is too long", "protocol")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail("closed the connection before it answered", "connect")
+        self._fail("closed the connection before its response", "connect")
 
-    def _read(self, head: bytes, more: bool) -> None:
+    def _read(self, head: bytes, has_rest: bool) -> None:
         status = _STATUS.match(head)
         code = int(status[1]) if status else 0
-        if status is None or (more and 200 <= code < 300):
-            self._fail("does not answer in HTTP", "protocol")
+        if status is None or (has_rest and 200 <= code < 300):
+            self._fail("sent an invalid HTTP response", "protocol")
         elif 200 <= code < 300:
             self.opened.set_result(None)
-        elif code in (401, 407):  # some say the one to credentials that are wrong
-            self._fail("wants credentials, or others than it was given: http://USER:PASSWORD@HOST:PORT", "proxy")
+        elif code in (401, 407):  # Some proxies send 401 for wrong credentials.
+            self._fail("requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy")
         else:
-            said = f"status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
-            self._fail(f"gave no way there: {said}", "connect" if code in _UNREACHED else "proxy")
+            status_line = f"status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
+            self._fail(f"opened no connection: {status_line}", "connect" if code in _UNREACHED else "proxy")
 
-    def _fail(self, what: str, reason: Reason) -> None:
+    def _fail(self, problem: str, reason: Reason) -> None:
         if not self.opened.done():
-            self.opened.set_exception(TransportError(f"{self._origin}: the proxy {self._proxy} {what}", reason))
+            self.opened.set_exception(TransportError(f"{self._origin}: the proxy {self._proxy} {problem}", reason))

@@ -492,7 +492,7 @@ async def test_a_translated_call_is_recorded_whole_and_says_that_it_has_no_token
         (Reply(b"{broken"), "not JSON"),
         (Reply({"id": "x"}), "no choice"),
         (Reply(events=[b"data: {broken\n\n"]), "not JSON"),
-        (Reply(events=chat_events(["Hel", "lo."])[:3]), "before the answer was whole"),
+        (Reply(events=chat_events(["Hel", "lo."])[:3]), "before the response was complete"),
         (Reply(events=chat_events(["Hel", "lo."])[:3], end="close"), "closed the connection"),
         (Reply(events=[b'data: {"error": {"message": "out of memory"}}\n\n']), "out of memory"),
     ],

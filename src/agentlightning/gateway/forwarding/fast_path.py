@@ -88,7 +88,10 @@ ContinueInTask = Callable[[ApiPath, AttemptIds | None, Callable[..., Awaitable[N
 
 
 class FastPath:
-    """Serves calls that need no task. `continue_in_task` makes the application that finishes those that do."""
+    """Serves calls that need no task. `continue_in_task` makes the application that finishes those that do.
+
+    Its twin is the task path of `ForwardingService`; `test_fast_path` holds both to the same responses and records.
+    """
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class FastPath:
                 return False
             fast_call = _FastCall(self, forwarded, raw)
             started = fast_call.call.try_start(fast_call.on_response)
-        except Exception:  # noqa: BLE001 - it comes up again there, at the boundary, and is recorded and told
+        except Exception:  # noqa: BLE001 - it recurs on the task path, whose boundary records and reports it
             return False
         if started:
             self.limit.try_acquire()
@@ -155,14 +158,14 @@ class FastPath:
         """The caller, cached by URL and headers without those that vary between the calls of one sender."""
         stable = [header for header in raw.headers if header[0] not in _VARYING_HEADERS]
         sender = raw.url, tuple(stable)
-        if (known := self._callers.get(sender)) is not None:
-            caller, headers = known
+        if (cached := self._callers.get(sender)) is not None:
+            caller, headers = cached
             return caller, headers if _is_plain(raw, len(raw.headers) - len(stable)) else headers_by_name(raw.headers)
         headers = headers_by_name(raw.headers)
         caller = self._attribution.try_caller(headers, raw.path_params)
         if caller is None:
             return None
-        if "traceparent" not in headers and _size_of(raw) <= _MAX_SENDER_BYTES:  # Each call of a trace has to claim it.
+        if "traceparent" not in headers and _size_of(raw) <= _MAX_SENDER_BYTES:  # Each call of a trace must claim it.
             if len(self._callers) >= _MAX_CACHED_SENDERS:
                 self._callers.clear()
             self._callers[sender] = caller, headers_by_name(stable)
@@ -197,7 +200,7 @@ class _FastCall:
             return self._hand_over(partial(owner.forwarder.run, forwarded, call=call))
         try:
             body, pending = self._record()
-        except Exception as error:  # noqa: BLE001 - the boundary is there too
+        except Exception as error:  # noqa: BLE001 - the task path has the boundary
             return self._hand_over(partial(self._fail, error))
         if pending is not None:
             return self._hand_over(partial(self._finish, pending, body))
@@ -205,7 +208,7 @@ class _FastCall:
         raw.reply(200, body, call.visible_headers())
 
     def _record(self) -> tuple[bytes, Awaitable[None] | None]:
-        """(what the caller is shown, what is to be awaited first)."""
+        """(body for the caller, what must be awaited before it is sent)."""
         forwarded, call, forwarder = self._forwarded, self.call, self._owner.forwarder
         if forwarder.record_raw is None or forwarded.adds_fields or not raw_exchange.may_defer(call.body):
             return forwarded.read_body(call), forwarded.record(forwarder.record, call)
@@ -230,7 +233,7 @@ class _FastCall:
         self.call.release()
         try:
             pending = self._forwarded.record_failure(self._owner.forwarder.record, self.call, asyncio.CancelledError())
-        except StoreError as error:  # Nobody is left to answer, and `close` has further calls to end.
+        except StoreError as error:  # No caller is left to get the error, and `close` has further calls to end.
             return logger.error("a call whose client disconnected could not be recorded: %s", error)
         if pending is not None:
             work = asyncio.ensure_future(pending)
@@ -239,7 +242,7 @@ class _FastCall:
 
     @property
     def watched(self) -> tuple[AttemptIds, float, Callable[[ApiError], None]]:
-        """(attempt, start time, what ends the call)."""
+        """(attempt, start time, callback that ends the call)."""
         attempt = self._forwarded.caller.attempt
         assert attempt is not None
         return attempt, self._forwarded.started, self.end
@@ -289,7 +292,7 @@ class _FastCall:
         await writer.send_json(200, body)
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, writer: ResponseWriter) -> None:
-        """The answer cannot be read, or not be pending."""
+        """Record the failure of a response that cannot be parsed or recorded, or of a call that was ended."""
         self.call.settle(None)
         self.call.release()
         await run_to_completion(self._forwarded.record_failure(self._owner.forwarder.record, self.call, error))

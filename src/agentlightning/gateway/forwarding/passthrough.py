@@ -1,9 +1,9 @@
-"""A call that its provider reads in the caller's dialect: rewrite the request, pass the response on, record it.
+"""Forwards a call in the dialect of its provider: rewrites the request, passes the response on and records it.
 
 The request gets the provider's name of the model, the parameters of the attempt's resources, and the fields that the
-record needs; what the caller did not ask for is removed from the response again. Everything else passes unchanged,
-unknown fields among them. The response is recorded before its last bytes are sent, so nothing an agent received is
-lost. `upstream.call` sends and retries; `translation.call` serves callers whose dialect the provider does not speak.
+record needs; fields that the caller did not request are removed from the response again. All other fields pass
+unchanged, unknown ones included. The response is recorded before its last bytes are sent, so that everything an agent
+received is recorded. `translation.call` serves callers whose dialect the provider does not speak.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentlightning.span import Span
 
 Json = dict[str, Any]
 RecordSpans = Callable[[list[Span]], Awaitable[None] | None]
-"""What it was given survives the end of this process when it returns None, or else once that was awaited. Raises
+"""Records spans durably: they survive a crash once it returned None, or once its awaitable is done. Raises
 StoreError."""
 
 Respond = Callable[["ForwardedCall", UpstreamCall, RecordSpans, ResponseWriter], Awaitable[None]]
@@ -43,7 +43,7 @@ _FINAL_EVENTS: Final = frozenset(
 
 
 def encode_request(request: Mapping[str, Any]) -> bytes:
-    """A request as it is sent. Raises ApiError 400 for one that is nested deeper than can be written."""
+    """Serialize a request. Raises ApiError 400 if it is nested too deeply."""
     try:
         return orjson.dumps(request)
     except TypeError as error:
@@ -51,7 +51,7 @@ def encode_request(request: Mapping[str, Any]) -> bytes:
 
 
 def can_forward(path: ApiPath, route: ModelRoute) -> bool:
-    """Whether the provider of a route reads calls of this path as they are."""
+    """Whether the provider of a route serves this path without translation."""
     return route.provider is not None and route.provider.serves(path)
 
 
@@ -67,7 +67,7 @@ class ForwardedCall(ForwardedExchange):
 
     @property
     def adds_fields(self) -> bool:
-        """Whether something was asked of the provider that is no business of the caller's."""
+        """Whether the request has fields that the caller did not ask for."""
         return bool(self._added)
 
     @property
@@ -76,22 +76,22 @@ class ForwardedCall(ForwardedExchange):
 
     @property
     def is_stored(self) -> bool:
-        """Whether its answer is one that its provider keeps, and its caller may retrieve."""
+        """Whether the provider stores the response for later retrieval."""
         return self.path == "responses" and self.data.get("store") is not False
 
     def upstream_call(self) -> UpstreamCall:
-        """The call to the provider, not sent yet."""
+        """Create the call to the provider, without sending it."""
         assert self.route.servers is not None
         return UpstreamCall(self.route.servers, self._request or self._build_request())
 
     def prepare(self) -> Self:
-        """Write the request, so that one that cannot be sent is refused before it is run. Raises ApiError 400."""
+        """Build the request ahead of `run`, to reject an invalid one early. Raises ApiError 400."""
         self._request = self._build_request()
         return self
 
     async def run(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall | None = None) -> None:
-        """Ask, answer, record. Raises ApiError where the provider fails, and what `keep` raises; a failure is recorded
-        as well. `call` is one that was started and has to be gone on with."""
+        """Send the request, pass the response on and record it. Failures are recorded as well. `call` is one that was
+        started already. Raises ApiError if the provider fails, and the errors of `keep`."""
         call = call or self.upstream_call()
         try:
             async with call:
@@ -105,7 +105,7 @@ class ForwardedCall(ForwardedExchange):
             raise
 
     def record_failure(self, keep: RecordSpans, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
-        """Record that it failed, unless it is recorded already. Is kept as `keep` has it."""
+        """Record a failure, unless the call is recorded already. Durable as `RecordSpans` says."""
         if self.recorded or not self.caller.attempt:
             return None
         self.recorded = True
@@ -114,7 +114,7 @@ class ForwardedCall(ForwardedExchange):
     # -- the request -----------------------------------------------------------------------------------------------
 
     def _build_request(self) -> UpstreamRequest:
-        sent, attempt = self._rewritten_body(), self.caller.attempt
+        body, attempt = self._rewritten_body(), self.caller.attempt
         headers = [
             (name.encode(), value.encode("latin-1"))
             for name, value in self.headers.items()
@@ -122,41 +122,43 @@ class ForwardedCall(ForwardedExchange):
         ]
         return UpstreamRequest(
             self.path,
-            encode_request(sent),
+            encode_request(body),
             self.stream,
             headers,
             "/".join(attempt) if attempt else "",
             attempt[0] if attempt else "",
-            self._most_tokens(sent),
+            self._max_output_tokens(body),
             self.route.price,
             self.route.send_model,
         )
 
-    def _most_tokens(self, sent: Json) -> int | None:
-        """How long all answers together can be; None where nobody says."""
+    def _max_output_tokens(self, body: Json) -> int | None:
+        """The output limit for all choices together."""
         if self.path == "embeddings":
             return 0
-        limits = [limit for name in _LIMITS if isinstance(limit := sent.get(name), int) and limit > 0]
+        limits = [limit for name in _LIMITS if isinstance(limit := body.get(name), int) and limit > 0]
         longest = max(limits, default=self.route.provider.max_output_tokens if self.route.provider else 0)
-        prompts = sent.get("prompt")
-        several = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
-        return longest * several * _num_sampled(sent)
+        prompts = body.get("prompt")
+        num_prompts = (
+            len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else 1
+        )
+        return longest * num_prompts * _num_sampled(body)
 
     def _rewritten_body(self) -> Json:
-        """The request as the provider gets it."""
-        sent = self.data | {"model": self.route.send_model}
+        """The request with the model, parameters and fields that the provider gets."""
+        body = self.data | {"model": self.route.send_model}
         for name, value in self.forced.items():
-            sent[self._name_of(name)] = value
+            body[self._name_of(name)] = value
         provider = self.route.provider
         if self.path in ("chat/completions", "completions"):
             if self.stream:
-                self._add_usage(sent)
+                self._add_usage(body)
             if provider is not None and provider.token_ids:
-                self._add_token_ids(sent)
-        return sent
+                self._add_token_ids(body)
+        return body
 
     def _name_of(self, name: str) -> str:
-        """How this request calls a parameter of the sampling."""
+        """The name of a sampling parameter in this request."""
         if name == "stop" and self.path == "messages":
             return "stop_sequences"
         if name != "max_tokens":
@@ -165,23 +167,23 @@ class ForwardedCall(ForwardedExchange):
             return "max_output_tokens"
         return "max_completion_tokens" if "max_completion_tokens" in self.data else name
 
-    def _add_usage(self, sent: Json) -> None:
-        options = sent.get("stream_options")
+    def _add_usage(self, body: Json) -> None:
+        options = body.get("stream_options")
         options = cast("Json", options) if isinstance(options, dict) else {}
         if not options.get("include_usage"):
-            sent["stream_options"] = options | {"include_usage": True}
+            body["stream_options"] = options | {"include_usage": True}
             self._added.usage = True
 
-    def _add_token_ids(self, sent: Json) -> None:
-        if not sent.get("return_token_ids"):
-            sent["return_token_ids"] = True
+    def _add_token_ids(self, body: Json) -> None:
+        if not body.get("return_token_ids"):
+            body["return_token_ids"] = True
             self._added.token_ids = True
         chat = self.path == "chat/completions"
-        if sent.get("logprobs") in (None, False) and (chat or sent.get("logprobs") is None):
-            sent["logprobs"] = True if chat else 0
+        if body.get("logprobs") in (None, False) and (chat or body.get("logprobs") is None):
+            body["logprobs"] = True if chat else 0
             self._added.logprobs = True
 
-    # -- the answer ------------------------------------------------------------------------------------------------
+    # -- the response ----------------------------------------------------------------------------------------------
 
     async def _send_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         body = self.read_body(call)
@@ -189,62 +191,62 @@ class ForwardedCall(ForwardedExchange):
         await writer.send_json(200, body)
 
     def read_body(self, call: UpstreamCall) -> bytes:
-        """Read a whole answer; returns what the caller is shown of it. Raises ApiError where it cannot be read."""
+        """Parse a whole response, and return the body for the caller. Raises ApiError if it is not JSON."""
         body = call.body
         try:
-            answer = loads(body)
+            response = loads(body)
         except ValueError:
-            raise self._protocol_error("sent an answer that is not JSON") from None
-        self.response.read(answer)
+            raise self._protocol_error("sent a response that is not JSON") from None
+        self.response.read(response)
         call.settle(self.response.usage)
-        if self._added and self._added.remove_from(answer):
-            body = orjson.dumps(answer)
+        if self._added and self._added.remove_from(response):
+            body = orjson.dumps(response)
         return body
 
     async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
-        last = list[bytes]()
+        final_events = list[bytes]()
         async for events in call.events():
-            shown = [self._read_event(event, last) for event in events]
-            if passed := b"".join(shown):
-                await writer.send_events(passed)
-        self.check_ended(bool(last))
+            visible = [self._read_event(event, final_events) for event in events]
+            if chunk := b"".join(visible):
+                await writer.send_events(chunk)
+        self.check_ended(bool(final_events))
         call.settle(self.response.usage)
         await run_to_completion(self.record(keep, call))
-        await writer.send_events(b"".join(last) + call.trailing_bytes)
+        await writer.send_events(b"".join(final_events) + call.trailing_bytes)
         await writer.close()
 
-    def _read_event(self, event: bytes, last: list[bytes]) -> bytes:
-        """What to show of an event now; `last` gathers what is shown when all is recorded."""
+    def _read_event(self, event: bytes, final_events: list[bytes]) -> bytes:
+        """The bytes to pass on now; `final_events` collects those that wait until the response is recorded."""
         data = event_data(event)
         self.response.read(data)
         if self._added and isinstance(data, dict):
             event = self._added.filter_event(event, cast("Json", data))
         kind = cast("Json", data).get("type") if isinstance(data, dict) else None
-        if last or (data is None and b"[DONE]" in event) or (isinstance(kind, str) and kind in _FINAL_EVENTS):
-            last.append(event)
+        if final_events or (data is None and b"[DONE]" in event) or (isinstance(kind, str) and kind in _FINAL_EVENTS):
+            final_events.append(event)
             return b""
         return event
 
     def check_ended(self, ended: bool) -> None:
-        """Raises ApiError where a stream ended without its end."""
+        """Raises ApiError if a stream ended without a final event or finish reason."""
         if not ended and not any(choice.finish_reason for choice in self.response.choices.values()):
-            raise self._protocol_error("ended its stream before the answer was whole")
+            raise self._protocol_error("ended its stream before the response was complete")
 
-    def _protocol_error(self, what: str) -> ApiError:
+    def _protocol_error(self, problem: str) -> ApiError:
         name = self.route.provider.name if self.route.provider else ""
-        return ApiError(502, f"the provider {name!r} {what}", code="provider_protocol", retry=False)
+        return ApiError(502, f"the provider {name!r} {problem}", code="provider_protocol", retry=False)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
     def record(self, keep: RecordSpans, call: UpstreamCall) -> Awaitable[None] | None:
-        """Record what was answered. Is kept as `keep` has it."""
+        """Record the response. Durable as `RecordSpans` says."""
         self.recorded = True
         return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
 
 
 @dataclass(slots=True)
 class AddedFields:
-    """What was asked of the provider for the record, and is no business of the caller's."""
+    """Fields that were requested for the record, and are removed from the response."""
 
     usage: bool = False
     token_ids: bool = False
@@ -253,40 +255,40 @@ class AddedFields:
     def __bool__(self) -> bool:
         return self.usage or self.token_ids or self.logprobs
 
-    def remove_from(self, answer: Any) -> bool:
-        """Of an answer or an event, in place; whether there was anything."""
-        if not isinstance(answer, dict) or not (self.token_ids or self.logprobs):
+    def remove_from(self, response: Any) -> bool:
+        """Remove the fields from a response or an event in place. Returns whether it had any."""
+        if not isinstance(response, dict) or not (self.token_ids or self.logprobs):
             return False
-        found = cast("Json", answer)
-        changed = self.token_ids and found.pop("prompt_token_ids", None) is not None
-        choices = found.get("choices")
+        body = cast("Json", response)
+        changed = self.token_ids and body.pop("prompt_token_ids", None) is not None
+        choices = body.get("choices")
         for choice in cast("list[Any]", choices) if isinstance(choices, list) else ():
             if not isinstance(choice, dict):
                 continue
-            given = cast("Json", choice)
+            fields = cast("Json", choice)
             if self.token_ids:
-                changed |= given.pop("token_ids", None) is not None
-                changed |= given.pop("prompt_token_ids", None) is not None
-            if self.logprobs and given.get("logprobs") is not None:
-                given["logprobs"] = None
+                changed |= fields.pop("token_ids", None) is not None
+                changed |= fields.pop("prompt_token_ids", None) is not None
+            if self.logprobs and fields.get("logprobs") is not None:
+                fields["logprobs"] = None
                 changed = True
         return changed
 
     def filter_event(self, event: bytes, data: Json) -> bytes:
-        """An event as the caller sees it; nothing of the one that only says what was used."""
+        """An event for the caller; b"" for one that only has the usage."""
         if self.usage and data.get("usage") and not data.get("choices"):
             return b""
         return encode_event(data) if self.remove_from(data) else event
 
 
-def _num_sampled(asked: Json) -> int:
-    """How many answers a provider draws for each prompt, and charges for."""
-    best = asked.get("best_of")
-    return max(num_choices(asked), best) if isinstance(best, int) else num_choices(asked)
+def _num_sampled(request: Json) -> int:
+    """The number of choices that a provider samples for each prompt, and charges for."""
+    best = request.get("best_of")
+    return max(num_choices(request), best) if isinstance(best, int) else num_choices(request)
 
 
 async def run_to_completion(work: Awaitable[None] | None) -> None:
-    """Wait for work that is finished even where its caller is cancelled meanwhile."""
+    """Await work that must complete even if the current task is cancelled meanwhile."""
     if work is None:
         return
     task = asyncio.ensure_future(work)
