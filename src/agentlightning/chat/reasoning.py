@@ -21,7 +21,7 @@ _AFTER: Final = re.compile(r"\A\s*" + _TAG)
 
 @lru_cache(maxsize=64)
 def find_reasoning_markers(chat: ChatFormat) -> ThoughtMarkers | None:
-    """How a model marks its thoughts; None where its template does not say."""
+    """The reasoning markers of a chat template; None if it has none."""
     question: Message = {"role": "user", "content": "?"}
     answer: Message = {"role": "assistant", "content": "!", "reasoning_content": _PROBE}
     try:
@@ -31,14 +31,14 @@ def find_reasoning_markers(chat: ChatFormat) -> ThoughtMarkers | None:
         return None
     before, found, after = text.partition(_PROBE)
     start, end = _BEFORE.search(before), _AFTER.search(after)
-    # Only a pair: some templates mark a thought as a message of its own.
+    # Only a pair of tags: some templates render reasoning as a message of its own.
     if not found or not start or not end or end[1] != f"{start[1][0]}/{start[1][1:]}":
         return None
     return ThoughtMarkers(start[1], end[1], opening.rstrip().endswith(start[1]))
 
 
 def strip_reasoning(markers: ThoughtMarkers | None, text: str) -> str:
-    """The rest of a written answer that may begin with a thought."""
+    """The text of an answer without the reasoning it may begin with."""
     begins = text.lstrip()
     if markers is None or not begins.startswith(markers.start):
         return text
@@ -47,5 +47,5 @@ def strip_reasoning(markers: ThoughtMarkers | None, text: str) -> str:
 
 
 def strip_opening_marker(markers: ThoughtMarkers | None, text: str) -> str:
-    """A prompt without the beginning of the thought that its template opens."""
+    """A prompt without the reasoning marker that the template opens for the answer."""
     return text[: text.rindex(markers.start)] if markers and markers.opened and markers.start in text else text

@@ -1,2 +1,1 @@
-"""The endpoint agents call: `app.Gateway` puts the parts together; read `local/call.py` for one call from end to
-end."""
+"""The gateway: the model API that agents call. `app` wires it; read `endpoints` and `local/call.py` for one call."""

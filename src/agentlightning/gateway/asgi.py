@@ -1,6 +1,6 @@
-"""The bare ASGI connection: a body in, a whole reply or a stream of events out.
+"""Reads request bodies and writes responses over ASGI.
 
-Written against ASGI itself because every model call of every agent passes here.
+Written without a framework for speed: every model call passes here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STREAM: Final = [
 
 
 class ClientDisconnected(Exception):
-    """The caller hung up."""
+    """The client disconnected."""
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
@@ -32,16 +32,16 @@ def read_headers(scope: Scope) -> dict[str, str]:
 
 
 def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """By lower-case name. Of one that is repeated the last counts, but `baggage`, a list, which is joined."""
-    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    if len(found) < len(headers) and "baggage" in found:
-        found["baggage"] = ",".join(value.decode("latin-1") for name, value in headers if name == b"baggage")
-    return found
+    """Headers by lower-case name. The last of repeated headers wins, except for `baggage`, whose values are joined."""
+    by_name = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    if len(by_name) < len(headers) and "baggage" in by_name:
+        by_name["baggage"] = ",".join(value.decode("latin-1") for name, value in headers if name == b"baggage")
+    return by_name
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body, inflated. Raises ApiError 413 above `limit` bytes, 415 for a coding that is not known, and
-    ClientDisconnected where the caller hung up."""
+    """The complete body, decompressed. Raises ApiError 413 above `limit` bytes, 415 for an unknown content coding, and
+    ClientDisconnected."""
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -70,28 +70,26 @@ def _too_large(limit: int) -> ApiError:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the caller hangs up."""
+    """Return when the client disconnects."""
     message: MutableMapping[str, Any] = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
 
 
 class ResponseWriter:
-    """Where a reply goes. `in_pieces` False: what comes as a stream is sent in one piece, since HTTP/1.0 knows no
-    chunks."""
+    """Writes the response. With `chunked` False a stream is sent as one body, since HTTP/1.0 has no chunks."""
 
     def __init__(self, send: Send, chunked: bool = True) -> None:
         self._send = send
         self._buffer: list[bytes] | None = None if chunked else []
         self.started = False
         self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
-        """Further headers: the request's id, or those of a provider's answer that the caller sees."""
+        """Further headers: the id of the request, or headers of the provider's response."""
 
     async def send_json(
         self, status: int, body: bytes, retry: bool | None = None, retry_after: float | None = None
     ) -> None:
-        """A JSON reply in one piece. `retry` tells the SDK whether to repeat the request, `retry_after` in how many
-        seconds at the soonest."""
+        """Send a JSON response. `retry` tells the SDK whether to retry, `retry_after` after how many seconds."""
         headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.extra_headers]
         if retry is not None:
             headers.append((b"x-should-retry", b"true" if retry else b"false"))
@@ -102,7 +100,7 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_events(self, events: bytes) -> None:
-        """Some more of a stream of events."""
+        """Send more of an event stream."""
         if self._buffer is not None:
             self.started = True
             self._buffer.append(events)

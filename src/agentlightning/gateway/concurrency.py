@@ -1,7 +1,7 @@
-"""How many calls are worked on at once.
+"""Limits the number of calls in progress.
 
-The gateway takes a slot for every call. One that waits for an update of the weights gives it back meanwhile
-(`without_slot`): thousands may wait for one policy, and calls of others still find a slot.
+Every call takes a slot. A call that waits for a weight update releases its slot meanwhile (`released_slot`), so that
+thousands of calls may wait for one policy while others are served.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from contextvars import ContextVar
 
 
 class ConcurrencyLimit:
-    """So many calls at once; further ones wait, in the order they came."""
+    """Allows `limit` calls at once; further calls wait in order."""
 
-    def __init__(self, most: int) -> None:
-        self._free = most
+    def __init__(self, limit: int) -> None:
+        self._free = limit
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
     def full(self) -> bool:
-        """Whether a further call would wait."""
+        """Whether another call would wait."""
         return self._free == 0 or bool(self._waiters)
 
     def slot(self) -> Slot:
-        """To be held with `async with`."""
+        """A slot to take with `async with`."""
         return Slot(self)
 
     def try_acquire(self) -> bool:
-        """Take a slot, to be given back with `give_back`; False where the call would wait."""
+        """Take a slot; `release` must follow. Returns False, and takes none, if the call would wait."""
         if self.full:
             return False
         self._free -= 1
@@ -44,14 +44,14 @@ class ConcurrencyLimit:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came as it was cancelled
+            if turn.done() and not turn.cancelled():  # it got the slot while it was cancelled
                 self.release()
             elif turn in self._waiters:
                 self._waiters.remove(turn)
             raise
 
     def release(self) -> None:
-        """To whoever waits longest."""
+        """Pass the slot to the call that has waited longest."""
         while self._waiters:
             turn = self._waiters.popleft()
             if not turn.done():
@@ -60,13 +60,13 @@ class ConcurrencyLimit:
 
 
 class Slot:
-    """A place among those there are, while it is held."""
+    """One slot of a `ConcurrencyLimit`."""
 
-    __slots__ = ("_held", "_limit", "_token")
+    __slots__ = ("_is_taken", "_limit", "_token")
 
-    def __init__(self, slots: ConcurrencyLimit) -> None:
-        self._limit = slots
-        self._held = False
+    def __init__(self, limit: ConcurrencyLimit) -> None:
+        self._limit = limit
+        self._is_taken = False
 
     async def __aenter__(self) -> None:
         await self.acquire()
@@ -78,11 +78,11 @@ class Slot:
 
     async def acquire(self) -> None:
         await self._limit.acquire()
-        self._held = True
+        self._is_taken = True
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
+        if self._is_taken:
+            self._is_taken = False
             self._limit.release()
 
 
@@ -91,7 +91,7 @@ _current: ContextVar[Slot | None] = ContextVar("slot", default=None)
 
 @asynccontextmanager
 async def released_slot() -> AsyncGenerator[None]:
-    """Within, this call has given its slot back; after it, unless that failed, it has one again."""
+    """Release the slot of the current call inside the context, and take one again after it unless it raised."""
     slot = _current.get()
     if slot is None:
         yield

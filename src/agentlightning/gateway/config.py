@@ -1,7 +1,6 @@
-"""The configuration of a gateway: where calls go, what they may cost, how agents are recognised.
+"""The configuration of a gateway: routes, providers, budget, and rules that recognize agents.
 
-Given to `agl serve --routes FILE`, as the section `[gateway]` of a training run, or in Python. Only shapes: what they
-mean is the business of `gateway.routing`, `upstream.servers`, `upstream.budget` and `callers.agents`.
+From `agl serve --routes FILE`, the section `[gateway]` of a training run, or Python.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
 from agentlightning.gateway.upstream.provider import Provider
 
 _SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
-"""What is wrong may be a provider's key, or beside one."""
+"""Errors hide their input: it may contain a provider's key."""
 
 
 class RouteRule(BaseModel):
-    """Which calls go where."""
+    """A route: the calls that match go to an engine or a provider."""
 
     model_config = _SECTION
 
     model: str = "*"
-    """The name that is asked for: as it is, or a pattern with `*`, `?` and `[...]`."""
+    """The requested model name, or a pattern with `*`, `?` and `[...]`."""
     agent: str = "*"
-    """The agent that asks: as it is, or a pattern. A call whose agent is not known fits `*` only."""
+    """The agent's name, or a pattern. A call of an unknown agent matches only `*`."""
     dialect: Literal["openai", "anthropic"] | None = None
-    """Whose calls: anthropic, those to `/v1/messages`; openai, those to all other paths. None: both."""
+    """anthropic: calls to `/v1/messages`; openai: calls to all other paths; None: both."""
     engine: str | None = None
-    """The engine that serves them, by its name: the policy, an adapter, a frozen reference."""
+    """The engine that serves the calls: the policy, an adapter, a frozen reference."""
     provider: str | None = None
-    """The provider that serves them, by its name."""
+    """The provider that serves the calls."""
     send_model: str | None = None
-    """What the provider calls the model; None: as the provider is configured."""
+    """The provider's name of the model; None: as configured for the provider."""
     price: Price | None = None
-    """US dollars for a million tokens of this model; None: as the provider is configured."""
+    """US dollars per million tokens of this model; None: as configured for the provider."""
 
     @model_validator(mode="after")
-    def _leads_somewhere(self) -> RouteRule:
+    def _check_target(self) -> RouteRule:
         if (self.engine is None) == (self.provider is None):
             raise ValueError("a rule names an engine or a provider, one of them")
         if self.engine is not None and (self.send_model is not None or self.price is not None):
@@ -51,11 +50,11 @@ class RouteRule(BaseModel):
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it fits more than one name."""
+        """Whether it matches more than one model name."""
         return bool(set(self.model) & set("*?["))
 
     def matches(self, model: str | None, agent: str | None, dialect: str | None = None) -> bool:
-        """`dialect` is the caller's; None: any will do."""
+        """Whether the rule applies to a call; `dialect` None means any."""
         if self.dialect is not None and dialect is not None and self.dialect != dialect:
             return False
         return fnmatchcase(model or "", self.model) and (self.agent == "*" or fnmatchcase(agent or "", self.agent))
@@ -71,31 +70,32 @@ class GatewayConfig(BaseModel):
     model_config = _SECTION
 
     default_model: str | None = None
-    """Serves requests that name no model; None: the only engine there is, or the first `--model` of `agl serve`."""
+    """Serves requests without a model; None: the only engine, or the first `--model` of `agl serve`."""
     accept_any_model: bool | None = None
-    """Whether the default model also serves requests that name an unknown one; None: in training, and where there are
-    no routes."""
+    """Whether the default model also serves requests for unknown models; None: in training, and without routes."""
     models: dict[str, str | ServedModel] = Field(default_factory=dict[str, str | ServedModel])
-    """Further models to serve, which do not learn (a frozen reference, say): name -> directory that transformers
+    """Further models that are served but not trained, such as a frozen reference: name -> directory that transformers
     loads, or a table of the servers that sample from it."""
     routes: tuple[RouteRule, ...] = ()
-    """Which calls go where: read in order, the first that fits decides. After them come engines by their names."""
+    """Routes, in order: the first that matches decides. Engines follow, by name."""
     providers: tuple[Provider, ...] = ()
-    """Other people's model servers, and vLLM or SGLang servers, that routes lead to."""
+    """Third-party APIs, and vLLM or SGLang servers, that routes use."""
     agents: tuple[AgentRule, ...] = ()
-    """How agents are recognised that do not name themselves."""
+    """Rules that recognize agents that do not name themselves."""
     structured_output: Literal["auto", "always", "never"] = "auto"
-    """Which answers are held to the tool calls and JSON schemas their request asks for, where the engine can: auto,
-    those nobody learns from (rollouts in the modes val and test, calls of no rollout); the others are drawn freely,
-    and checked."""
+    """Which answers are constrained to the tool calls and JSON schemas of their request, if the engine can. auto: those
+    that nobody learns from (rollouts in the modes val and test, calls of no rollout); others are sampled freely and
+    checked."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    """What calls to providers may cost."""
+    """Limits of what calls to providers may cost."""
 
     @model_validator(mode="after")
-    def _agrees(self) -> GatewayConfig:
-        twice = [name for name, times in Counter(provider.name for provider in self.providers).items() if times > 1]
-        if twice:
-            raise ValueError(f"two providers are called {twice[0]!r}; give each a name of its own")
+    def _check_names(self) -> GatewayConfig:
+        duplicates = [
+            name for name, times in Counter(provider.name for provider in self.providers).items() if times > 1
+        ]
+        if duplicates:
+            raise ValueError(f"two providers are called {duplicates[0]!r}; give each a name of its own")
         known = {provider.name for provider in self.providers}
         for number, rule in enumerate(self.routes):
             if rule.provider is not None and rule.provider not in known:

@@ -1,6 +1,6 @@
-"""What goes wrong in a call, as the caller's SDK understands it: an HTTP status and OpenAI's error object.
+"""API errors: an HTTP status and OpenAI's error object, which the caller's SDK understands.
 
-Every failure of the gateway leaves through `to_api_error`. No message ever quotes a key.
+`to_api_error` maps every exception to one. Messages never contain keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentlightning.errors import (
 
 
 class ApiError(AgentLightningError):
-    """A refusal: the status, and what an error object says."""
+    """An error reply: the status and the fields of the error object."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class ApiError(AgentLightningError):
         self.code = code
         self.param = param
         self.retry = retry
-        """What `x-should-retry` says; None leaves it to the SDK, which repeats 408, 409, 429 and 5xx."""
+        """Value of `x-should-retry`; None leaves it to the SDK, which retries 408, 409, 429 and 5xx."""
         self.retry_after = retry_after
-        """Seconds, as `Retry-After` says them."""
+        """Value of `Retry-After`, in seconds."""
         self.details = details or {}
-        """What Anthropic's error object says besides."""
+        """Further fields of Anthropic's error object."""
 
     @property
     def type(self) -> str:
@@ -65,14 +65,14 @@ _TYPES = {
 
 
 STORE_UNAVAILABLE = (StoreFullError, StoreClosedError, StoreLostError)
-"""The database takes nothing now; the message says why."""
+"""The store cannot write now; the message says why."""
 
 _TOO_DEEP = "Recursion limit reached"
-"""What orjson says of values nested more than 254 deep; it reads up to 1,024."""
+"""orjson's message for values nested more than 254 deep; it parses up to 1,024."""
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The problem an exception is to the caller."""
+    """The API error for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -91,5 +91,5 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def bad_request(param: str, message: str) -> ApiError:
-    """A request that names a parameter we cannot serve as it stands."""
+    """A 400 for the value of a parameter."""
     return ApiError(400, message, param=param)

@@ -1,4 +1,4 @@
-"""What a gateway counts, for its metrics and its owner."""
+"""The counters of a gateway."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ MAX_UNKNOWN_NAMES: Final = 200
 
 @dataclass(slots=True)
 class Counters:
-    """What the gateway has done since it was made."""
+    """Counts since the gateway was created."""
 
     requests: int = 0
     errors: int = 0
-    """Requests answered with an error."""
+    """Requests with an error reply."""
     cancelled: int = 0
-    """Requests whose caller hung up."""
+    """Requests whose client disconnected."""
     unattributed: int = 0
-    """Requests served for no attempt, and recorded nowhere."""
+    """Requests without an attempt, which are not recorded."""
     continued: int = 0
-    """Requests that got the exact tokens of an earlier one."""
+    """Requests whose prompt continues the tokens of an earlier call."""
     drift: int = 0
-    """Requests that looked like a continuation which could not be proven."""
+    """Requests that looked like a continuation but could not be proven to be one."""
     overridden: int = 0
-    """Calls of training rollouts whose sampling parameters were not followed (`callers.on_policy`)."""
+    """Calls of training rollouts whose sampling parameters were overridden (`callers.on_policy`)."""
     violated: int = 0
-    """Answers that have not the shape their request asked for."""
+    """Answers that violate the schema or tool choice of their request."""
     prompt_tokens: int = 0
     response_tokens: int = 0
     unknown_fields: int = 0
     """Request fields that were ignored."""
     unknown_names: Counter[str] = field(default_factory=Counter[str])
-    """The first names of them, and how often each came."""
+    """Count by name, for the first names."""
 
     def count_unknown(self, unknown: tuple[str, ...]) -> None:
         self.unknown_fields += len(unknown)

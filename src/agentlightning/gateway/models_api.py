@@ -1,6 +1,6 @@
-"""`/v1/models`: what is served, as OpenAI's and Anthropic's clients want to be told.
+"""`/v1/models`: the list of models, in the formats of OpenAI and Anthropic.
 
-Names of our own come first, then those of providers that may be asked for any of their models, as these say.
+Models with a route come first, then the models that providers with a pattern route list themselves.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _MAX_PAGE: Final = 1000
 
 
 class ModelsEndpoint:
-    """The names of a routing table, for those whom `check` (of headers and the parameters of the path) lets in: it
-    raises ApiError."""
+    """Lists the models of a router. `check` gets the headers and path parameters, and raises ApiError to reject."""
 
     def __init__(self, table: Router, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
         self._table = table
@@ -37,7 +36,7 @@ class ModelsEndpoint:
         self._listings: dict[ServerPool, UpstreamModels] = {}
 
     async def list(self, request: Request) -> Response:
-        """GET /v1/models. Anthropic's `limit`, `after_id` and `before_id` are honoured; without a limit all come."""
+        """GET /v1/models, with Anthropic's `limit`, `after_id` and `before_id`. Without a limit, all models."""
         dialect = client_family(request)
         try:
             self._check(request.headers, request.path_params)
@@ -54,8 +53,8 @@ class ModelsEndpoint:
             return error_body(request, api_error)
 
     async def retrieve(self, request: Request) -> Response:
-        """GET /v1/models/NAME. A name that a pattern fits is served though its provider may not list it: aliases are
-        not listed."""
+        """GET /v1/models/NAME. A name that matches a pattern is found even if its provider does not list it, because
+        providers do not list aliases."""
         dialect, name = client_family(request), request.path_params["model"]
         try:
             self._check(request.headers, request.path_params)
@@ -66,16 +65,16 @@ class ModelsEndpoint:
         return json_response(listed.get(name) or self._describe(dialect, route.name))
 
     async def _models(self, dialect: ClientFamily) -> dict[str, Json]:
-        """By name."""
-        found = {name: self._describe(dialect, name) for name in self._table.names(dialect)}
+        """All models, by name."""
+        models = {name: self._describe(dialect, name) for name in self._table.names(dialect)}
         open_ended = self._table.open_pools(dialect)
         lists = await asyncio.gather(*(self._models_of(pool).models() for pool in open_ended))
-        shown = anthropic_model if dialect == "anthropic" else openai_model
-        for pool, models in zip(open_ended, lists, strict=True):
-            for model in models:
-                if model["id"] not in found and self._table.serves_under_own_name(model["id"], dialect, pool):
-                    found[model["id"]] = shown(model)
-        return found
+        describe = anthropic_model if dialect == "anthropic" else openai_model
+        for pool, upstream in zip(open_ended, lists, strict=True):
+            for model in upstream:
+                if model["id"] not in models and self._table.serves_under_own_name(model["id"], dialect, pool):
+                    models[model["id"]] = describe(model)
+        return models
 
     def _models_of(self, pool: ServerPool) -> UpstreamModels:
         if (listing := self._listings.get(pool)) is None:
@@ -92,12 +91,12 @@ ClientFamily = Literal["openai", "anthropic"]
 
 
 def client_family(request: Request) -> ClientFamily:
-    """Whose client made it, where the path does not say."""
+    """Which family of clients sent a request, by its headers."""
     return "anthropic" if "anthropic-version" in request.headers else "openai"
 
 
 def _page(models: list[Json], query: Mapping[str, str]) -> Json:
-    """Raises ApiError 400 for a limit that is none."""
+    """One page of Anthropic's list. Raises ApiError 400 for an invalid limit."""
     limit, names = query.get("limit"), [model["id"] for model in models]
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _MAX_PAGE):
         raise bad_request("limit", f"limit={limit!r} is no number from 1 to {_MAX_PAGE}")
@@ -112,7 +111,7 @@ def _page(models: list[Json], query: Mapping[str, str]) -> Json:
 
 
 def error_body(request: Request, api_error: ApiError) -> Response:
-    """An error as the caller's client knows it, where the path does not say whose client it is."""
+    """An error response in the format of the client, by its headers."""
     dialect = MESSAGES if client_family(request) == "anthropic" else CHAT
     return Response(dialect.error_body(api_error), api_error.status, media_type="application/json")
 

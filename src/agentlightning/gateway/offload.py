@@ -1,7 +1,7 @@
-"""Work that grows with a request, off the event loop where the request is large.
+"""Runs work on large requests in threads, so that it does not block the event loop.
 
-One loop serves every agent: whatever takes a second in it takes a second from all of them, heartbeats of runners among
-it. Small requests are worked on at once, since handing them over costs more than it saves.
+The loop serves all agents and the heartbeats of runners. Work on small requests runs in the loop, because a thread
+would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 MAX_INLINE_BYTES: Final = 8 * 1024
-"""Bytes of a request that is worked on in the loop: reading, rendering and encoding it takes some milliseconds."""
+"""Largest request handled in the loop: reading, rendering and encoding it takes some milliseconds."""
 _WORKERS: Final = 4
 
 _pool: Final = ThreadPoolExecutor(_WORKERS, thread_name_prefix="gateway-request")
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread for a request of more than `SMALL` bytes. Raises what it raises."""
+    """Return `work()`; in a thread if the request has more than `MAX_INLINE_BYTES`."""
     if size <= MAX_INLINE_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_pool, work)

@@ -1,7 +1,6 @@
-"""Where a call goes: the table from model names and agents to engines and providers.
+"""Resolves a call: its agent, and the route from model name and agent to an engine or a provider.
 
-Rules are read in order and the first that fits decides; after them come the engines by their own names, then the
-default. Called by the gateway once for each call. It sends nothing.
+The first rule that matches decides; then come the engines by name, then the default model. Each call is resolved once.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from agentlightning.gateway.upstream.provider import ApiPath, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 
 _MAX_CACHED: Final = 4096
-"""Names whose routes are remembered: callers make names up."""
+"""Bound of the route cache: callers choose the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRoute:
-    """Where the calls of one model name and agent go: to an engine, or to a provider's servers."""
+    """The route of a model name and agent: to an engine, or to the servers of a provider."""
 
     name: str
-    """The served model: what replies and spans call it."""
+    """The model name in replies and spans."""
     engine: Engine | None = None
     servers: ServerPool | None = None
     """The servers of `provider`."""
     send_model: str = ""
-    """What the provider calls the model."""
+    """The provider's name of the model."""
     price: Price | None = None
 
     @property
@@ -43,9 +42,9 @@ class ModelRoute:
 
 
 class Router:
-    """The table. `default_model` names an engine, or a model that a rule fits: it serves requests that name no model
-    and, with `accept_any_model`, those that name an unknown one; a single engine is its own default. Raises ConfigError
-    on a rule or a default that leads nowhere."""
+    """The routes. `default_model` is an engine, or a model that a rule matches: it serves requests without a model and,
+    with `accept_any_model`, those for an unknown one. A single engine is the default. Raises ConfigError for a rule or
+    a default without a target."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Router:
         self._check_rules()
         named = [rule.model for rule in rules if not rule.is_pattern]
         self.models: tuple[str, ...] = tuple(dict.fromkeys([*engines, *named]))
-        """The names that are served, patterns left out."""
+        """Names of models, without patterns."""
         if default_model is None and len(engines) == 1:
             default_model = next(iter(engines))
         if default_model is not None and self._find(default_model, None) is None:
@@ -72,18 +71,18 @@ class Router:
         self._default = default_model
 
     def __contains__(self, model: object) -> bool:
-        """Whether a name is served as it is, and not as the default. A name with an `@` fits no pattern: it says who
-        asks."""
+        """Whether a name has a route other than the default. A name with an `@` matches no pattern, because it names an
+        agent."""
         if model in self.models:
             return True
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
     def resolve(self, model: str | None, agent: str | None = None, path: str = "") -> ModelRoute:
-        """Where a call to `path` goes ("messages", say). Raises ApiError 400 where no model is named, 404 for an
-        unknown one."""
+        """The route of a call to `path` (for example "messages"). Raises ApiError 400 if no model is named, 404 for an
+        unknown model."""
         dialect = "anthropic" if path == "messages" else "openai"
-        if (known := self._cache.get((model, agent, dialect))) is not None:
-            return known
+        if (cached := self._cache.get((model, agent, dialect))) is not None:
+            return cached
         route = self._find(model, agent, dialect)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
@@ -95,26 +94,26 @@ class Router:
         return route
 
     def names(self, dialect: str) -> list[str]:
-        """Those of `models` that are served to callers of a dialect."""
+        """The model names for callers of a dialect."""
         own = {rule.model for rule in self._rules if rule.dialect in (None, dialect)}
         return [name for name in self.models if name in own or name in self._engines]
 
     def patterns(self, dialect: str) -> list[str]:
-        """What else may be asked for: the patterns of the rules that callers of a dialect are led by."""
-        found = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
-        return list(dict.fromkeys(found))
+        """The model patterns for callers of a dialect."""
+        patterns = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
+        return list(dict.fromkeys(patterns))
 
     def open_pools(self, dialect: str) -> list[ServerPool]:
-        """The providers of whose models any may be asked for, as a rule leads there by a pattern."""
-        found = [
+        """The providers with a pattern rule, for callers of a dialect."""
+        pools = [
             self._servers[rule.provider]
             for rule in self._rules
             if rule.provider is not None and rule.is_pattern and rule.dialect in (None, dialect)
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(pools))
 
     def serves_under_own_name(self, model: str, dialect: str, pool: ServerPool) -> bool:
-        """Whether a provider's model is asked for under its own name."""
+        """Whether a request for a provider's model name goes to that provider and model."""
         route = None if "@" in model else self._find(model, None, dialect)
         return route is not None and route.servers is pool and route.send_model == model
 
@@ -125,7 +124,7 @@ class Router:
         return ModelRoute(model, self._engines[model]) if model in self._engines else None
 
     def _route_for(self, rule: RouteRule, model: str | None) -> ModelRoute | None:
-        """None where nothing says which of the provider's models is meant."""
+        """None if neither the rule, the provider nor the request names a model."""
         if rule.engine is not None:
             return ModelRoute(rule.engine, self._engines[rule.engine])
         pool = self._servers[rule.provider or ""]

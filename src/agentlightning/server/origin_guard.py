@@ -1,9 +1,8 @@
-"""Whether a request may come from a web page: what a browser on this machine sends is not always what its user wants.
+"""Rejects requests from web pages of other sites, which a browser on this machine may send without its user's consent.
 
-A page of another site can send requests to a server on loopback, which nobody else reaches; the browser then says where
-the page came from (`Origin`). A page whose name its owner points to loopback afterwards is of this server, as far as
-the browser knows (DNS rebinding): where no token is asked for, the name in `Host` has to be one that no stranger can
-have. Called by the server's door for every request.
+Such pages can reach a server on loopback; the browser names their site in `Origin`. With DNS rebinding a page appears
+to be of this server: without a token, `Host` must therefore be a name that no stranger can control. Checked for every
+request by `RequestTracker`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from typing import Final
 from urllib.parse import urlsplit
 
 _MAX_CACHED_HOSTS: Final = 1024
-"""Names whose verdict is remembered."""
+"""Bound of the cache of host names."""
 
 
 class OriginGuard:
-    """`hosts`: further names under which this server is reached, where it asks for no token. `origins`: pages of other
-    sites that may use it, as `https://name:port`; "*" for all. With `any_host` any name will do: a page that does not
-    know the token gets nowhere. With `keyless`, model calls need no key: a page must be of a name that is ours all the
-    same, while programs, which send no `Origin`, may use any."""
+    """Checks `Host` and `Origin`.
+
+    `hosts` are further names of this server. `origins` are other sites whose pages are allowed, as `https://name:port`;
+    "*" for all. With `any_host` every name is allowed, since a page without the token can do nothing. With `keyless`,
+    model calls need no key: pages then need a known name all the same, but programs, which send no `Origin`, do not.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class OriginGuard:
         self._known: dict[bytes, bool] = {}
 
     def rejection(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """Why a request with these headers (names in lower case) is refused; None where it is not."""
+        """Why a request with these headers (names in lower case) is rejected; None if it is allowed."""
         host = origin = None
         for name, value in headers:
             if name == b"host":
@@ -80,7 +81,7 @@ def _name_in(host: bytes) -> str | None:
 
 
 def _is_private(name: str) -> bool:
-    """Whether no stranger can make the name lead elsewhere: an address, a name without a domain, or this machine's."""
+    """Whether no stranger can control the name: an address, a name without a domain, or the name of this machine."""
     if "." not in name or name.endswith(".localhost") or name == socket.gethostname().lower():
         return True
     try:

@@ -1,8 +1,7 @@
-"""The way into a server: it sees every request come and go, for the metrics and the log, and closes in good order.
+"""Tracks requests in progress: records metrics and slow requests, and ends waiting requests when the server stops.
 
-Once closed it gives what is under way a moment. A request of the store that has not begun to be answered by then can
-only be waiting for rollouts: its work is cancelled and it is answered with 503 and `Retry-After`. A model call may go
-on until the server's grace is over.
+After `close`, requests have a moment to finish. A store request without a response by then must be waiting for
+rollouts: it is cancelled, with a 503 and `Retry-After`. A model call may continue until the server's grace period ends.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from agentlightning.store.instrumented import WaitTime, wait_time
 
 ROUTE: Final = "agentlightning.route"
 UNKNOWN_ROUTE: Final = "other"
-"""The route of a path that nobody serves: paths made up by strangers must not become series of their own."""
+"""The route label of unknown paths, so that strangers cannot create metric series."""
 DRAIN_SECONDS: Final = 0.3
-"""How long requests of the store have to end by themselves once the door is closed."""
+"""Time for store requests to finish after `close`."""
 STORE_PREFIX: Final = "/v1/agl/"
 CLIENT_CLOSED: Final = 499
-"""The status of a request whose caller hung up before it was answered."""
+"""The status of a request whose client disconnected before the response."""
 
 
 class RequestTracker:
-    """An ASGI application around another. `open` may follow `close`."""
+    """ASGI middleware. `open` may follow `close`."""
 
     def __init__(
         self,
@@ -54,47 +53,47 @@ class RequestTracker:
         self._closed = False
 
     def close(self) -> None:
-        """Send away, soon, those who wait."""
+        """Cancel waiting store requests soon."""
         self._closed = True
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._cancel_store_requests)
 
     def _cancel_store_requests(self) -> None:
-        for visit in list(self._in_flight):
+        for tracked in list(self._in_flight):
             if self._closed:
-                visit.cancel_with_503()
+                tracked.cancel_with_503()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        why = self.guard.rejection(scope["headers"]) if scope["type"] == "http" else None
-        await self.track(self._app if why is None else _Forbidden(why), scope, receive, send)
+        reason = self.guard.rejection(scope["headers"]) if scope["type"] == "http" else None
+        await self.track(self._app if reason is None else _Forbidden(reason), scope, receive, send)
 
     async def track(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, began: float | None = None) -> None:
-        """Have an application serve a scope: this one's own, or one of its routes where it is known which. `began` is
-        of one who `started` before."""
+        """Serve a scope with an application: the wrapped one, or a known route of it. `began` is the result of
+        `started`, if that was called before."""
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        visit = _TrackedRequest(scope["path"], send, self.started() if began is None else began)
-        self._in_flight.add(visit)
-        wait_time.set(visit.waited)
+        tracked = _TrackedRequest(scope["path"], send, self.started() if began is None else began)
+        self._in_flight.add(tracked)
+        wait_time.set(tracked.waited)
         try:
-            await visit.run(app, scope, receive)
+            await tracked.run(app, scope, receive)
         finally:
-            self._in_flight.discard(visit)
-            self._record(scope, visit)
+            self._in_flight.discard(tracked)
+            self._record(scope, tracked)
 
     def started(self) -> float:
-        """A request has come; returns when, for `went` or `visit`."""
+        """Count a new request; returns its start time, for `finished` or `track`."""
         if self._metrics is not None:
             self._metrics.request_began()
         return time.perf_counter()
 
     def finished(self, route: str, method: str, status: int, began: float) -> None:
-        """A request that was served by nobody in here is over."""
+        """Record the end of a request that was served without `track`."""
         self._record_end(route, method, status, time.perf_counter() - began)
 
-    def _record(self, scope: Scope, visit: _TrackedRequest) -> None:
-        """Time that was spent waiting for rollouts is no time to answer."""
-        seconds = time.perf_counter() - visit.began - visit.waited.seconds
-        self._record_end(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], visit.status, seconds)
+    def _record(self, scope: Scope, tracked: _TrackedRequest) -> None:
+        """Record the end of a tracked request, without the time it waited for rollouts."""
+        seconds = time.perf_counter() - tracked.began - tracked.waited.seconds
+        self._record_end(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds)
 
     def _record_end(self, route: str, method: str, status: int, seconds: float) -> None:
         if self._metrics is not None:
@@ -104,7 +103,7 @@ class RequestTracker:
 
 
 class _TrackedRequest:
-    """One request on its way through."""
+    """One request in progress."""
 
     __slots__ = ("_is_cancelled", "_path", "_send", "_task", "began", "status", "waited")
 
@@ -148,16 +147,16 @@ class _TrackedRequest:
         await self._send(message)
 
 
-def forbidden(why: str) -> bytes:
-    """The body of the answer to a page that may not use this server."""
-    return orjson.dumps({"error": {"type": "ForbiddenError", "message": why}, "detail": why})
+def forbidden(reason: str) -> bytes:
+    """The body of a 403."""
+    return orjson.dumps({"error": {"type": "ForbiddenError", "message": reason}, "detail": reason})
 
 
 class _Forbidden:
     """Answers 403."""
 
-    def __init__(self, why: str) -> None:
-        self._body = forbidden(why)
+    def __init__(self, reason: str) -> None:
+        self._body = forbidden(reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]
@@ -166,7 +165,7 @@ class _Forbidden:
 
 
 class _RouteMarker:
-    """A route's application, which leaves word of the route it was reached by."""
+    """Wraps the application of a route to store the route in the scope."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         self._app, self._path = app, path

@@ -1,8 +1,8 @@
-"""One answer while it is drawn: tokens in, text and tool calls out, nothing shown that may have to be taken back.
+"""An answer while it is sampled: turns tokens into text, reasoning and tool calls, and emits nothing it may take back.
 
-Held back until it is known what it is: UTF-8 cut over tokens, text that may begin a stop string, whitespace and text
-that may begin or end a thought or begin a tool call. What has been shown piece by piece is in the end exactly
-`message`, however the tokens were cut into pieces.
+Ambiguous text is buffered: incomplete UTF-8, the possible beginning of a stop string or tool call, and whitespace or
+text that may belong to a reasoning marker. The emitted events together are exactly `message`, however the tokens were
+split.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from agentlightning.gateway.local.logprobs import Token, TokenLogprobs, TopLogpr
 
 
 class Detokenizer:
-    """Text of tokens that arrive one by one.
+    """Decodes tokens incrementally.
 
-    Each step decodes a window that starts at a place where the text was whole, so that tokenizers which treat the
-    first token of a text differently do no harm.
+    Each step decodes a window that starts where the text was last complete, so that tokenizers which treat the first
+    token of a text differently do no harm.
     """
 
     def __init__(self, chat: ChatFormat) -> None:
@@ -33,7 +33,7 @@ class Detokenizer:
         self._shown = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that has become certain."""
+        """The text that is complete now."""
         self._tokens.extend(token_ids)
         text = self._new_text()
         if text.endswith("�"):
@@ -42,7 +42,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left: bytes that never became a character are shown as U+FFFD."""
+        """The rest of the text; incomplete characters become U+FFFD."""
         text = self._new_text()
         self._before = self._shown = len(self._tokens)
         return text
@@ -57,19 +57,19 @@ class Detokenizer:
 
 
 class ReasoningFilter:
-    """Tells the thought an answer may begin with from the rest; whitespace beside the markers is dropped."""
+    """Separates the reasoning at the start of an answer from its content; drops whitespace next to the markers."""
 
     def __init__(self, markers: ThoughtMarkers | None) -> None:
         self._markers = markers
         self._buffer = ""
         self._thinks = markers is not None and markers.opened
         self._begun = markers is None or self._thinks
-        """Whether it is known what the answer begins with."""
+        """Whether it is known if the answer begins with reasoning."""
         self._trims = self._thinks
-        """Whitespace that comes next is beside a marker."""
+        """The next whitespace is next to a marker."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """(thought, content) that have become certain."""
+        """(reasoning, content) that are complete now."""
         self._buffer += text
         if not self._begun:
             self._begin()
@@ -115,42 +115,42 @@ class ReasoningFilter:
 
 @dataclass(slots=True)
 class Answer:
-    """One choice of a reply while it grows."""
+    """One choice of a reply."""
 
     index: int
     chat: ChatFormat
     stops: tuple[str, ...] = ()
     prompt_token_ids: Sequence[int] = ()
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end it beside those that end a turn; they are not shown."""
+    """Further tokens that end the answer, besides those that end a turn; they are not part of the text."""
     reads_tool_calls: bool = True
-    """False where the request offered no tools: a tool call is then content like any other."""
+    """If False, the request offers no tools, and a tool call is ordinary content."""
     single_tool_call: bool = False
-    """At most one tool call was asked for."""
+    """The request allows at most one tool call."""
     call_prefix: str = "call_"
-    """What the ids of its tool calls begin with."""
+    """Prefix of the ids of tool calls."""
     tools: Sequence[dict[str, Any]] | None = None
-    """Those the request offered: in some formats they say what type an argument has."""
+    """The tools of the request; some formats read the types of arguments from them."""
     is_constrained: bool = False
-    """No token was drawn that what was asked for forbids."""
+    """The engine enforced the schema or grammar of the request."""
     prefill: str = ""
-    """What the caller wrote of it: it goes on after that."""
+    """The beginning of the answer, written by the caller."""
     uses_functions: bool = False
-    """The caller knows calls by their names alone (`dialects.legacy`)."""
+    """The caller identifies tool calls by function name (`openai.legacy_functions`)."""
     reasoning_markers: ThoughtMarkers | None = None
-    """How the model marks a thought; None: nothing is told apart."""
+    """How the model marks reasoning; None if it does not."""
     reasoning: str = ""
     content: str = ""
     is_refusal: bool = False
-    """The content is why the model does not answer."""
+    """The content is a refusal."""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     sample: Sample | None = None
     num_tokens: int = 0
     """Tokens fed so far."""
     token_ids: list[int] = field(default_factory=list[int])
-    """These tokens; of a provider's answer nothing."""
+    """The tokens fed so far; empty for the answer of a provider."""
     _written_ids: list[int] = field(default_factory=list[int])
-    """Of what was written last, where log-probabilities were asked for with it."""
+    """Tokens of the log-probabilities written last."""
     token_logprobs: TokenLogprobs = field(default_factory=TokenLogprobs, init=False)
     _text: Detokenizer = field(init=False)
     _stop: StopFilter = field(init=False)
@@ -166,47 +166,49 @@ class Answer:
     def feed(
         self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()
     ) -> list[OutputEvent]:
-        """What can be shown after some more tokens; their log-probabilities, where they are known by now."""
+        """The events after more tokens, with their log-probabilities if the engine streams them."""
         self.num_tokens += len(token_ids)
         self.token_ids += token_ids
-        shown = [token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens]
-        pieces = self._read_text(self._stop.feed(self._text.feed(shown)))
+        visible = [
+            token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens
+        ]
+        events = self._read_text(self._stop.feed(self._text.feed(visible)))
         if logprobs:
-            self.token_logprobs.add(token_ids, logprobs, tops, len(pieces))
-        return pieces
+            self.token_logprobs.add(token_ids, logprobs, tops, len(events))
+        return events
 
     def finish(self, sample: Sample) -> list[OutputEvent]:
-        """What is left to show once the sample is whole."""
-        pieces = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
+        """The remaining events, once the sample is complete."""
+        events = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
         self.sample = sample
         self.token_logprobs.complete(sample)
         rest = self._stop.feed(self._text.finish()) + self._stop.finish()
-        pieces += self._read_text(rest)
+        events += self._read_text(rest)
         thought, content = self._reasoning_filter.finish()
-        pieces += self._add_reasoning(thought) + self._read_content(content)
-        return pieces + (self._add(self._calls.finish()) if self.reads_tool_calls else [])
+        events += self._add_reasoning(thought) + self._read_content(content)
+        return events + (self._add(self._calls.finish()) if self.reads_tool_calls else [])
 
     @property
     def finish_reason(self) -> str:
-        """stop, length, or tool_calls where the answer ended by itself and calls tools."""
+        """stop, length, or tool_calls if the answer ended by itself and calls tools."""
         reason = self.sample.finish_reason if self.sample else "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended the answer."""
+        """The stop string that ended the answer."""
         return self._stop.found
 
     @property
     def engine_stops(self) -> tuple[str, ...]:
-        """Strings that end the drawing: those asked for, and what closes the only tool call."""
+        """Stop strings for the engine: those of the request, and the end of the only tool call."""
         closing = self.chat.tool_calls.closing
         return (*self.stops, closing) if closing and self.stops_after_tool_call else self.stops
 
     @property
     def stops_after_tool_call(self) -> bool:
-        """The first tool call ends the drawing. A model that thinks may write calls in its thoughts: it is let finish.
-        So is an answer that is held, which ends by itself and may say in its arguments what ends a call."""
+        """Whether sampling stops after the first tool call. Not for a model that reasons, which may write calls in its
+        reasoning; nor for a constrained answer, which ends by itself and may contain the end marker in an argument."""
         return (
             self.single_tool_call
             and not self.is_constrained
@@ -216,24 +218,24 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The answer as an assistant message on the wire."""
+        """The answer as an assistant message."""
         return assistant_message(self.content, self.reasoning, self.tool_calls)
 
     def parts(self) -> list[OutputEvent]:
-        """A whole answer, in order: thoughts, content, whole tool calls."""
+        """The complete answer, in order: reasoning, content, tool calls."""
         parts: list[OutputEvent] = [ReasoningDelta(self.reasoning)] if self.reasoning else []
         return [*parts, *([self.content] if self.content else []), *self.tool_calls]
 
     def next_logprobs(self) -> list[dict[str, Any]]:
-        """On the wire, of the next piece to be written."""
+        """Log-probabilities of the next event to be written, in wire format."""
         return self._written(self.token_logprobs.take_event())
 
     def remaining_logprobs(self) -> list[dict[str, Any]]:
-        """On the wire, of what no piece has shown."""
+        """Log-probabilities that belong to no event, in wire format."""
         return self._written(self.token_logprobs.take_rest())
 
     def take_token_ids(self) -> list[int]:
-        """The tokens of the log-probabilities that were asked for last, once."""
+        """The tokens of the log-probabilities returned last; empty the second time."""
         taken, self._written_ids = self._written_ids, []
         return taken
 
@@ -242,7 +244,7 @@ class Answer:
         return token_logprobs(self.chat, tokens)
 
     def all_logprobs(self) -> list[dict[str, Any]]:
-        """On the wire."""
+        """All log-probabilities, in wire format."""
         return token_logprobs(self.chat, self.token_logprobs.tokens)
 
     def _read_text(self, text: str) -> list[OutputEvent]:
@@ -258,18 +260,18 @@ class Answer:
             return self._add([text] if text else [])
         return self._add(self._calls.feed(text))
 
-    def _add(self, pieces: Sequence[str | ParsedToolCall]) -> list[OutputEvent]:
-        return [self._add_text(piece) if isinstance(piece, str) else self._add_tool_call(piece) for piece in pieces]
+    def _add(self, parts: Sequence[str | ParsedToolCall]) -> list[OutputEvent]:
+        return [self._add_text(part) if isinstance(part, str) else self._add_tool_call(part) for part in parts]
 
     def _add_text(self, text: str) -> str:
         self.content += text
         return text
 
     def _add_tool_call(self, call: ParsedToolCall) -> ToolCall:
-        # The model refers to a call by the id it wrote itself, where it wrote one.
+        # If the model wrote an id itself, it will refer to the call by it.
         taken = {known.id for known in self.tool_calls}
-        name = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
-        name = f"call_{call.name}" if self.uses_functions else name
-        kept = ToolCall(len(self.tool_calls), name, call.name, call.arguments)
-        self.tool_calls.append(kept)
-        return kept
+        call_id = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
+        call_id = f"call_{call.name}" if self.uses_functions else call_id
+        tool_call = ToolCall(len(self.tool_calls), call_id, call.name, call.arguments)
+        self.tool_calls.append(tool_call)
+        return tool_call

@@ -20,14 +20,13 @@ def suffix_after(
     length: int,
     ended: bool,
 ) -> str | None:
-    """The text after `messages[length - 1]`, the answer of a known path; see `_suffix`. What was thought on the path is
-    in its tokens: what the template does with old thoughts, and whether the client sent them back, is all one."""
-    said = [_unthought(message) for message in messages[:length]]
-    messages = [*said, *messages[length:]]
+    """The text after `messages[length - 1]`, the answer of a known path; see `_suffix`. The reasoning of earlier
+    answers is in the tokens of the path, so it does not matter whether the template or the client leaves it out."""
+    messages = [*(_without_reasoning(message) for message in messages[:length]), *messages[length:]]
     return _suffix(chat, chat.render(messages, tools), messages, tools, length, ended)
 
 
-def _unthought(message: Message) -> Message:
+def _without_reasoning(message: Message) -> Message:
     if "reasoning_content" not in message:
         return message
     return {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -43,16 +42,16 @@ def _suffix(
 ) -> str | None:
     """The text after the answer `messages[length - 1]` within `text`, the rendering of all messages.
 
-    None unless one of two things shows that the template writes the earlier part as it did. First: the rendering
-    that stops after the answer is where the rendering of everything begins. Some templates write the last message
-    otherwise than earlier ones, so second: everything before the answer is the same, and the answer reads the same.
+    None unless the template provably writes the earlier part as before. Either the rendering up to the answer is a
+    prefix of the whole rendering; or, since some templates write the last message differently, everything before the
+    answer is the same, and the answer parses to the same message.
     """
     ends = _end_of_turn_texts(chat)
-    found = _by_prefix(chat, text, messages[:length], tools, ends)
-    found = found or _by_reading(chat, text, messages[:length], tools, ends)
-    if found is None:
+    parts = _by_prefix(chat, text, messages[:length], tools, ends)
+    parts = parts or _by_reading(chat, text, messages[:length], tools, ends)
+    if parts is None:
         return None
-    end_of_turn, rest = found
+    end_of_turn, rest = parts
     return rest if ended else end_of_turn + rest
 
 
@@ -85,9 +84,11 @@ def _by_reading(
         return None
     place, end = min(places)
     written = chat.unescape(text[len(before) : place])
-    readings = {written, strip_reasoning(markers, written)}
+    candidates = {written, strip_reasoning(markers, written)}
     return (
-        (end, text[place + len(end) :]) if any(_reads_as(chat, said, history[-1], tools) for said in readings) else None
+        (end, text[place + len(end) :])
+        if any(_reads_as(chat, candidate, history[-1], tools) for candidate in candidates)
+        else None
     )
 
 

@@ -45,15 +45,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """The tokens behind one answer, without those of the path it continues."""
+    """The tokens of one answer and its prompt, without those of the path it continues."""
 
     parent: TokenPath | None
     tokens: array[int]
     span_id: str
     ended: bool
-    """Whether the sample closed its turn."""
+    """Whether the sample ended its turn."""
     is_complete: bool = True
-    """False: without the last of what was drawn, which the caller was not shown."""
+    """If False, the last sampled tokens are missing: the caller did not get their text."""
 
     def all_tokens(self) -> list[int]:
         parts: list[array[int]] = []
@@ -73,36 +73,36 @@ DriftReason = Literal["template", "tools", "edited"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine is given, and where it comes from."""
+    """A prompt and its origin."""
 
     token_ids: list[int]
     continues: TokenPath | None = None
     num_reused: int = 0
-    """How many of the tokens are those of `continues`."""
+    """Number of tokens that are those of `continues`."""
     drift: bool = False
     digests: tuple[bytes, ...] = ()
-    """Of the first 0, 1, 2, ... messages."""
+    """Digests of the first 0, 1, 2, ... messages."""
     variant: bytes = b""
-    """Of everything besides the messages that a rendering depends on."""
+    """Digest of what a rendering depends on besides the messages."""
     reason: DriftReason | None = None
-    """Of the drift."""
+    """Why there is drift."""
     raw: bytes | None = None
-    """A raw prompt as `Conversations` compares it."""
+    """The raw prompt in the form that `Conversations` compares."""
     prefill: str = ""
-    """What the answer begins with, as its caller wrote it: the last of the tokens."""
+    """The beginning of the answer, written by the caller; it is the end of the prompt."""
 
     @property
     def continued_span(self) -> str | None:
-        """The span whose tokens, all of them, the prompt begins with."""
+        """The span whose complete tokens the prompt begins with."""
         return self.continues.span_id if self.continues and self.continues.is_complete else None
 
 
 class PrefixIndex(Generic[T]):
-    """Values by byte string: only lengths and digests are kept."""
+    """Finds the longest known prefix of a byte string. Stores only lengths and digests."""
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
-        """In order, each once."""
+        """Sorted, without duplicates."""
         self._values: dict[tuple[int, bytes], T] = {}
 
     def add(self, data: bytes, value: T) -> None:
@@ -111,15 +111,15 @@ class PrefixIndex(Generic[T]):
         self._values[len(data), _hasher(data).digest()] = value
 
     def longest(self, data: bytes) -> tuple[int, T] | None:
-        """(length, value) of the longest known string that `data` begins with. Reads `data` once."""
-        found: tuple[int, T] | None = None
+        """(length, value) of the longest known prefix of `data`. Reads `data` once."""
+        longest: tuple[int, T] | None = None
         hasher, start = _hasher(b""), 0
         for length in self._lengths[: bisect_right(self._lengths, len(data))]:
             hasher.update(data[start:length])
             start = length
             value = self._values.get((length, hasher.copy().digest()))
-            found = found if value is None else (length, value)
-        return found
+            longest = longest if value is None else (length, value)
+        return longest
 
 
 def _hasher(data: bytes) -> hashlib.blake2b:
@@ -128,21 +128,21 @@ def _hasher(data: bytes) -> hashlib.blake2b:
 
 @dataclass(slots=True)
 class _AttemptPaths:
-    """What we know of one attempt."""
+    """The paths of one attempt."""
 
     paths: dict[tuple[bytes, bytes], TokenPath] = field(default_factory=dict[tuple[bytes, bytes], TokenPath])
     """(digest of messages and answer, variant) -> path."""
     answered: set[bytes] = field(default_factory=set[bytes])
-    """Digests of messages that an answer of ours followed."""
+    """Digests of the messages before each answer."""
     call_ids: set[str] = field(default_factory=set[str])
-    """Ids of tool calls we handed out."""
+    """Ids of the tool calls in answers."""
     raw: PrefixIndex[TokenPath] = field(default_factory=PrefixIndex[TokenPath])
-    """Raw prompts, each with what was drawn after it -> path."""
+    """Raw prompt with its answer -> path."""
     tokens: int = 0
 
 
 class Conversations:
-    """The paths of the attempts that called lately; the least recently used are forgotten when there are too many."""
+    """The paths of attempts, in an LRU cache."""
 
     def __init__(self, max_attempts: int = 16384, max_tokens: int = 100_000_000) -> None:
         self._max_attempts = max_attempts
@@ -150,14 +150,14 @@ class Conversations:
         self._attempts: OrderedDict[tuple[str, str], _AttemptPaths] = OrderedDict()
         self._tokens = 0
         self.num_evicted = 0
-        """Attempts dropped for want of room; their next calls start new paths."""
+        """Attempts evicted; their next calls start new paths."""
 
     def __len__(self) -> int:
         return len(self._attempts)
 
     @property
     def tokens(self) -> int:
-        """Tokens kept."""
+        """Number of tokens in the cache."""
         return self._tokens
 
     def prompt(
@@ -170,8 +170,8 @@ class Conversations:
         context: int | None = None,
         prefill: str = "",
     ) -> Prompt:
-        """The prompt of a call, whose answer begins with `prefill`; may be called from any thread. Raises ConfigError
-        where the template cannot hold the messages, ContextLengthError where `context` tokens are surely too few."""
+        """The prompt of a call whose answer begins with `prefill`. May be called from any thread. Raises ConfigError if
+        the template cannot render the messages, ContextLengthError if they certainly exceed `context` tokens."""
         digests, variant = message_digests(messages), _variant(model, chat, tools)
         memory = self._paths_of(attempt)
         if memory is None:
@@ -192,8 +192,8 @@ class Conversations:
         return Prompt(tokens, path, len(known), drift, digests, variant, reason, prefill=prefill)
 
     def _paths_of(self, attempt: tuple[str, str]) -> _AttemptPaths | None:
-        """What is known of an attempt that calls now."""
-        with suppress(KeyError):  # Another thread may forget it meanwhile.
+        """The paths of an attempt, marked as recently used."""
+        with suppress(KeyError):  # Another thread may remove it meanwhile.
             self._attempts.move_to_end(attempt)
         return self._attempts.get(attempt)
 
@@ -202,21 +202,21 @@ class Conversations:
         attempt: tuple[str, str],
         model: str,
         chat: ChatFormat,
-        given: str | list[int],
+        prompt: str | list[int],
         context: int | None = None,
     ) -> Prompt:
-        """The prompt of a call that gives text, or tokens: the tokens are then exactly those."""
-        raw = _raw(model, given)
+        """The prompt of a call with raw text or tokens; given tokens are used as they are."""
+        raw = _raw(model, prompt)
         memory = self._paths_of(attempt)
         found = memory.raw.longest(raw) if memory else None
         if found is None:
-            return Prompt(encode_within(chat, given, context) if isinstance(given, str) else given, raw=raw)
+            return Prompt(encode_within(chat, prompt, context) if isinstance(prompt, str) else prompt, raw=raw)
         length, path = found
         known = path.all_tokens()
-        if isinstance(given, str):
+        if isinstance(prompt, str):
             rest = raw[length:].decode("utf-8", "surrogatepass")
-            given = known + encode_within(chat, rest, context and context - len(known), context)
-        return Prompt(given, path, len(known), raw=raw)
+            prompt = known + encode_within(chat, rest, context and context - len(known), context)
+        return Prompt(prompt, path, len(known), raw=raw)
 
     def add_answer(
         self,
@@ -227,14 +227,14 @@ class Conversations:
         eos_token_ids: frozenset[int],
         span_id: str,
     ) -> None:
-        """Keep the path of an answer, so that a later call may continue it."""
+        """Store the path of an answer, so that a later call can continue it."""
         memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
         tokens = array("i", prompt.token_ids[prompt.num_reused :])
         tokens.extend(sample.token_ids)
         ended = bool(sample.token_ids) and sample.token_ids[-1] in eos_token_ids
         path = TokenPath(prompt.continues, tokens, span_id, ended)
-        if prompt.prefill:  # The caller has it as one message.
+        if prompt.prefill:  # The caller sees prefill and answer as one message.
             answer = {**answer, "content": prompt.prefill + (answer.get("content") or "")}
         memory.paths[extend_digest(prompt.digests[-1], answer), prompt.variant] = path
         memory.answered.add(prompt.digests[-1])
@@ -244,7 +244,7 @@ class Conversations:
     def add_raw_answer(
         self, attempt: tuple[str, str], prompt: Prompt, chat: ChatFormat, shown: str, sample: Sample, span_id: str
     ) -> None:
-        """Keep the path of an answer to a raw prompt, of which the caller was shown the text `shown`."""
+        """Store the path of an answer to a raw prompt. `shown` is the text that the caller got."""
         memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
         raw, before = prompt.raw or b"", array("i", prompt.token_ids[prompt.num_reused :])
@@ -253,7 +253,7 @@ class Conversations:
         if raw.startswith(_RAW_TOKENS):
             memory.raw.add(raw + drawn.tobytes(), path)
         else:
-            # The text that was not shown goes on in the next prompt, word for word, or is left out of it.
+            # The next prompt may contain the text that the caller did not get, or may not.
             length, text = _within(chat, sample.token_ids, shown)
             part = TokenPath(prompt.continues, before + drawn[:length], span_id, ended=True, is_complete=False)
             memory.raw.add(raw + _utf8(text), part)
@@ -266,7 +266,7 @@ class Conversations:
         self._evict()
 
     def forget(self, attempt: tuple[str, str]) -> None:
-        """Drop what is known of an attempt, once it has ended."""
+        """Drop the paths of an attempt that has ended."""
         if memory := self._attempts.pop(attempt, None):
             self._tokens -= memory.tokens
 
@@ -278,8 +278,8 @@ class Conversations:
 
 
 def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | None = None) -> list[int]:
-    """The tokens of a rendered text. Raises ContextLengthError where they are certainly more than `room`, what is left
-    of a `context`."""
+    """The tokens of a rendered text. Raises ContextLengthError, before encoding, if they certainly exceed `room`, the
+    rest of `context`."""
     if room is not None and (count := chat.min_token_count(text, room)) > room:
         raise ContextLengthError(
             f"the prompt has more than {count + (context or room) - room} tokens and the context holds "
@@ -293,9 +293,9 @@ def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | 
 _RAW_TEXT, _RAW_TOKENS = b"text:", b"tokens:"
 
 
-def _raw(model: str, given: str | list[int]) -> bytes:
-    """A raw prompt as bytes; two begin alike where their models, and their texts or tokens, do."""
-    kind, data = (_RAW_TEXT, _utf8(given)) if isinstance(given, str) else (_RAW_TOKENS, array("i", given).tobytes())
+def _raw(model: str, prompt: str | list[int]) -> bytes:
+    """A raw prompt as bytes; one is a prefix of another if model and text or tokens are."""
+    kind, data = (_RAW_TEXT, _utf8(prompt)) if isinstance(prompt, str) else (_RAW_TOKENS, array("i", prompt).tobytes())
     return kind + orjson.dumps(model) + data
 
 
@@ -304,7 +304,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int, str]:
-    """(how many tokens, their text) of the most tokens from the start that say nothing beyond `shown`."""
+    """(length, text) of the longest run of tokens from the start whose text is within `shown`."""
     length = len(token_ids)
     while not shown.startswith(text := chat.decode(token_ids[:length])):
         length -= 1
@@ -331,18 +331,18 @@ def _longest_path(
 
 
 def _drift_reason(memory: _AttemptPaths, digests: Sequence[bytes], same: bool) -> DriftReason:
-    """Why no path is continued. `same`: the very conversation is known, only its template writes it otherwise."""
+    """Why no path is continued. `same`: the conversation is known, but the template renders it differently."""
     if same:
         return "template"
-    known = {digest for digest, _ in list(memory.paths)}  # A copy: answers are learned in another thread.
+    known = {digest for digest, _ in list(memory.paths)}  # A copy: another thread may add answers.
     return "tools" if known & set(digests[1:]) else "edited"
 
 
 def _resembles_known_answer(
     memory: _AttemptPaths, digests: Sequence[bytes], messages: Sequence[Message], start: int
 ) -> bool:
-    """Whether an assistant's message from `start` on stands where an answer of ours stood, or calls tools by our
-    ids."""
+    """Whether an assistant message from `start` on stands in the place of a known answer, or has an id of its tool
+    calls."""
     for place in range(start, len(messages)):
         if messages[place]["role"] != "assistant":
             continue

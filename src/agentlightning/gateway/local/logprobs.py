@@ -1,7 +1,7 @@
-"""The tokens of one answer with their log-probabilities, handed out once each to the pieces of a stream.
+"""Assigns the tokens of an answer and their log-probabilities to the events of a stream, each once.
 
-An engine that tells log-probabilities as it draws lets each piece carry those of its own tokens; with one that tells
-them at the end, the ending carries all.
+If the engine streams log-probabilities, each event carries those of its own tokens; otherwise the last event carries
+all.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import Sample
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""(token, log-probability), likeliest first."""
+"""(token, log-probability), most likely first."""
 Token = tuple[int, float, TopLogprobs]
-"""A token drawn, its log-probability, and the likeliest ones at its place where they were asked for."""
+"""A sampled token, its log-probability, and the most likely tokens at its position if requested."""
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """What is known so far."""
+    """The tokens so far, and which of them are written."""
 
     _tokens: list[Token] = field(default_factory=list[Token])
     _sample: Sample | None = None
     _event_ends: deque[int] = field(default_factory=deque[int])
-    """For each piece that was shown and not yet written, how many tokens there were by then."""
+    """For each event not yet written, the number of tokens at that point."""
     _written: int = 0
 
     def add(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs], pieces: int
+        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs], num_events: int
     ) -> None:
-        """More tokens, after which so many pieces were shown."""
+        """Add tokens, and the number of events they produced."""
         self._tokens += [
             (token, value, top or ()) for token, value, top in zip_longest(token_ids, logprobs, tops[: len(token_ids)])
         ]
-        self._event_ends += [len(self._tokens)] * pieces
+        self._event_ends += [len(self._tokens)] * num_events
 
     def complete(self, sample: Sample) -> None:
-        """Know the whole answer."""
+        """Set the complete sample."""
         self._sample = sample
 
     @property
     def tokens(self) -> list[Token]:
-        """All that are known."""
-        if self._sample is not None:  # Few callers ask, so nothing was put together before.
+        """All tokens so far."""
+        if self._sample is not None:  # Built on demand: few callers request log-probabilities.
             sample, self._sample = self._sample, None
             tops = sample.top_logprobs or ((),) * len(sample.token_ids)
             whole = zip(sample.token_ids, sample.logprobs, tops, strict=True)
@@ -55,11 +55,11 @@ class TokenLogprobs:
         return self._tokens
 
     def take_event(self) -> list[Token]:
-        """Those that the next piece to be written shows."""
+        """The tokens of the next event to be written."""
         return self._take(self._event_ends.popleft()) if self._event_ends else []
 
     def take_rest(self) -> list[Token]:
-        """Those that no piece has shown."""
+        """The tokens that belong to no event."""
         self._event_ends.clear()
         return self._take(len(self.tokens))
 
@@ -69,8 +69,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities and the likeliest ones at their places where they were asked for, as chat
-    completions and responses show them."""
+    """Tokens with their log-probabilities and the most likely alternatives, in the wire format of chat completions and
+    responses."""
     return [
         _token(chat, token, value) | {"top_logprobs": [_token(chat, *other) for other in top]}
         for token, value, top in tokens

@@ -1,8 +1,7 @@
-"""The gate that sampling passes: one for each engine, closed around an update of its weights.
+"""Makes calls to an engine wait while its weights are updated.
 
-Responsible for holding calls back in the order they came, and for knowing who is under way. The gateway leads every
-call that an engine answers through the gate of that engine, so an update of one policy holds nobody up who asks
-another; the trainer closes it with `update`. It turns nobody away, and never touches weights.
+Each engine has its own gate, so an update of one policy does not delay calls of another. Calls enter in the order they
+arrived; the trainer closes the gate with `update`. A gate rejects no call and never touches weights.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from agentlightning.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 30.0
-"""A drain that takes longer says whom it waits for; again after twice the time."""
+"""Log a warning if a drain takes longer than this, and again after twice the time."""
 MAX_NAMED = 5
-"""How many calls such a message names."""
+"""Calls named in the warning."""
 CANNOT_GO_ON = (
     "this policy cannot change its weights while answers are drawn; leave in_flight false, and they finish first"
 )
@@ -30,7 +29,7 @@ CANNOT_GO_ON = (
 
 @dataclass(slots=True, eq=False)
 class InFlightCall:
-    """A call that waits or has passed."""
+    """A call that waits at the gate or has entered."""
 
     name: str
     since: float = field(default_factory=time.monotonic)
@@ -40,7 +39,7 @@ class InFlightCall:
 
 
 class UpdateGate:
-    """Open, or closed: then callers wait, and are let in when it opens, in the order they came."""
+    """A gate that is open or closed. At a closed gate calls wait; they enter in order when it opens."""
 
     def __init__(self, *, closed: bool = False) -> None:
         self._closed_by_caller = closed
@@ -50,9 +49,9 @@ class UpdateGate:
         self._in_flight: set[InFlightCall] = set()
         self._waiters: dict[InFlightCall, asyncio.Future[None]] = {}
         self._num_resuming = 0
-        """Let in, and not yet awake."""
+        """Waiters released whose tasks have not resumed; new calls queue behind them."""
         self._all_resumed = asyncio.Event()
-        """Set while that is 0."""
+        """Set while `_num_resuming` is 0."""
         self._all_resumed.set()
         self._drained = asyncio.Event()
         self._drained.set()
@@ -64,7 +63,7 @@ class UpdateGate:
 
     @property
     def num_in_flight(self) -> int:
-        """Calls that have passed and not yet left."""
+        """Calls that have entered and not left."""
         return len(self._in_flight)
 
     @property
@@ -74,31 +73,31 @@ class UpdateGate:
     # -- for calls -------------------------------------------------------------------------------------------------
 
     async def enter(self, name: str = "a call") -> InFlightCall:
-        """Pass, once it is open. Whoever has entered leaves with `leave`; `name` is for those who wait for that."""
-        visitor = InFlightCall(name)
+        """Enter once the gate is open; `leave` must follow. `name` describes the call in logs."""
+        call = InFlightCall(name)
         while self._num_resuming and not self.closed:
-            await self._all_resumed.wait()  # Those who have waited go first.
+            await self._all_resumed.wait()  # Earlier calls go first.
         if self.closed:
-            await self._wait(visitor)
+            await self._wait(call)
         else:
-            self._admit(visitor)
-        return visitor
+            self._admit(call)
+        return call
 
-    def leave(self, visitor: InFlightCall) -> None:
-        self._in_flight.remove(visitor)
+    def leave(self, call: InFlightCall) -> None:
+        self._in_flight.remove(call)
         if not self._in_flight:
             self._drained.set()
 
-    async def _wait(self, visitor: InFlightCall) -> None:
+    async def _wait(self, call: InFlightCall) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._waiters[visitor] = future
+        self._waiters[call] = future
         try:
             await future
         except asyncio.CancelledError:
-            self._waiters.pop(visitor, None)
-            if not future.cancelled():  # It was let in, and hung up before it woke.
+            self._waiters.pop(call, None)
+            if not future.cancelled():  # Released, then cancelled before it resumed.
                 self._resumed()
-                self.leave(visitor)
+                self.leave(call)
             raise
         self._resumed()
 
@@ -107,23 +106,23 @@ class UpdateGate:
         if self._num_resuming == 0:
             self._all_resumed.set()
 
-    def _admit(self, visitor: InFlightCall) -> None:
-        self._in_flight.add(visitor)
+    def _admit(self, call: InFlightCall) -> None:
+        self._in_flight.add(call)
         self._drained.clear()
 
     # -- for updates -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Calls that come from now on wait; those under way go on."""
+        """Make new calls wait. Calls in progress continue."""
         self._closed_by_caller = True
 
     def open(self) -> None:
-        """Let in all who wait, unless an update is under way: then at its end."""
+        """Release waiting calls, or let the end of the current update release them."""
         self._closed_by_caller = False
         self._admit_waiting()
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Close, and wait until nobody is inside. Raises TimeoutError, with the gate still closed."""
+        """Close, and wait until all calls in progress have left. Raises TimeoutError, with the gate still closed."""
         self.close()
         if not await self._wait_until_drained(timeout):
             raise TimeoutError(
@@ -135,12 +134,12 @@ class UpdateGate:
     async def update(
         self, *, in_flight: bool = False, drain_seconds: float | None = None, can_go_on: bool = True
     ) -> AsyncGenerator[bool]:
-        """Within, weights may change: who comes waits, and is served after it. Yields whether calls are under way.
+        """A context in which weights may change and new calls wait. Yields whether calls are in progress.
 
-        With `in_flight` those under way are not waited for. Else they finish first; after `drain_seconds` those left
-        are not waited for either. Where answers cannot go on across an update (`can_go_on` False), all are waited for
-        as long as it takes. Updates of one engine follow one another; a gate closed by `close` stays so. Raises
-        ConfigError for `in_flight` where answers cannot go on.
+        With `in_flight`, calls in progress continue across the update. Otherwise they finish first, but those left
+        after `drain_seconds` continue across it too. If answers cannot continue across an update (`can_go_on` False),
+        all are awaited. Updates of one engine run one after another, and a gate closed by `close` stays closed. Raises
+        ConfigError for `in_flight` if answers cannot continue.
         """
         if in_flight and not can_go_on:
             raise ConfigError(CANNOT_GO_ON)
@@ -160,29 +159,31 @@ class UpdateGate:
                 self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """They count as inside at once, whatever happens to the gate before they wake."""
+        """Released calls count as in progress at once, even if the gate closes before they resume."""
         if self.closed:
             return
         waiting, self._waiters = self._waiters, {}
-        for visitor, future in waiting.items():
+        for call, future in waiting.items():
             if not future.done():
-                self._admit(visitor)
+                self._admit(call)
                 self._num_resuming += 1
                 self._all_resumed.clear()
                 future.set_result(None)
 
     async def _wait_until_drained(self, timeout: float | None) -> bool:
-        """Wait until nobody is inside, for at most `timeout` seconds; says now and then for whom."""
+        """Wait until all calls have left, for at most `timeout` seconds; logs a warning about slow ones."""
         started, warn = time.monotonic(), WARN_SECONDS
         while self._in_flight:
-            spent = time.monotonic() - started
-            left = math.inf if timeout is None else timeout - spent
+            elapsed = time.monotonic() - started
+            left = math.inf if timeout is None else timeout - elapsed
             if left <= 0:
                 return False
-            if spent >= warn:
-                logger.warning("an update has waited %.0f s for %d calls: %s", spent, self.num_in_flight, self._names())
+            if elapsed >= warn:
+                logger.warning(
+                    "an update has waited %.0f s for %d calls: %s", elapsed, self.num_in_flight, self._names()
+                )
                 warn *= 2
-            await self._wait_drained(min(left, warn - spent))
+            await self._wait_drained(min(left, warn - elapsed))
         return True
 
     async def _wait_drained(self, seconds: float) -> None:
@@ -190,28 +191,28 @@ class UpdateGate:
             await asyncio.wait_for(self._drained.wait(), seconds)
 
     def _names(self) -> str:
-        oldest = sorted(self._in_flight, key=lambda visitor: visitor.since)
+        oldest = sorted(self._in_flight, key=lambda call: call.since)
         more = len(oldest) - MAX_NAMED
         return ", ".join(map(str, oldest[:MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 class UpdateGates:
-    """The gate of each engine, whatever names it is served under."""
+    """One gate for each engine, whatever its model names."""
 
     def __init__(self) -> None:
         self._gates: dict[int, tuple[object, UpdateGate]] = {}
-        """By identity; the engine is kept, so that no other can have its identity."""
+        """By id(engine). The reference keeps the id from being reused."""
         self._closed = False
 
     def of(self, engine: object) -> UpdateGate:
-        known = self._gates.get(id(engine))
-        if known is None:
-            known = self._gates[id(engine)] = (engine, UpdateGate(closed=self._closed))
-        return known[1]
+        entry = self._gates.get(id(engine))
+        if entry is None:
+            entry = self._gates[id(engine)] = (engine, UpdateGate(closed=self._closed))
+        return entry[1]
 
     @property
     def closed(self) -> bool:
-        """Whether all are."""
+        """Whether all gates are closed."""
         return self._closed
 
     def close(self) -> None:
@@ -225,10 +226,10 @@ class UpdateGates:
             gate.open()
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Close, and wait until nobody is inside any. Raises TimeoutError, with the gates still closed."""
+        """Close all gates, and wait until all calls have left. Raises TimeoutError, with the gates still closed."""
         self.close()
-        ends = await asyncio.gather(*(gate.drain(timeout) for gate in self._all()), return_exceptions=True)
-        for error in filter(None, ends):
+        results = await asyncio.gather(*(gate.drain(timeout) for gate in self._all()), return_exceptions=True)
+        for error in filter(None, results):
             raise error
 
     def _all(self) -> list[UpdateGate]:
