@@ -81,7 +81,7 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
 PROGRAM = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs, score_logits
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                      num_attention_heads=2, num_key_value_heads=2)
@@ -109,5 +109,5 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_positions() -> None:
         return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout) * 1024
 
     all_logits = 4096 * 32768 * 4
-    assert peak("score_logits(head(hidden), chosen, temperatures)") > 2 * all_logits
+    assert peak("token_logprobs_from_logits(head(hidden), chosen, temperatures)") > 2 * all_logits
     assert peak("token_logprobs(head, hidden, chosen, temperatures)") < 1.2 * all_logits
