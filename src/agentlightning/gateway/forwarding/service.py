@@ -1,8 +1,4 @@
-"""The part of the gateway that passes calls on to providers: finds the route, and sees to it that a caller that hangs
-up ends the call.
-
-Called by the gateway for each call, before its body is read as a request to our own engines.
-"""
+"""Serves calls that are routed to providers: forwards or translates them, counts their usage and records them."""
 
 from __future__ import annotations
 
@@ -56,7 +52,10 @@ class Translator(Protocol):
 
 
 class ForwardingService:
-    """Serves the calls that go to a provider, as they are or translated; leaves all others alone."""
+    """Serves calls to providers, as they are or translated.
+
+    `plan` may query the store for the attempt; its twin `try_plan`, for the callback-only fast path, never does.
+    """
 
     def __init__(
         self,
@@ -67,9 +66,9 @@ class ForwardingService:
         counters: Counters,
         translator: Translator,
         on_policy: OnPolicySampling,
-        kept: ResponseStore,
+        response_store: ResponseStore,
     ) -> None:
-        self._kept = kept
+        self._response_store = response_store
         self._translator = translator
         self._on_policy = on_policy
         self._resolver = resolver
@@ -77,10 +76,10 @@ class ForwardingService:
         self._contexts = contexts
         self._find_context = find_context
         self._counters = counters
-        self._counting = TokenCounter()
+        self._token_counter = TokenCounter()
         self.record = self._await_store
         self.record_raw: Callable[[bytes], Awaitable[None] | None] | None = None
-        """Where the store can read them: keeps an exchange as it was said (`recording.raw_exchange`)."""
+        """Records an exchange as raw bytes (`recording.raw_exchange`); None if the store cannot read them."""
         if isinstance(store, JournaledStore):
             self.record = store.append
             self.record_raw = store.append_record if store.takes_records else None
@@ -114,20 +113,20 @@ class ForwardingService:
         writer: ResponseWriter,
         call: UpstreamCall | None = None,
     ) -> None:
-        """Make it and answer. Raises ApiError, StoreError, and ClientDisconnected where the caller hung up; a failure
-        is recorded as well. `call` is one that was started and has to be gone on with."""
+        """Forward a call. Failures are recorded as well. `call` is one that was started already. Raises ApiError,
+        StoreError, and ClientDisconnected if the client disconnects."""
         with cancel_on_disconnect(scope, receive):
             await forward.run(self.record, writer, call)
         self.count_usage(forward)
 
     def count_usage(self, forward: ForwardedCall) -> None:
-        """An answer is whole: count what it used, and note who keeps it."""
+        """Count the usage of a complete response, and note the provider that stores it."""
         if (usage := forward.response.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
             self._counters.response_tokens += usage.output_tokens
         attempt, provider = forward.caller.attempt, forward.route.provider
         if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
-            self._kept.note_provider(attempt, forward.response.id, provider.name)
+            self._response_store.note_provider(attempt, forward.response.id, provider.name)
 
     async def count(self, call: ResolvedCall, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt: counted by the provider or its tokenizer, or estimated. Costs
@@ -137,16 +136,16 @@ class ForwardingService:
         if caller.attempt is not None:
             await self._find_context(caller)
         if not can_forward("messages", route):
-            meant = self._translator.translate("messages", route, caller, {"max_tokens": 1} | data, "")
-            await (await self._counting.count(route.servers, meant.data)).send(writer)
+            translated = self._translator.translate("messages", route, caller, {"max_tokens": 1} | data, "")
+            await (await self._token_counter.count(route.servers, translated.data)).send(writer)
             return
-        sent = orjson.dumps(data | {"model": route.send_model})
+        body = orjson.dumps(data | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
-        ask = UpstreamRequest(
-            COUNT_TOKENS_PATH, sent, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
+        request = UpstreamRequest(
+            COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
         )
         try:
-            async with UpstreamCall(route.servers, ask) as upstream:
+            async with UpstreamCall(route.servers, request) as upstream:
                 upstream.settle(Usage())
         except ApiError as api_error:
             await estimate_if_unsupported(api_error, data).send(writer)
@@ -161,7 +160,7 @@ class ForwardingService:
         else:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
-            # A provider that reports tokens may serve what is trained; any other is a third party.
+            # A provider that reports tokens may serve a model in training; any other is a third party.
             reports = route.provider is not None and route.provider.token_ids
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
@@ -171,15 +170,14 @@ class ForwardingService:
         if can_forward(path, route):
             return ForwardedCall(path, route, caller, data, headers, trace_id, forced)
         translated = self._translator.translate(path, route, caller, data, trace_id, resource, forced)
-        if route.provider is not None:  # betas that the caller asks of the provider by its own name for them
+        if route.provider is not None:  # betas that the caller enables in this provider's header
             translated.headers = {f"{route.provider.dialect}-beta": headers.get(f"{route.provider.dialect}-beta", "")}
         return translated
 
     # -- the record ------------------------------------------------------------------------------------------------
 
     async def _await_store(self, spans: Sequence[Span]) -> None:
-        """For a store without a journal: what it returned from is on the disk. An attempt that was superseded takes no
-        more calls."""
+        """Record spans in a store without a journal, and reject further calls of attempts that were superseded."""
         for span in await self._store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
                 self._contexts.invalidate(span.rollout_id, span.attempt_id)
