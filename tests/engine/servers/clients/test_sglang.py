@@ -55,7 +55,7 @@ async def test_malformed_responses_are_server_errors(http: JsonClient, answer: A
 async def test_a_proxy_rejection_is_not_retryable(tmp_path: Path):
     async with LocalProxy("me:secret") as proxy:
         transport = open_transport(ConnectOptions.create(proxy.url))
-        with pytest.raises(ModelServerError, match="wants credentials") as failed:
+        with pytest.raises(ModelServerError, match="requires credentials") as failed:
             await SGLangServer(transport, "https://model.example").weight_label()
         await transport.close()
     assert not failed.value.retryable
