@@ -186,7 +186,7 @@ def test_a_file_in_toml_and_one_in_json_say_the_same(tmp_path):
             "[[providers]]\nname='a'\nbase_url='http://h'",
             r"unknown setting providers\.0\.base_url .*nearest known one is providers\.0\.base_urls",
         ),
-        ("[[providers]]\nname='a'\nbase_urls=['host']", r"providers\.0\.base_urls .*'host' is no address"),
+        ("[[providers]]\nname='a'\nbase_urls=['host']", r"providers\.0\.base_urls .*'host' is no URL"),
         ("[[routes]]\nmodel='a'", r"routes\.0 .*names an engine or a provider"),
         ("[[routes]]\nprovider='b'", "routes.0 leads to the provider 'b'; known: none"),
         (
