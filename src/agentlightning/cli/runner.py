@@ -171,8 +171,7 @@ async def _run(options: Options, output: Output) -> dict[str, Any]:
     from agentlightning.cli.process.stop_signals import StopSignals
 
     async with AsyncExitStack() as stack:
-        signals = StopSignals()
-        signals.install()
+        signals = stack.enter_context(StopSignals())
         runner = _open_runner(options, stack)
         record = {"worker_id": runner.worker_id}
         if await signals.while_running(_start(options, runner)):

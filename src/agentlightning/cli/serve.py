@@ -155,9 +155,8 @@ async def _serve(options: Options, output: Output) -> None:
     from agentlightning.cli.process.stop_signals import StopSignals
     from agentlightning.errors import ServerError
 
-    signals = StopSignals()
-    signals.install()
     async with AsyncExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
         server = await _open(options, stack)
         _announce(server, options, output)
         _collect_less()

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 
 class StopSignals:
@@ -18,11 +18,18 @@ class StopSignals:
         self._count = 0
         self._second: Callable[[], object] = exit_now
 
-    def install(self) -> None:
+    def __enter__(self) -> Self:
         """Install the handlers in the running event loop, which must be that of the main thread."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the default handlers: those of a closed loop would ignore Ctrl-C."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
     def on_second(self, handler: Callable[[], object]) -> None:
         """Set what the second signal does; by default it exits the process."""
