@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from agentlightning.testing.postgres import PostgresCluster
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 # Two workers with two torch threads each on two cores wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes depends on what else the machine does: no test may fail of it.
+settings.register_profile("agentlightning", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("agentlightning")
 
 
 @pytest.fixture(scope="session")

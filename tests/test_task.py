@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
@@ -177,7 +177,6 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(values)
 def test_a_key_is_the_same_after_a_trip_through_json(task: Any) -> None:
     turned = json.loads(json.dumps(task))
@@ -191,7 +190,6 @@ def test_different_tasks_have_different_keys() -> None:
     assert task_key({"a": 1, "b": "ü"}) == task_key({"b": "ü", "a": 1}) == "1a59e522e02ce50ad2c27c11a6d30f86"
 
 
-@settings(deadline=None)
 @given(st.lists(values, max_size=60), st.integers(0, 5))
 def test_a_split_loses_nothing_and_never_tears_equal_tasks_apart(tasks: list[Any], seed: int) -> None:
     parts = split(tasks, [0.6, 0.2, 0.2], seed)
@@ -200,7 +198,6 @@ def test_a_split_loses_nothing_and_never_tears_equal_tasks_apart(tasks: list[Any
     assert sum(len(set(part)) for part in keys) == len({key for part in keys for key in part})
 
 
-@settings(deadline=None)
 @given(st.permutations(range(30)), st.integers(0, 3))
 def test_a_split_depends_on_content_and_seed_alone(order: list[int], seed: int) -> None:
     straight = split(range(30), [0.5, 0.5], seed)
@@ -223,9 +220,6 @@ def test_shares_that_do_not_add_up_are_refused(fractions: list[float]) -> None:
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 3))
 def test_every_task_is_drawn_once_an_epoch(count: int, batch: int, seed: int) -> None:
     sampler = TaskSampler(range(count), batch, seed)

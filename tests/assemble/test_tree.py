@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.assemble import token_tree
@@ -138,7 +138,6 @@ def versions(draw: st.DrawFn, count: int) -> tuple[tuple[int, int], ...]:
     return tuple((version, end - starts[version]) for version, end in enumerate(ends)) if len(ends) > 1 else ()
 
 
-@settings(deadline=None)
 @given(rollouts())
 def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
     tree = tree_of(*made)
@@ -154,7 +153,6 @@ def test_every_call_is_a_path_of_its_own_tokens(made: list[Transition]) -> None:
         assert path == [*each.prompt_token_ids, *each.response_token_ids]
 
 
-@settings(deadline=None)
 @given(rollouts())
 def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Transition]) -> None:
     tree = tree_of(*made)
@@ -165,7 +163,6 @@ def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Trans
     assert all(node.rollout_id is None and not node.logprobs for node in tree.nodes if not node.sampled)
 
 
-@settings(deadline=None)
 @given(rollouts(), st.randoms(use_true_random=False))
 def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
     shuffled = random.sample(made, len(made))

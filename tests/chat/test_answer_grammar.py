@@ -123,7 +123,7 @@ def test_constrained_answers_have_the_required_shape(models, name, examples):
     tools = tools_of(name.partition(",")[0])
     thoughts = st.sampled_from([None, *THOUGHTS])
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(tools, st.booleans(), st.booleans(), st.none() | CONTENT, thoughts, st.integers(0, 2**30))
     def check(tools, needs_call, one_call, content, thought, seed):
         nonlocal ended

@@ -182,6 +182,6 @@ class Statuses(RuleBasedStateMachine):
 
 
 Statuses.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )
 TestStatuses = Statuses.TestCase

@@ -6,7 +6,7 @@ import statistics
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.credit import CreditRule, GroupRelativeCredit, ReinforceCredit, base, credit_rule, register
@@ -31,7 +31,6 @@ def test_every_call_of_a_rollout_gets_its_distance_from_the_mean_in_standard_dev
     assert GroupRelativeCredit(normalize_std=False).advantages(group(0.0, 1.0)) == [(-0.5,), (0.5,)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-100, 100).map(float), min_size=2, max_size=9))
 def test_uniform_advantages_are_standardised(rewards: list[float]) -> None:
     found = GroupRelativeCredit().advantages(group(*rewards))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.credit import (
@@ -247,7 +247,6 @@ def test_trajectories_are_grouped_in_order_of_appearance() -> None:
 rewards = st.lists(st.one_of(st.none(), st.integers(0, 2).map(float)), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(st.lists(rewards, min_size=1, max_size=4), st.sampled_from(["rollout", "token"]), st.randoms())
 def test_the_weights_of_a_batch_sum_to_one_and_advantages_to_zero(values: Any, aggregate: Any, random: Any) -> None:
     groups = [

@@ -18,7 +18,7 @@ def numbers(text: str) -> list[str]:
 
 
 @given(seeds, seeds, seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_problem_of_one_split_occurs_in_another_whatever_the_seeds(train: int, val: int, test: int) -> None:
     parts = [make_tasks("train", 200, train), make_tasks("val", 60, val), make_tasks("test", 60, test)]
     for field in ("question", "expression"):
@@ -28,7 +28,7 @@ def test_no_problem_of_one_split_occurs_in_another_whatever_the_seeds(train: int
 
 
 @given(seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_answer_is_what_the_calculator_makes_of_the_expression(seed: int) -> None:
     for task in make_tasks("train", 50, seed):
         assert calculator(json.dumps({"expression": task["expression"]})) == str(task["answer"])

@@ -9,7 +9,7 @@ from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.testing.models import model_tokenizer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     text=st.text("ab é漢🙂", min_size=1, max_size=30),
     stops=st.lists(st.text("ab é漢🙂", min_size=1, max_size=4), min_size=1),

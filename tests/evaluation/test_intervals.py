@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, RewardError
@@ -142,7 +142,6 @@ def test_groups_are_ranked_with_the_lowest_reward_of_all_for_what_is_missing() -
     assert lowest_means([None], []) == [-math.inf, -math.inf]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(0.5, 0.99))
 def test_the_interval_holds_possible_gains_only_and_turns_around_with_the_question(
     pairs: list[tuple[float, float]], confidence: float
@@ -157,7 +156,6 @@ def test_the_interval_holds_possible_gains_only_and_turns_around_with_the_questi
     assert wide[1] >= high - 1e-9
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60))
 def test_the_interval_holds_the_mean_that_was_seen(values: list[float]) -> None:
     low, high = mean_interval(values)

@@ -266,7 +266,7 @@ def each(few, many):
 def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before_it(houses, family, agent, examples):
     house, moves = houses(family), family in MOVES_ITS_TOOLS and agent is not CompletionsAgent
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(turns(family), st.booleans())
     def check(turns, streams):
         spans = house.runner.run(house.converse(agent, turns, streams))

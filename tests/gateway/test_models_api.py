@@ -154,7 +154,7 @@ VALUE = st.none() | st.integers(-(2**60), 2**60) | st.sampled_from(["", "2025-01
 MODEL = VALUE | st.dictionaries(st.sampled_from(["id", "created", "created_at", "display_name", "type"]), VALUE)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(VALUE | st.lists(MODEL, max_size=2) | st.fixed_dictionaries({"data": VALUE | st.lists(MODEL, max_size=2)}))
 def test_whatever_a_provider_says_of_its_models_is_shown_or_left_out(page):
     for model in read(page):

@@ -46,7 +46,7 @@ def test_the_seed_decides_the_weights_and_nothing_else_draws_from_it(tmp_path: P
 
 
 @given(st.text())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_text_comes_back_as_it_was(chat: HFChatFormat, text: str) -> None:
     assert chat.decode(chat.encode(text)) == text
 
@@ -115,7 +115,7 @@ message = st.one_of(
 
 
 @given(st.lists(message, min_size=1, max_size=6), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_rendered_before_a_turn_never_changes_afterwards(
     chat: HFChatFormat, messages: list[dict[str, Any]], system: bool, tools: bool
 ) -> None:

@@ -380,7 +380,7 @@ EVENTS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.dictionaries(KEYS, MIXED, max_size=6), st.lists(EVENTS, max_size=3), st.booleans())
 def test_nothing_raises_and_no_attribute_is_lost(
     attributes: dict[str, Any], events: list[SpanEvent], annotates: bool

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -67,7 +67,6 @@ def test_what_is_no_finite_number_is_refused_by_name(recorded: Any, value: Any, 
     assert recorded == []
 
 
-@settings(deadline=None)
 @given(st.floats(-names.MAX_REWARD, names.MAX_REWARD))
 def test_a_reward_reads_back_exactly(value: float) -> None:
     kept: list[Span] = []

@@ -21,7 +21,7 @@ def span_of(name: str, attributes: Any, events: Any = (), message: str | None = 
     return Span("ro", "at", name, 1.0, 2.0, span_id="s", attributes=attributes, events=events, status_message=message)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(texts, objects, texts, objects, st.none() | texts)
 def test_every_span_becomes_one_that_is_stored(
     name: str, attributes: Any, event: str, details: Any, message: str | None

@@ -113,7 +113,7 @@ def test_an_address_that_is_none_is_refused(url):
         Proxy.parse(url, "HTTPS_PROXY")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=8, max_size=20))
 def test_a_password_is_sent_and_shown_nowhere(password):
     url = f"http://me:{quote(password, safe='')}@proxy:3128"

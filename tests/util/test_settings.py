@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -260,7 +260,6 @@ def test_settings_are_written_with_their_meaning() -> None:
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda value: value != "none")
 
 
-@settings(deadline=None)
 @given(
     agent=st.none() | text,
     limit=st.none() | st.integers(-(2**63), 2**63 - 1),

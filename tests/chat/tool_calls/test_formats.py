@@ -170,7 +170,7 @@ FEW_OR_MANY = [10, pytest.param(2000, marks=pytest.mark.slow)]
 def test_rendered_calls_parse_back(chats, name, examples):
     chat = chats[name]
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(CALLS)
     @example([("f", {})])
     @example([("f", {"text": "</s>"})])
@@ -249,7 +249,7 @@ def test_incremental_parsing_equals_whole_parsing(name, parallel, examples):
     format = replace(call_format(name), parallel=parallel)
     pieces = [*PARTS[name] * 2, CALLED[name], CALLED[name], " ", "\n", "hello", "{", "<", "é"]
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(st.lists(st.sampled_from(pieces), max_size=8).map("".join), st.lists(st.integers(1, 30), min_size=1))
     @example('<|python_tag|>f.call(x="1")', [1])
     def check(text, sizes):

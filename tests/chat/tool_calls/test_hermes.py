@@ -71,7 +71,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), JSON), st.sampled_from([None, 1, "\t"]), st.booleans())
 def test_arguments_round_trip(arguments, indent, ascii):
     written = json.dumps(arguments, indent=indent, ensure_ascii=ascii)
@@ -79,7 +79,7 @@ def test_arguments_round_trip(arguments, indent, ascii):
     assert parsed.tool_calls == (ParsedToolCall("f", written),)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text())
 def test_parsing_never_fails(text):
     read_hermes(text.replace("a", "<tool_call>").replace("b", "</tool_call>").replace("c", '{"name": "f"}'))

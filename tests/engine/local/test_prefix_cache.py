@@ -27,7 +27,7 @@ def cached(cache: RadixPrefixCache, tokens: list[int]) -> list[int]:
     return marks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sequences=sequences, queries=sequences)
 def test_match_finds_the_longest_inserted_prefix(sequences: list[list[int]], queries: list[list[int]]) -> None:
     cache = RadixPrefixCache(1 << 20)
@@ -42,7 +42,7 @@ def test_match_finds_the_longest_inserted_prefix(sequences: list[list[int]], que
     assert (cache.num_bytes, len(cache), cache.match(sequences[0]).length) == (0, 0, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sequences=sequences, limit=st.integers(0, 20))
 def test_a_full_cache_evicts_the_oldest_and_stays_consistent(sequences: list[list[int]], limit: int) -> None:
     cache = RadixPrefixCache(8 * limit)

@@ -49,7 +49,7 @@ def distribution(logits: list[float], chosen: SamplingParams) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(params, min_size=1, max_size=5), seed=st.integers(0, 10_000))
 def test_every_row_is_sampled_from_its_own_distribution_with_its_own_logprob(
     rows: list[SamplingParams], seed: int

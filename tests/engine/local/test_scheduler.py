@@ -398,7 +398,7 @@ MODEL = tiny_model("llama")
 EXPECTED: dict[tuple[int, ...], list[int]] = {}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=12),
     batch=st.integers(1, 6),

@@ -131,7 +131,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(st.sampled_from(["model", "system", "instructions", "messages", "input", "tools"]), ANYTHING),
     st.text(max_size=40),

@@ -15,7 +15,7 @@ from agentlightning.testing.provider import Reply, chat_events
 HI = [{"role": "user", "content": "hi"}]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([b"data: a", b"\n", b"\r\n", b"\n\n", b"\r\n\r\n", b": ping"])), st.data())
 def test_events_are_the_same_however_their_bytes_are_cut(pieces, data):
     whole, events = b"".join(pieces), SSEDecoder()

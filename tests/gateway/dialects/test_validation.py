@@ -100,7 +100,7 @@ def replaced(body, path, value):
 
 
 @pytest.mark.parametrize("path", BODIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_body_with_anything_anywhere_is_read_or_refused(path, data):
     body = SHARED | BODIES[path]

@@ -83,7 +83,7 @@ async def test_a_server_of_anthropics_dialect_that_does_not_count_is_no_reason_t
         assert await count(service) == (8, None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_an_estimate_grows_with_the_text_and_never_loses_any(one, other):
     def said(text):

@@ -258,7 +258,7 @@ AWKWARD = st.lists(
 TURN = st.tuples(AWKWARD, AWKWARD, st.integers(0, 12), st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TURN, min_size=2, max_size=4), st.sampled_from(["plain", "thinking"]))
 def test_every_prompt_of_a_conversation_begins_with_the_prompt_and_sample_before_it(
     bpe_chat, thinking_chat, turns, kind

@@ -256,7 +256,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ACTIONS)
 def test_whatever_happens_everybody_passes_in_the_end_and_nobody_during_an_update(actions):
     async def run():

@@ -55,7 +55,7 @@ def test_a_header_that_comes_twice_is_passed_twice():
     assert visible_headers(twice) == twice
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([name for name, _ in SEEN]), st.binary(max_size=40))))
 def test_what_is_passed_is_always_one_short_line(headers):
     for _, value in visible_headers(headers):

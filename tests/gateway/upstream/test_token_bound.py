@@ -39,7 +39,7 @@ def test_an_image_counts_as_one_however_it_is_sent_and_however_large(image, time
     assert times * 1000 + len(text) // 2 <= found < times * 1000 + 1000
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(), st.lists(st.sampled_from(["image", "input_audio", '"image"', "{", "base64,"])))
 def test_text_counts_by_its_bytes_whatever_it_speaks_of(text, words):
     asked = body({"type": "text", "text": text + "".join(words)}, tools=[{"type": "image"}, {"image": 1}])
@@ -53,7 +53,7 @@ NESTED = PART | st.dictionaries(st.sampled_from(["type", "source", "image_url", 
 JSON = WORD | NESTED | st.lists(WORD | NESTED, max_size=2)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.dictionaries(st.sampled_from(["messages", "system", "tools", "image"]), JSON))
 def test_whatever_a_request_holds_there_is_an_estimate(asked):
     assert max_prompt_tokens(json.dumps(asked).encode(), 1000) >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.policy.losses import PPOLoss, TokenBatch
@@ -31,7 +31,6 @@ def ppo_in_numpy(rows: list[tuple[float, float, float, float]], low: float, high
     return total
 
 
-@settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=20), st.sampled_from([None, 2.0]))
 def test_ppo_is_its_formula(rows: list[tuple[float, float, float, float]], dual: float | None) -> None:
     value = PPOLoss(dual_clip=dual)(batch(rows))

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.assemble import token_tree
@@ -157,7 +157,6 @@ def samples(draw: st.DrawFn) -> TrainingSample:
     return sample(*calls, zero=frozenset(draw(st.sets(st.sampled_from("abc"), max_size=1))))
 
 
-@settings(deadline=None)
 @given(st.lists(samples(), min_size=1, max_size=3), st.sampled_from(MODES), st.integers(1, 60), st.integers(0, 100))
 def test_every_trained_token_is_a_target_exactly_once(
     batch: list[TrainingSample], mode: Any, budget: int, launch: int

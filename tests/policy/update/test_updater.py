@@ -172,7 +172,7 @@ def _reorder(trajectory: Trajectory, draw: random.Random) -> Trajectory:
     return replace(trajectory, transitions=tuple(sorted(calls, key=lambda c: c.sequence_id)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.sampled_from([_divide, _reorder]), st.sampled_from(["rows", "merged", "shared"]))
 def test_dividing_merging_or_reordering_calls_leaves_the_gradient_unchanged(
     updater: Updater, seed: int, change: Any, mode: Any
@@ -184,7 +184,7 @@ def test_dividing_merging_or_reordering_calls_leaves_the_gradient_unchanged(
     assert apart(gradient(updater, samples(changed), sharing=mode), expected) < 1e-5
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000), st.integers(1, 80))
 def test_micro_batches_of_any_size_add_up(updater: Updater, seed: int, budget: int) -> None:
     batch = samples(groups(seed))

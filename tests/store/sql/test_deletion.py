@@ -127,7 +127,7 @@ async def test_servers_that_write_and_prune_at_once_lose_no_tokens(store: Lightn
     assert await kept(store) == (0, 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=4), max_size=3), min_size=1, max_size=6),
     st.randoms(use_true_random=False),

@@ -211,7 +211,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_any_attribute_has_a_form_in_otlp(attributes: dict[str, Any]) -> None:
     request = encode([span(attributes=attributes)])

@@ -2,7 +2,7 @@
 
 It takes a call whose caller is known from its URL or keys, whose attempt is in the cache, and for which a concurrency
 slot, the rate limit and a pooled connection are free at once: nearly all calls of a busy gateway. Anything else, before
-or after the request was sent, continues on the task path (`gateway.app`) from where it stands.
+or after the request was sent, continues on the task path (`gateway.endpoints`) from where it stands.
 """
 
 from __future__ import annotations

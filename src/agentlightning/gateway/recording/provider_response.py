@@ -143,9 +143,11 @@ class ProviderResponse:
             self._reader = _READERS[self.path](self.with_blocks)
         with suppress(*MALFORMED):
             self._reader.read(cast("Json", data), events.append)
-        with suppress(*MALFORMED):
-            for event in events:
+        for event in events:
+            try:
                 _ADDERS[type(event)](self, event)
+            except MALFORMED:
+                continue
         return events
 
     def choice(self, index: int) -> Choice:

@@ -73,7 +73,8 @@ class Translator:
         target = _path_for(path, provider)
         dialect = self._dialects[path]
         lookup = self._responses.lookup(caller.attempt)
-        request = replace(dialect.read(sent := encode_request(body), lookup, attachments=True), raw=body)
+        sent = encode_request(body)
+        request = replace(dialect.read(dict(body), lookup, attachments=True), raw=body)
         params = apply_resource_params(request.params, resource, forced or {})
         given = given_params(body, params, forced or {})
         target_body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)

@@ -55,7 +55,7 @@ def _token_loss(setting: str | Mapping[str, Any] | TokenLoss) -> TokenLoss:
     if isinstance(setting, TokenLoss):
         return setting
     try:
-        return _adapter.validate_python(setting if isinstance(setting, str) else dict(setting))
+        return _adapter.validate_python(setting)
     except ValidationError as error:
         known = ", ".join(sorted(LOSSES))
         raise ConfigError(f"loss {setting!r} cannot be used: {error}; known types: {known}") from error

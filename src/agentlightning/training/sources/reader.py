@@ -41,6 +41,8 @@ class TrajectoryReader:
         self, groups: Mapping[str, str], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
     ) -> Readings:
         """`groups`: rollout id -> group. `rewards` replace the rewards of those that timed out."""
+        if not groups:
+            return (), ()
         found: dict[str, Trajectory] = {}
         rejected: dict[str, Rejection] = {}
         async for chunk in _chunks(self.store.iter_spans(list(groups))):

@@ -159,7 +159,7 @@ class Users:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 def test_counts_are_those_of_the_rows_whatever_was_done(seed: int) -> None:
     async def run() -> None:
         clock = PassingClock()
