@@ -52,7 +52,9 @@ class ForwardingStore(LightningStoreBase):
             for argument, prefix in ids.items():
                 if arguments.get(argument) is None:
                     arguments[argument] = new_id(prefix)
-            return await (self._read_pages(name, arguments) if paged else self._call(name, arguments))
+            if paged:
+                return await self._read_pages(name, arguments, signature.defaults)
+            return await self._call(name, arguments)
 
         functools.update_wrapper(forward, getattr(LightningStoreBase, name), updated=())  # it must not be abstract
         return forward
@@ -76,13 +78,12 @@ class ForwardingStore(LightningStoreBase):
         transport = self._transport.for_running_loop()
         return RESULTS[method](await transport.call_unbatched(body, timeout, "/waits/calls"))
 
-    async def _read_pages(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+    async def _read_pages(self, method: str, arguments: dict[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
         """Read a list in calls of limited size. Arguments that have their default are left out."""
         limit, offset = arguments.pop("limit", -1), arguments.pop("offset", 0)
         after = arguments.pop("after", None)
         if limit < 0 and limit != -1:
             raise ConfigError(f"limit={limit} is not a number of items; use -1 for all of them")
-        defaults = {name: parameter.default for name, parameter in parameters_of(method).items()}
         filters = {name: value for name, value in arguments.items() if value != defaults[name]}
         # Pages continue after the last item if the order is that of creation, else by offset.
         cursor = None if filters.keys() & {"sort_by", "sort_order"} else CURSORS[method]
@@ -105,6 +106,7 @@ class Signature:
     positional: tuple[str, ...]
     names: frozenset[str]
     required: frozenset[str]
+    defaults: Mapping[str, Any]
     exact: inspect.Signature
 
     @classmethod
@@ -114,6 +116,7 @@ class Signature:
             tuple(name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD),
             frozenset(parameters),
             frozenset(name for name, each in parameters.items() if each.default is each.empty),
+            {name: each.default for name, each in parameters.items()},
             inspect.Signature(list(parameters.values())),
         )
 
