@@ -323,14 +323,63 @@ def test_tokens_without_advantage_cost_nothing() -> None:
     assert torch.equal(before, weights(updater.model))
 
 
-def test_a_loss_that_is_not_finite_skips_the_step() -> None:
+def not_finite(batch: TrainingSample, *rollouts: str) -> TrainingSample:
+    """The sample with recorded log-probabilities of some rollouts that are no numbers."""
+    nodes = tuple(
+        replace(n, logprobs=(float("nan"),) * len(n.logprobs)) if n.rollout_id in rollouts else n
+        for n in batch.tree.nodes
+    )
+    return replace(batch, tree=replace(batch.tree, nodes=nodes))
+
+
+def test_an_update_of_which_nothing_is_finite_is_skipped() -> None:
     (batch,) = samples(groups(count=1))
-    broken = tuple(replace(n, logprobs=(float("nan"),) * len(n.logprobs)) for n in batch.tree.nodes)
     updater = Updater(made(llama), OptimizerConfig(lr=1e-2))
     before = weights(updater.model)
-    metrics = updater.step([replace(batch, tree=replace(batch.tree, nodes=broken))])
-    assert (metrics["skipped_steps"], metrics["optimizer_steps"]) == (1.0, 0.0)
+    metrics = updater.step([not_finite(batch, "0.0", "0.1", "0.2")])
+    assert (metrics["skipped_steps"], metrics["optimizer_steps"], metrics["rollouts_not_finite"]) == (1.0, 0.0, 3.0)
     assert torch.equal(before, weights(updater.model))
+
+
+@pytest.mark.parametrize("broken", ["logprobs", "advantages", "gradient"])
+def test_a_rollout_that_is_not_finite_is_named_and_the_others_are_learned_from(
+    broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = samples(groups(count=2))
+    zero = [
+        tuple(a * 0 if n.rollout_id == "0.1" else a for n, a in zip(s.tree.nodes, s.weights, strict=True))
+        for s in batch
+    ]
+    expected = Updater(made(llama), OptimizerConfig(lr=1e-2))
+    expected.step([replace(s, weights=w, share=s.share) for s, w in zip(batch, zero, strict=True)])
+
+    updater = Updater(made(llama), OptimizerConfig(lr=1e-2))
+    spoiled = batch
+    if broken == "logprobs":
+        spoiled = [not_finite(batch[0], "0.1"), batch[1]]
+    elif broken == "advantages":
+        wrong = [
+            a * float("inf") if n.rollout_id == "0.1" else a
+            for n, a in zip(batch[0].tree.nodes, batch[0].advantages, strict=True)
+        ]
+        spoiled = [replace(batch[0], advantages=wrong), batch[1]]
+    else:
+        tree = batch[0].tree
+        node = next(i for i, n in enumerate(tree.nodes) if n.rollout_id == "0.1")
+        path = sum((tree.nodes[i].token_ids for i in tree.path(node)), ())
+        original = updater.forward.logprobs
+
+        def overflowing(micro: Any, *arguments: Any) -> Any:
+            logprobs, entropy = original(micro, *arguments)
+            factors = [float("inf") if r.token_ids[: len(path)] == path else 1.0 for r in micro.rows for _ in r.targets]
+            return logprobs * torch.tensor(factors), entropy
+
+        updater.forward.logprobs = overflowing  # type: ignore[method-assign]
+    metrics = updater.step(spoiled)
+    assert (metrics["optimizer_steps"], metrics["rollouts_not_finite"]) == (1.0, 1.0)
+    assert "1 rollouts are left out of this update" in caplog.text
+    assert caplog.text.rstrip().endswith("not finite: 0.1")
+    assert torch.allclose(weights(updater.model), weights(expected.model), atol=1e-6)
 
 
 def test_greedy_samples_are_refused_by_name() -> None:

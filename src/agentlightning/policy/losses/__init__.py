@@ -14,9 +14,17 @@ from agentlightning.policy.losses.base import TokenBatch as TokenBatch
 from agentlightning.policy.losses.base import TokenLoss as TokenLoss
 from agentlightning.policy.losses.base import register as register
 from agentlightning.policy.losses.cispo import CISPOLoss as CISPOLoss
+from agentlightning.policy.losses.dppo import DPPOLoss as DPPOLoss
+from agentlightning.policy.losses.entropy import EntropyLoss as EntropyLoss
 from agentlightning.policy.losses.gspo import GSPOLoss as GSPOLoss
+from agentlightning.policy.losses.importance import ImportanceLoss as ImportanceLoss
 from agentlightning.policy.losses.nll import NLLLoss as NLLLoss
 from agentlightning.policy.losses.ppo import PPOLoss as PPOLoss
+from agentlightning.policy.losses.reference.distill import DistillLoss as DistillLoss
+from agentlightning.policy.losses.reference.kl import KLLoss as KLLoss
+from agentlightning.policy.losses.reference.sdpo import SDPOLoss as SDPOLoss
+from agentlightning.policy.losses.sapo import SAPOLoss as SAPOLoss
+from agentlightning.policy.losses.turn import TurnLoss as TurnLoss
 
 
 def _by_name(value: Any) -> Any:

@@ -2,9 +2,11 @@
 
     loss = sum over tokens of weight_t * loss_t
 
-A loss sees flat vectors, one entry for each trained token of a micro-batch, and knows nothing of rows, trees or models.
-Micro-batches are parts of that sum, so their losses add up. A loss is a frozen configuration; adding one means a file
-with a class and a line in `agentlightning.policy.losses`. Importing this imports no torch.
+A loss sees flat vectors, one entry for each token with a weight in its stream, and knows nothing of rows, trees or
+models. Micro-batches are parts of that sum, so their losses add up. Policy gradient, cross entropy and KL to a
+reference are three streams, each with its own weights (`STREAM_WEIGHTS`), so that reinforcement learning, supervised
+learning and distillation share a batch. A loss is a frozen configuration; adding one means a file with a class and a
+line in `agentlightning.policy.losses`. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,6 +28,26 @@ LOG_RATIO_LIMIT = 20.0
 SAMPLED_LOGPROBS = "sampled_logprobs"
 """The column that token trees bring themselves: log p(token) when it was sampled."""
 ADVANTAGES = "advantages"
+PROXIMAL_LOGPROBS = "proximal_logprobs"
+"""The column of log p(token) under the weights that the update starts from. Where samples have it, ratios are against
+these and not against `sampled_logprobs` (decoupled PPO, Hilton et al. 2022, arXiv:2110.00641)."""
+REF_LOGPROBS = "ref_logprobs"
+TEACHER_LOGPROBS = "teacher_logprobs"
+
+Stream: TypeAlias = Literal["policy_gradient", "cross_entropy", "reference_kl"]
+WEIGHTS = "weights"
+CORRECTED_WEIGHTS = "corrected_weights"
+"""`weights` times the correction of the difference between sampler and trainer (`policy.mismatch`)."""
+STREAM_WEIGHTS: Mapping[Stream, str] = MappingProxyType(
+    {
+        "policy_gradient": WEIGHTS,
+        "cross_entropy": "cross_entropy_weights",
+        "reference_kl": "reference_kl_weights",
+    }
+)
+"""The column of weights of each stream. `weights` are shares of the loss that sum to 1, as credit assignment makes
+them; the other two are relative, and an update divides them by the number of tokens in their stream. In a batch without
+such a column its stream has the tokens and shares of `weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +58,30 @@ class TokenBatch:
     """log p(token) under the weights being trained [N], with gradient. Where a loss needs `sampled_logprobs`, at the
     temperature the token was sampled with, else at temperature 1."""
     columns: Mapping[str, Tensor]
-    """By name, float32 [N]: `weights`, and the columns that the loss needs."""
+    """By name, float32 [N]: `weights` (those of the loss's stream), and the columns that the loss needs."""
     call: Tensor
     """The call of each token, int64 [N]: numbered from 0 within this batch."""
     rollout: Tensor
     """The rollout of each token, numbered likewise."""
+    entropy: Tensor | None = None
+    """The entropy of the distribution of each token in nats [N], with gradient; for losses that need it."""
+    rollout_log_ratio: Tensor | None = None
+    """The mean log-ratio of the whole rollout of each token [N], without gradient, where this batch holds a part of
+    that rollout only."""
+    step: int = 0
+    """Optimiser steps before this one."""
+    past_entropy: float | None = None
+    """The mean entropy of the tokens of all earlier steps; None in the first one."""
 
     @property
     def weights(self) -> Tensor:
-        return self.columns["weights"]
+        return self.columns[WEIGHTS]
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """What ratios are against: `proximal_logprobs` where samples have them, else `sampled_logprobs` [N]."""
+        found = self.columns.get(PROXIMAL_LOGPROBS)
+        return self.columns[SAMPLED_LOGPROBS] if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +91,7 @@ class LossValue:
     loss: Tensor
     """Scalar, with gradient."""
     sums: Mapping[str, Tensor]
-    """Sums over tokens, without gradient; divided by the number of tokens they are metrics."""
+    """Sums over the tokens of the batch, without gradient; divided by their number they are metrics."""
 
 
 class TokenLoss(BaseModel, ABC):
@@ -66,14 +104,27 @@ class TokenLoss(BaseModel, ABC):
     coefficient: float = Field(default=1.0, ge=0)
     """The factor of this loss where several add up."""
 
+    stream: ClassVar[Stream] = "policy_gradient"
+    """Whose tokens and weights it has."""
     needs: ClassVar[frozenset[str]]
     """The columns it reads beside `weights`. With `sampled_logprobs` among them, tokens must have been sampled from a
     distribution whose probabilities are known, and are trained at their temperature."""
+    needs_entropy: ClassVar[bool] = False
+    """Whether it needs the entropy of each token's distribution, with gradient."""
+    decoupled: ClassVar[bool] = False
+    """Whether its ratio is against `proximal_logprobs` where samples have them. What lies between these and the sampled
+    ones is then corrected in its weights."""
+    spans_rollout: ClassVar[bool] = False
+    """Whether a token's loss depends on the other tokens of its rollout, in whichever call or micro-batch they are."""
 
     @property
     def trains_zero_advantage(self) -> bool:
         """Whether a call whose advantages are all 0 has a gradient; if not, it is not computed."""
         return ADVANTAGES not in self.needs
+
+    def coefficient_at(self, step: int) -> float:
+        """The factor after so many optimiser steps."""
+        return self.coefficient
 
     @abstractmethod
     def __call__(self, tokens: TokenBatch) -> LossValue:
@@ -93,13 +144,39 @@ def register(loss: L) -> L:
 
 
 def clamped_log_ratio(tokens: TokenBatch) -> Tensor:
-    """log of p(token) now over p(token) when it was sampled [N], with gradient."""
-    return (tokens.trained_logprobs - tokens.columns[SAMPLED_LOGPROBS]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """log of p(token) now over p(token) before the update [N], with gradient."""
+    return limited(tokens.trained_logprobs - tokens.old_logprobs)
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def mean_over(group_N: Tensor, values_N: Tensor) -> Tensor:
+    """For each entry the mean over its group [N]."""
+    counts_G = group_N.bincount()
+    sums_G = values_N.new_zeros(len(counts_G)).index_add(0, group_N, values_N)
+    return (sums_G / counts_G)[group_N]
+
+
+def shared_ratio(tokens: TokenBatch, mean_log_ratio_N: Tensor) -> Tensor:
+    """exp of a log-ratio that several tokens share [N]. Its value is the shared one, its gradient for each token that
+    of the token's own log-probability, so that tokens of one ratio may have different advantages (GSPO-token, Zheng et
+    al. 2025, arXiv:2507.18071, equation 14)."""
+    own = tokens.trained_logprobs - tokens.trained_logprobs.detach()
+    return (mean_log_ratio_N.detach() + own).exp()
+
+
+def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, 1 - low, 1 + high) A) [N], and where it is clipped."""
+    free = ratio * advantages
+    objective = free.minimum(ratio.clamp(1 - low, 1 + high) * advantages)
+    return objective, objective != free
 
 
 def ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
     """The sums that losses with an importance ratio log: the ratio, how many tokens were clipped, and an estimate of
-    KL(sampled || trained), k3 of http://joschu.net/blog/kl-approx.html."""
+    KL(before || now), k3 of http://joschu.net/blog/kl-approx.html."""
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return {
         "ratio": ratio.sum(),

@@ -1,6 +1,6 @@
 """CISPO: policy gradient with a clipped importance weight that has no gradient, so that every token has one.
 
-    r_t = clip( exp(logprob_t - sampled_logprob_t), 1 - clip_low, 1 + clip_high )
+    r_t = clip( exp(logprob_t - old_logprob_t), 1 - clip_low, 1 + clip_high )
     loss_t = -stop_gradient(r_t) A_t logprob_t
 
 MiniMax 2025, "MiniMax-M1", arXiv:2506.13585: equation 4 is the objective, equation 5 the weight. Unlike PPO's, tokens
@@ -37,6 +37,7 @@ class CISPOLoss(TokenLoss):
     """How far above 1 a weight may be."""
 
     needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
+    decoupled: ClassVar[bool] = True
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio = clamped_log_ratio(tokens).detach()

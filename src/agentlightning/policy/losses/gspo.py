@@ -1,15 +1,17 @@
-"""GSPO: one importance ratio for each call, the geometric mean of those of its tokens.
+"""GSPO: one importance ratio for each rollout, the geometric mean of those of its tokens.
 
-    s = exp( 1/|y| sum_t (logprob_t - sampled_logprob_t) )              over the |y| tokens of the call
+    s = exp( 1/|y| sum_t (logprob_t - old_logprob_t) )       over the |y| tokens the policy sampled in the rollout
     loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t)
 
-Zheng et al. 2025, arXiv:2507.18071: equation 7 is the ratio, equation 5 the objective; the bounds are those of its
-section 5.1. A call is clipped or trained as a whole.
+Zheng et al. 2025, arXiv:2507.18071: equation 7 is the ratio, equation 5 the objective; tokens with advantages of their
+own as in equation 13 (GSPO-token, the same where they are equal); the bounds are those of section 5.1. A rollout is
+clipped or trained as a whole. It has one ratio however many calls it was made with: a trainer with one row for each
+call has as many as there are rows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,37 +22,37 @@ from agentlightning.policy.losses.base import (
     TokenBatch,
     TokenLoss,
     clamped_log_ratio,
+    clipped_objective,
+    mean_over,
     ratio_metrics,
     register,
+    shared_ratio,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
 class GSPOLoss(TokenLoss):
-    """The clipped importance ratio of whole calls."""
+    """The clipped importance ratio of whole rollouts."""
 
     type: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """How far a call's ratio may fall below 1 before it stops counting."""
+    """How far a rollout's ratio may fall below 1 before it stops counting."""
     clip_high: float = Field(default=4e-4, gt=0)
-    """How far a call's ratio may rise above 1 before it stops counting."""
+    """How far a rollout's ratio may rise above 1 before it stops counting."""
 
     needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
+    decoupled: ClassVar[bool] = True
+    spans_rollout: ClassVar[bool] = True
+
+    @property
+    def trains_zero_advantage(self) -> bool:
+        """A call without advantage still counts in the ratio of its rollout."""
+        return True
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
-        ratio = _mean_by(tokens.call, log_ratio).exp()
-        free = ratio * advantages
-        objective = free.minimum(ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
-        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, objective != free))
-
-
-def _mean_by(group_N: Tensor, values_N: Tensor) -> Tensor:
-    """For each entry the mean over its group [N]."""
-    counts_G = group_N.bincount()
-    sums_G = values_N.new_zeros(len(counts_G)).index_add(0, group_N, values_N)
-    return (sums_G / counts_G)[group_N]
+        mean = tokens.rollout_log_ratio
+        ratio = shared_ratio(tokens, mean_over(tokens.rollout, log_ratio) if mean is None else mean)
+        objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
+        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from agentlightning.policy.losses.base import LossValue, TokenBatch, TokenLoss, register
+from agentlightning.policy.losses.base import LossValue, Stream, TokenBatch, TokenLoss, register
 
 
 @register
@@ -18,6 +18,7 @@ class NLLLoss(TokenLoss):
     type: Literal["nll"] = "nll"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
 
+    stream: ClassVar[Stream] = "cross_entropy"
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, tokens: TokenBatch) -> LossValue:

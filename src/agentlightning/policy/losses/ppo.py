@@ -1,8 +1,10 @@
 """PPO: the clipped importance ratio of each token.
 
-    r_t = exp(logprob_t - sampled_logprob_t)
+    r_t = exp(logprob_t - old_logprob_t)
     loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
+`old_logprob` is the recorded one of the sampler, or `proximal_logprobs` where samples have that column (decoupled PPO,
+Hilton et al. 2022, arXiv:2110.00641; what is between the two is corrected by `mismatch`).
 Schulman et al. 2017, arXiv:1707.06347, equation 7; separate bounds from DAPO, Yu et al. 2025, arXiv:2503.14476. With
 group-relative advantages this is the loss of GRPO without its KL term.
 """
@@ -20,6 +22,7 @@ from agentlightning.policy.losses.base import (
     TokenBatch,
     TokenLoss,
     clamped_log_ratio,
+    clipped_objective,
     ratio_metrics,
     register,
 )
@@ -43,14 +46,14 @@ class PPOLoss(TokenLoss):
     """Where A < 0 the loss is at most dual_clip * |A| (Ye et al. 2020, arXiv:1912.09729, equation 5)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
+    decoupled: ClassVar[bool] = True
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
         ratio = log_ratio.exp()
-        free = ratio * advantages
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
-        objective = free.minimum(clipped)
+        objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
         if self.dual_clip is not None:
             bounded = objective.maximum(self.dual_clip * advantages)
-            objective = bounded.where(advantages < 0, objective)
-        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, objective != free))
+            bounded = bounded.where(advantages < 0, objective)
+            objective, clipped = bounded, clipped | (bounded != objective)
+        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))

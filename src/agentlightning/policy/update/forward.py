@@ -67,9 +67,11 @@ class Forward:
             trains_zero_advantage=trains_zero_advantage,
         )
 
-    def logprobs(self, batch: MicroBatch, at_temperature: bool) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, batch: MicroBatch, at_temperature: bool, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """logprobs_N of the targets in the order of `batch.places`, and the entropy of their distributions [N], which
-        has no gradient."""
+        has a gradient if asked for."""
         rows, shared = batch.rows, batch.shared_length
         where = batch.predictions()
         prefix_N, cache = self._prefix(batch, where.prefix) if shared else (None, None)
@@ -80,8 +82,8 @@ class Forward:
         chosen_N = self.tensor(np.array([row.token_ids[t] for row in rows for t in row.targets.tolist()], np.int64))
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
         if not self.head.separable:
-            return token_logprobs_from_logits(states_N, chosen_N, temperatures_N)
-        return token_logprobs(self.head, states_N, chosen_N, temperatures_N)
+            return token_logprobs_from_logits(states_N, chosen_N, temperatures_N, entropy_gradient)
+        return token_logprobs(self.head, states_N, chosen_N, temperatures_N, entropy_gradient)
 
     @torch.no_grad()
     def score(self, trees: Sequence[TokenTree], *, token_budget: int = 8192) -> dict[str, list[tuple[FloatArray, ...]]]:

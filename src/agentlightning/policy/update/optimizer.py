@@ -41,13 +41,17 @@ class Optimizer:
         self._optimizers = _build(model, self.config, dict(zip(map(id, self.parameters), self.masters, strict=True)))
         self._base_lrs = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
 
-    def step(self, loss: float = 0.0) -> dict[str, float]:
-        """Clip the gradients, update the weights, clear the gradients.
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients."""
+        return nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+
+    def step(self, loss: float = 0.0, norm: Tensor | None = None) -> dict[str, float]:
+        """Clip the gradients, whose `norm` may be given, update the weights, clear the gradients.
 
         If a gradient or the `loss` is not finite, no weight and no moment changes and the step counts as skipped.
         Returns lr, grad_norm (before clipping), optimizer_steps (1 or 0) and skipped_steps.
         """
-        norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        norm = self.grad_norm() if norm is None else norm
         finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
         if finite:
             self._clip(norm)

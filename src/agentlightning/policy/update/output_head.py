@@ -68,19 +68,24 @@ class OutputHead:
 
 
 def token_logprobs(
-    head: OutputHead, hidden_NH: Tensor, chosen_N: Tensor, temperatures_N: Tensor | None
+    head: OutputHead,
+    hidden_NH: Tensor,
+    chosen_N: Tensor,
+    temperatures_N: Tensor | None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p of the chosen tokens at their temperatures, and the entropies there (no gradient): float32 [N]."""
+    """log p of the chosen tokens at their temperatures, and the entropies there: float32 [N]. Entropies have a gradient
+    if asked for."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
     if len(hidden_NH) <= size:
-        return _chunk_logprobs(head, hidden_NH, chosen_N, temperatures_N)
+        return _chunk_logprobs(head, hidden_NH, chosen_N, temperatures_N, entropy_gradient)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for start in range(0, len(hidden_NH), size):
         part = slice(start, start + size)
         temperatures = None if temperatures_N is None else temperatures_N[part]
         found: Any = checkpoint(
-            _chunk_logprobs, head, hidden_NH[part], chosen_N[part], temperatures,
+            _chunk_logprobs, head, hidden_NH[part], chosen_N[part], temperatures, entropy_gradient,
             use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         logprobs.append(found[0])
@@ -89,22 +94,25 @@ def token_logprobs(
 
 
 def token_logprobs_from_logits(
-    logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None
+    logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of given logits."""
     logits_CV = logits_CV.float()
     if temperatures_C is not None:
         logits_CV = logits_CV / temperatures_C[:, None].clamp(min=MIN_TEMPERATURE)
     logprobs_CV = logits_CV.log_softmax(-1)
-    with torch.no_grad():
-        entropy_C = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
+    if entropy_gradient:
+        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    else:
+        with torch.no_grad():
+            entropy_C = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
     return logprobs_CV.gather(1, chosen_C[:, None])[:, 0], entropy_C
 
 
 def _chunk_logprobs(
-    head: OutputHead, hidden_CH: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None
+    head: OutputHead, hidden_CH: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    return token_logprobs_from_logits(head(hidden_CH), chosen_C, temperatures_C)
+    return token_logprobs_from_logits(head(hidden_CH), chosen_C, temperatures_C, entropy_gradient)
 
 
 def _causal_model(model: PreTrainedModel) -> PreTrainedModel:

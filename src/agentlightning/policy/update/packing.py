@@ -28,6 +28,9 @@ from agentlightning.trajectory import TokenTree, TrainingSample
 
 Sharing = Literal["auto", "rows", "merged", "shared"]
 
+TRAINED = "trained"
+"""A column that is 1 for each token that counts in a loss. Samples without it: those with a weight and an advantage."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -181,7 +184,8 @@ def _depths(tree: TokenTree) -> list[int]:
 
 def _trained_calls(sample: TrainingSample, calls: IntArray, trains_zero_advantage: bool) -> list[list[int]]:
     """The nodes of each call that has a trained token, from the root down."""
-    weights, advantages = sample.columns["weights"], sample.columns.get("advantages")
+    weights = sample.columns.get(TRAINED, sample.columns.get("weights", ()))
+    advantages = None if TRAINED in sample.columns else sample.columns.get("advantages")
     nodes: dict[int, list[int]] = {}
     trained: set[int] = set()
     for index, call in enumerate(calls.tolist()):

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.losses import LossSetting, LossValue, TokenBatch, TokenLoss, token_losses
-from agentlightning.policy.losses.base import SAMPLED_LOGPROBS
+from agentlightning.policy.losses.base import (
+    CORRECTED_WEIGHTS,
+    PROXIMAL_LOGPROBS,
+    SAMPLED_LOGPROBS,
+    WEIGHTS,
+    clamped_log_ratio,
+)
+from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward, checkpoints_activations
 from agentlightning.policy.update.micro_batch import IntArray, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.packing import Sharing
 from agentlightning.trajectory import TrainingSample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EntropyHistory:
+    """The mean entropy of the trained tokens over all steps."""
+
+    mean: float = 0.0
+    steps: int = 0
+
+    @property
+    def value(self) -> float | None:
+        return self.mean if self.steps else None
+
+    def add(self, entropy: float) -> None:
+        if math.isfinite(entropy):
+            self.steps += 1
+            self.mean += (entropy - self.mean) / self.steps
 
 
 class Updater:
@@ -28,6 +59,7 @@ class Updater:
         self.model = model
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig())
         self.forward = Forward(model)
+        self.entropy = EntropyHistory()
 
     def step(
         self,
@@ -37,14 +69,18 @@ class Updater:
         token_budget: int = 8192,
         sharing: Sharing = "auto",
         minibatches: int = 1,
+        mismatch: MismatchSetting | None = None,
     ) -> dict[str, float]:
         """Train on all samples once.
 
         `loss` is one or several, which add up. `token_budget` bounds the tokens of one forward pass, padding included.
         `minibatches` divides the batch by samples into that many optimiser steps, each over its share of the whole.
+        `mismatch` corrects the weights of losses against `proximal_logprobs` for what lies between these and the
+        sampled ones; None: truncated importance sampling of tokens, where samples have the column.
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
         grad_norm and lr (means over steps), and counts: tokens_trained, tokens_computed (padding included),
-        micro_batches, optimizer_steps and skipped_steps (a loss or gradient that was not finite).
+        micro_batches, optimizer_steps, skipped_steps (a loss or gradient that was not finite) and rollouts_not_finite
+        (rollouts left out because theirs was not).
 
         Raises UnfaithfulSampleError for samples the loss cannot correct for, PolicyError for samples without a column
         it needs, ConfigError for impossible settings.
@@ -52,38 +88,106 @@ class Updater:
         if minibatches < 1 or token_budget < 1:
             raise ConfigError(f"minibatches={minibatches} and token_budget={token_budget} must be at least 1")
         losses = token_losses(loss)
-        check_samples(samples, losses)
-        trains_zero_advantage = any(each.trains_zero_advantage for each in losses)
+        samples = streams.for_losses(samples, losses)
+        samples, corrections = _corrected(samples, losses, mismatch)
         totals = dict.fromkeys(COUNTS, 0.0)
+
+        def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
+            batches = self.forward.plan(part, token_budget=token_budget, sharing=sharing)
+            return self.accumulate(batches, losses) if batches else {}
+
         for part in _split_minibatches(samples, minibatches):
-            batches = self.forward.plan(
-                part, token_budget=token_budget, sharing=sharing, trains_zero_advantage=trains_zero_advantage
-            )
-            if batches:
-                sums = self.accumulate(batches, losses)
-                _add(totals, sums)
-                _add(totals, self.optimizer.step(sums["loss"]))
-        return _means(totals)
+            _add(totals, self._step(streams.normalized(part, losses), losses, gradient))
+        metrics = _means(totals)
+        if totals["tokens_trained"]:
+            self.entropy.add(metrics["entropy"])
+        return {**metrics, **corrections}
+
+    def _step(
+        self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
+    ) -> dict[str, float]:
+        """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
+        sums = gradient(part)
+        if not sums:
+            return {}
+        norm, left_out = self.optimizer.grad_norm(), 0
+        if not _finite(sums, norm):
+            part, left_out = self._without_not_finite(part, losses, gradient)
+            if left_out:
+                self.optimizer.zero_grad()
+                sums = gradient(part) or {"loss": math.nan}
+                norm = self.optimizer.grad_norm()
+        return {**sums, **self.optimizer.step(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
+
+    def _without_not_finite(
+        self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
+    ) -> tuple[Sequence[TrainingSample], int]:
+        """The samples without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that
+        is so of all, because the weights themselves are broken."""
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
+        found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
+        if not found:
+            every = {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
+            found = {each for each in every if not self._is_finite(part, each, gradient)}
+            if found == every:
+                return part, 0
+        logger.warning(
+            "%d rollouts are left out of this update, because their loss or its gradient is not finite: %s",
+            len(found),
+            ", ".join(sorted(rollout for _, rollout in found)),
+        )
+        kept = [streams.without(s, lambda node, i=i: (i, str(node.rollout_id)) in found) for i, s in enumerate(part)]
+        return kept, len(found)
+
+    def _is_finite(self, part: Sequence[TrainingSample], rollout: tuple[int, str], gradient: Gradient) -> bool:
+        """Whether the gradient of one rollout alone is finite."""
+        self.optimizer.zero_grad()
+        sums = gradient([streams.without(part[rollout[0]], lambda node: str(node.rollout_id) != rollout[1])])
+        return not sums or _finite(sums, self.optimizer.grad_norm())
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
         """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts."""
         losses = token_losses(loss)
         needs = frozenset[str]().union(*(each.needs for each in losses))
+        at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
         self.model.train(checkpoints_activations(self.model))
         totals: dict[str, float] = {}
+        ratios_R = self._rollout_log_ratios(batches, losses, at_temperature)
         for batch in batches:
-            logprobs_N, entropy_N = self.forward.logprobs(batch, at_temperature=SAMPLED_LOGPROBS in needs)
-            value = _sum_of_losses(losses, self._tokens(batch, logprobs_N, needs))
+            logprobs_N, entropy_N = self.forward.logprobs(batch, at_temperature, entropy)
+            tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
+            value, counts = _sum_of_losses(losses, tokens)
             value.loss.backward()
-            _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.sum(), **value.sums})
+            _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
             _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
             _add(totals, {"shared_prefixes": len(batch.families)})
         self.model.eval()
         return totals
 
+    @torch.no_grad()
+    def _rollout_log_ratios(
+        self, batches: Sequence[MicroBatch], losses: Sequence[TokenLoss], at_temperature: bool
+    ) -> Tensor | None:
+        """For each rollout of the table the mean log-ratio of its tokens, if a loss needs it and a rollout has tokens
+        in several micro-batches: their log-probabilities are then computed once more."""
+        spanning = [loss for loss in losses if loss.spans_rollout]
+        if not spanning or not _divides_rollouts(batches):
+            return None
+        rollouts = int(batches[0].table.rollout.max()) + 1
+        device = self.model.device
+        sums_R, counts_R = torch.zeros(rollouts, device=device), torch.zeros(rollouts, device=device)
+        for batch in batches:
+            logprobs_N, entropy_N = self.forward.logprobs(batch, at_temperature)
+            tokens = self._tokens(batch, logprobs_N, entropy_N, None)
+            counts = _counts(tokens, spanning[0]).to(logprobs_N.dtype)
+            rollout_N = self.forward.tensor(batch.table.rollout[batch.places])
+            sums_R.index_add_(0, rollout_N, clamped_log_ratio(tokens) * counts)
+            counts_R.index_add_(0, rollout_N, counts)
+        return sums_R / counts_R.clamp(min=1)
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
-        return self.optimizer.state_dict()
+        return {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps]}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError for a state that `load_state_dict` would refuse."""
@@ -91,15 +195,60 @@ class Updater:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+        mean, steps = state.get("entropy", (0.0, 0))
+        self.entropy = EntropyHistory(float(mean), int(steps))
 
-    def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, needs: frozenset[str]) -> TokenBatch:
+    def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
+        rollout = table.rollout[places]
         return TokenBatch(
             trained_logprobs=logprobs_N,
-            columns={name: self.forward.tensor(table.columns[name][places]) for name in sorted(needs | {"weights"})},
+            columns={name: self.forward.tensor(values[places]) for name, values in sorted(table.columns.items())},
             call=self.forward.tensor(_renumbered(table.call[places])),
-            rollout=self.forward.tensor(_renumbered(table.rollout[places])),
+            rollout=self.forward.tensor(_renumbered(rollout)),
+            entropy=entropy_N,
+            rollout_log_ratio=None if ratios_R is None else ratios_R[self.forward.tensor(rollout)],
+            step=self.optimizer.steps,
+            past_entropy=self.entropy.value,
         )
+
+
+Gradient = Callable[[Sequence[TrainingSample]], dict[str, float]]
+"""Adds the gradient of samples, and returns sums over their tokens; empty where nothing is trained."""
+
+
+def _corrected(
+    samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
+) -> tuple[Sequence[TrainingSample], dict[str, float]]:
+    """The samples with corrected weights, and the metrics of the correction; as they are where none applies."""
+    several = mismatches.DEFAULT if mismatch is None else mismatches.corrections(mismatch)
+    has_column = bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
+    if mismatch is not None:
+        check_mismatch(losses, several)
+        if samples and not has_column and not _is_off(several):
+            raise PolicyError(
+                f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have'
+            )
+    if not has_column or _is_off(several) or not any(loss.decoupled for loss in losses):
+        return samples, {}
+    return streams.corrected(samples, several)
+
+
+def check_mismatch(losses: Sequence[TokenLoss], several: Sequence[mismatches.Correction]) -> None:
+    """Raises ConfigError for a correction that no loss uses."""
+    if not _is_off(several) and not any(loss.decoupled for loss in losses):
+        names = ", ".join(f'"{loss.type}"' for loss in losses)
+        raise ConfigError(f"mismatch corrects the ratios of other losses than {names}; leave it out, or use ppo")
+
+
+def _is_off(several: Sequence[mismatches.Correction]) -> bool:
+    return all(isinstance(each, mismatches.NoCorrection) for each in several)
+
+
+def _divides_rollouts(batches: Sequence[MicroBatch]) -> bool:
+    """Whether a rollout has tokens in several micro-batches."""
+    found = [np.unique(batch.table.rollout[batch.places]) for batch in batches]
+    return sum(map(len, found)) > len(np.unique(np.concatenate(found))) if found else False
 
 
 def _renumbered(numbers: IntArray) -> IntArray:
@@ -107,37 +256,46 @@ def _renumbered(numbers: IntArray) -> IntArray:
     return np.unique(numbers, return_inverse=True)[1].astype(np.int64)
 
 
-def _sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> LossValue:
-    """Where two losses log under one name, the later one's has its type before it."""
-    values = [each(tokens) for each in losses]
+def _counts(tokens: TokenBatch, loss: TokenLoss) -> Tensor:
+    """Which tokens have a weight in the stream of a loss [N]."""
+    return tokens.columns[streams.weights_name(loss, tokens.columns)] != 0
+
+
+def _tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
+    """The tokens with a weight in the stream of a loss, with its weights."""
+    name = streams.weights_name(loss, tokens.columns)
+    if loss.decoupled and name == WEIGHTS and CORRECTED_WEIGHTS in tokens.columns:
+        name = CORRECTED_WEIGHTS
+    columns = {**tokens.columns, WEIGHTS: tokens.columns[name]}
+    counts = _counts(tokens, loss)
+    if bool(counts.all()):
+        return replace(tokens, columns=columns)
+    mean = tokens.rollout_log_ratio
+    return replace(
+        tokens,
+        trained_logprobs=tokens.trained_logprobs[counts],
+        columns={each: values[counts] for each, values in columns.items()},
+        call=tokens.call[counts].unique(return_inverse=True)[1],
+        rollout=tokens.rollout[counts].unique(return_inverse=True)[1],
+        entropy=None if tokens.entropy is None else tokens.entropy[counts],
+        rollout_log_ratio=None if mean is None else mean[counts],
+    )
+
+
+def _sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[LossValue, dict[str, float]]:
+    """The sum of all losses, and for each of their metrics the number of tokens it is a sum over. Where two losses log
+    under one name, the later one's has its type before it."""
     sums: dict[str, Tensor] = {}
-    for loss, value in zip(losses, values, strict=True):
-        sums |= {f"{loss.type}_{name}" if name in sums else name: total for name, total in value.sums.items()}
-    total = values[0].loss * losses[0].coefficient
-    for loss, value in zip(losses[1:], values[1:], strict=True):
-        total = total + value.loss * loss.coefficient
-    return LossValue(total, sums)
-
-
-def check_samples(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -> None:
-    """Raises PolicyError for a column that a loss needs and the samples lack, and UnfaithfulSampleError for trained
-    tokens that were chosen greedily, if a loss needs the probability they were sampled with."""
+    counts: dict[str, float] = {}
+    total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
-        for sample in samples:
-            if missing := {*loss.needs, "weights"} - {SAMPLED_LOGPROBS} - set(sample.columns):
-                raise PolicyError(f'loss "{loss.type}" needs the columns {sorted(missing)}, which samples do not have')
-    if any(SAMPLED_LOGPROBS in loss.needs for loss in losses):
-        for sample in samples:
-            _refuse_greedy(sample)
-
-
-def _refuse_greedy(sample: TrainingSample) -> None:
-    for node, weights in zip(sample.tree.nodes, sample.columns["weights"], strict=True):
-        if node.sampled and node.temperature <= 0 and weights.any():
-            raise UnfaithfulSampleError(
-                f"call {node.call} of rollout {node.rollout_id} was sampled with temperature={node.temperature:g}; "
-                'sample training rollouts with a temperature above 0, or train with loss="nll"'
-            )
+        own = _tokens_of(tokens, loss)
+        value = loss(own)
+        total = total + value.loss * loss.coefficient_at(tokens.step)
+        named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
+        sums |= named
+        counts |= dict.fromkeys((f"{COUNT_OF}{name}" for name in named), float(len(own.trained_logprobs)))
+    return LossValue(total, sums), counts
 
 
 def _split_minibatches(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:
@@ -153,18 +311,29 @@ def _as_whole(samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
     share = sum(sample.share for sample in samples)
     if not share:
         return samples
-    return [replace(each, weights=[w / share for w in each.columns["weights"]]) for each in samples]  # pyright: ignore[reportCallIssue]
+    names = (WEIGHTS, CORRECTED_WEIGHTS)
+    return [
+        replace(s, columns={**s.columns, **{n: [w / share for w in s.columns[n]] for n in names if n in s.columns}})
+        for s in samples
+    ]
+
+
+def _finite(sums: Mapping[str, float], norm: Tensor) -> bool:
+    return math.isfinite(sums["loss"]) and bool(torch.isfinite(norm))
 
 
 COUNTS: tuple[str, ...] = (
     "optimizer_steps",
     "skipped_steps",
+    "rollouts_not_finite",
     "tokens_trained",
     "tokens_computed",
     "micro_batches",
     "shared_prefixes",
 )
 PER_STEP: tuple[str, ...] = ("loss", "lr", "grad_norm")
+COUNT_OF = "count of "
+"""Before the name of a metric: the number of tokens that it is a sum over."""
 
 
 def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None:
@@ -175,5 +344,10 @@ def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None
 def _means(totals: dict[str, float]) -> dict[str, float]:
     """Sums over tokens become means over tokens, sums over steps means over steps; counts stay."""
     steps = totals["optimizer_steps"] + totals["skipped_steps"]
-    divisors = dict.fromkeys(COUNTS, 1.0) | dict.fromkeys(PER_STEP, steps)
-    return {name: total / divisors.get(name, totals["tokens_trained"]) for name, total in totals.items()}
+    divisors = dict.fromkeys(COUNTS, 1.0) | dict.fromkeys(PER_STEP, max(1.0, steps))
+    names = [name for name in totals if not name.startswith(COUNT_OF)]
+
+    def tokens(name: str) -> float:
+        return max(1.0, totals.get(f"{COUNT_OF}{name}", totals["tokens_trained"]))
+
+    return {name: totals[name] / divisors.get(name, tokens(name)) for name in names}

@@ -1,0 +1,209 @@
+"""Corrections of the difference between the sampler's probabilities and the trainer's.
+
+Servers, kernels and older weights give a token another probability than the trainer does, and a policy gradient that
+ignores it is biased. With rho_t = exp(proximal_logprob_t - sampled_logprob_t), the trainer's probability before the
+update over the recorded one, a correction is a factor of the weight of each token:
+
+    truncate         min(rho, cap)                        of the token, or of its rollout: rho_i = prod_t rho_t
+    icepop           rho_t if low <= rho_t <= high, else 0
+    geometric_mask   1 if low <= (prod_t rho_t)^(1/n) <= high, else 0         of the rollout
+    sequence_mask    1 if low <= prod_t rho_t <= high, else 0                 of the rollout
+
+Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training"; IcePop: Ring-1T, 2025, arXiv:2510.18855, equation 4; masks of sequences: Liu et al. 2025, "When speed kills
+stability". A rollout is the sequence: all tokens that the policy sampled in it, in however many calls. Needs NumPy, and
+no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+
+from agentlightning.errors import ConfigError
+from agentlightning.trajectory import FloatArray
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Groups: TypeAlias = NDArray[np.int64]
+    """The rollout of each token, numbered from 0 [N]."""
+
+LIMIT = 20.0
+"""exp() of more is no usable ratio."""
+
+
+class Correction(BaseModel, ABC):
+    """A factor for the weight of each token."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    type: str
+    """Which correction this is."""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the ratio itself is a factor; a mask is 0 or 1."""
+        return False
+
+    @abstractmethod
+    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
+        """The factor of each token [N] from its log rho, and the rollout it is of."""
+
+
+class NoCorrection(Correction):
+    """Leaves the weights as they are."""
+
+    type: Literal["off"] = "off"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which correction this is."""
+
+    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
+        return _bounded_exp(log_ratio * 0)
+
+
+class Truncation(Correction):
+    """Truncated importance sampling: the ratio, up to a cap."""
+
+    type: Literal["truncate"] = "truncate"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which correction this is."""
+    level: Literal["token", "sequence"] = "token"
+    """token: the ratio of each token; sequence: the product over its rollout."""
+    cap: float | None = Field(default=None, gt=0)
+    """The largest factor. None: 2 for tokens, 5 for sequences."""
+
+    @property
+    def multiplies(self) -> bool:
+        return True
+
+    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
+        if self.level == "token":
+            return _bounded_exp(log_ratio).clip(max=self.cap or 2.0)
+        return _bounded_exp(_sums(log_ratio, rollout)[0]).clip(max=self.cap or 5.0)
+
+
+class IcePop(Correction):
+    """The ratio of each token, where it lies within bounds; tokens outside do not count."""
+
+    type: Literal["icepop"] = "icepop"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which correction this is."""
+    low: float = Field(default=0.5, ge=0, lt=1)
+    """The smallest ratio that counts."""
+    high: float = Field(default=2.0, gt=1)
+    """The largest ratio that counts."""
+
+    @property
+    def multiplies(self) -> bool:
+        return True
+
+    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
+        ratio = _bounded_exp(log_ratio)
+        return ratio * _within(ratio, self.low, self.high)
+
+
+class GeometricMask(Correction):
+    """Masks rollouts whose mean ratio (geometric, over tokens) is out of bounds."""
+
+    type: Literal["geometric_mask"] = "geometric_mask"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which correction this is."""
+    low: float = Field(default=0.99, ge=0, lt=1)
+    """The smallest mean ratio that counts."""
+    high: float = Field(default=1.01, gt=1)
+    """The largest mean ratio that counts."""
+
+    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
+        sums, counts = _sums(log_ratio, rollout)
+        return _within(_bounded_exp(sums / counts), self.low, self.high)
+
+
+class SequenceMask(Correction):
+    """Masks rollouts the product of whose ratios is out of bounds."""
+
+    type: Literal["sequence_mask"] = "sequence_mask"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which correction this is."""
+    low: float = Field(default=0.0, ge=0, lt=1)
+    """The smallest product that counts."""
+    high: float = Field(default=3.0, gt=1)
+    """The largest product that counts."""
+
+    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
+        return _within(_bounded_exp(_sums(log_ratio, rollout)[0]), self.low, self.high)
+
+
+CORRECTIONS: dict[str, type[Correction]] = {
+    str(each.model_fields["type"].default): each
+    for each in (NoCorrection, Truncation, IcePop, GeometricMask, SequenceMask)
+}
+"""By `type`."""
+DEFAULT: tuple[Correction, ...] = (Truncation(),)
+
+
+def _by_name(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _kind(value: Any) -> str:
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
+if TYPE_CHECKING:
+    OneCorrection: TypeAlias = Correction
+    Mismatch: TypeAlias = Correction | tuple[Correction, ...]
+else:
+    OneCorrection = Annotated[
+        NoCorrection | Truncation | IcePop | GeometricMask | SequenceMask,
+        Field(discriminator="type"),
+        BeforeValidator(_by_name),
+    ]
+    Mismatch = Annotated[
+        Annotated[OneCorrection, Tag("one")]
+        | Annotated[tuple[OneCorrection, ...], Field(min_length=1), Tag("several")],
+        Discriminator(_kind),
+    ]
+"""The setting `mismatch`: a correction, its name, or a list of them, which multiply."""
+
+MismatchSetting: TypeAlias = str | Mapping[str, Any] | Correction | Sequence[str | Mapping[str, Any] | Correction]
+
+_adapter: TypeAdapter[Correction | tuple[Correction, ...]] = TypeAdapter(Mismatch)
+
+
+def corrections(setting: MismatchSetting) -> tuple[Correction, ...]:
+    """The corrections of a setting. Raises ConfigError."""
+    try:
+        found = _adapter.validate_python(setting)
+    except ValidationError as error:
+        known = ", ".join(CORRECTIONS)
+        raise ConfigError(f"mismatch={setting!r} cannot be used: {error}; known types: {known}") from error
+    several = found if isinstance(found, tuple) else (found,)
+    if sum(each.multiplies for each in several) > 1:
+        names = " and ".join(f'"{each.type}"' for each in several if each.multiplies)
+        raise ConfigError(f"mismatch={names} count the same ratio twice; use one of them, and masks beside it")
+    return several
+
+
+def factors(log_ratio: FloatArray, rollout: Groups, several: Sequence[Correction]) -> FloatArray:
+    """The product of all corrections [N]."""
+    product = several[0].factors(log_ratio, rollout)
+    for each in several[1:]:
+        product = product * each.factors(log_ratio, rollout)
+    return product
+
+
+def _bounded_exp(values: Any) -> Any:
+    import numpy as np
+
+    return np.exp(np.clip(values, -LIMIT, LIMIT))
+
+
+def _within(ratio: Any, low: float, high: float) -> Any:
+    return ((ratio >= low) & (ratio <= high)).astype(ratio.dtype)
+
+
+def _sums(values: Any, group: Groups) -> tuple[Any, Any]:
+    """For each entry, the sum over its group and the size of the group [N]."""
+    import numpy as np
+
+    return np.bincount(group, values)[group], np.bincount(group)[group]
