@@ -1,0 +1,130 @@
+"""A policy over whole words: a Llama of about 20,000 weights whose tokens are the words of an environment.
+
+It is a `LocalPolicy`, trained as any other. Sampling is done here, for all calls at once: a forward pass for each word,
+over prompts that differ, without a request for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update.updater import Updater
+from agentlightning.trajectory import Node, TokenTree, TrainingSample
+from tasks.base import Call, Environment
+
+END = "."
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% if not loop.last %} {% endif %}{% endfor %}"
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+"""Token ids and their log-probabilities."""
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate((END, *words))}, unk_token=END))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def word_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int = 32, layers: int = 1) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    ).eval()
+
+
+def imitate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Sequence[tuple[Call, str]],
+    *,
+    batch: int = 64,
+    lr: float = 1e-2,
+) -> None:
+    """Supervised learning of the answers, once over all demonstrations in their order, with a falling learning rate."""
+    steps = len(demonstrations) // batch
+    updater = Updater(model, OptimizerConfig(lr=lr, schedule="linear", total_steps=steps))
+    for step in range(steps):
+        part = demonstrations[step * batch : (step + 1) * batch]
+        rows = [(tokenizer.encode(call.prompt), _answer_ids(tokenizer, call, answer)) for call, answer in part]
+        tokens = sum(len(answer) for _, answer in rows)
+        updater.step([_sample(prompt, answer, tokens) for prompt, answer in rows], loss="nll", sharing="never")
+
+
+def _answer_ids(tokenizer: PreTrainedTokenizerFast, call: Call, answer: str) -> list[int]:
+    return tokenizer.encode(answer if call.max_words == 1 else f"{answer} {END}")
+
+
+def _sample(prompt: Sequence[int], answer: Sequence[int], tokens: int) -> TrainingSample:
+    nodes = (Node(-1, tuple(prompt)), Node(0, tuple(answer), True, (0.0,) * len(answer), "ro", "call"))
+    return TrainingSample(TokenTree(nodes), weights=((), (1 / tokens,) * len(answer)))
+
+
+class WordPolicy:
+    """A word model as a `LocalPolicy`, and its samples."""
+
+    def __init__(self, environment: Environment, *, seed: int = 0, hidden: int = 32, layers: int = 1) -> None:
+        self.tokenizer = word_tokenizer(environment.words)
+        self.model = word_model(self.tokenizer, seed, hidden, layers)
+
+    def start(self, weights: Mapping[str, torch.Tensor], optimizer: OptimizerConfig, seed: int) -> None:
+        """Begin a training run from these weights."""
+        self.model.load_state_dict(weights)
+        config = LocalPolicyConfig(model="words", device="cpu", optimizer=optimizer)
+        self.local = LocalPolicy(config, self.model, self.tokenizer)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @torch.inference_mode()
+    def answers(self, calls: Sequence[Call], *, greedy: bool = False) -> list[Answer]:
+        """One answer to each call, with the log-probabilities at temperature 1."""
+        rows = [self.tokenizer.encode(call.prompt) for call in calls]
+        sampled: list[list[int]] = [[] for _ in calls]
+        logprobs: list[list[float]] = [[] for _ in calls]
+        running = list(range(len(calls)))
+        while running:
+            unique = {tuple(rows[i] + sampled[i]): None for i in running}
+            places = {row: place for place, row in enumerate(unique)}
+            logprobs_UV = self.next_word(list(unique))
+            logprobs_RV = logprobs_UV[[places[tuple(rows[i] + sampled[i])] for i in running]]
+            chosen = logprobs_RV.argmax(-1) if greedy else _draw(logprobs_RV, self.generator)
+            found = logprobs_RV.gather(1, chosen[:, None])[:, 0].tolist()
+            for i, token, logprob in zip(running, chosen.tolist(), found, strict=True):
+                sampled[i].append(token)
+                logprobs[i].append(logprob)
+            ended = self.tokenizer.eos_token_id
+            running = [i for i in running if sampled[i][-1] != ended and len(sampled[i]) < calls[i].max_words]
+        return [(tuple(ids), tuple(own)) for ids, own in zip(sampled, logprobs, strict=True)]
+
+    @torch.no_grad()
+    def next_word(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Log-probabilities of the word after each row of tokens [rows, V]. Rows are padded on the right, where a
+        causal model does not look."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        last = torch.tensor([len(row) - 1 for row in rows])
+        return self.model(input_ids=ids).logits[torch.arange(len(rows)), last].log_softmax(-1)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The words of an answer, without its end."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _draw(logprobs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
