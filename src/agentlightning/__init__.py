@@ -11,7 +11,7 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval).
 Settings: DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig, GatewayConfig,
-    OptimizerConfig, PPOLoss, NLLLoss.
+    OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
     step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value.
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
     from agentlightning.policy.config import PolicyConfig
+    from agentlightning.policy.lora_config import Lora
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -140,6 +141,7 @@ _NAMES = {
     "policy.config": "PolicyConfig",
     "policy.losses.nll": "NLLLoss",
     "policy.losses.ppo": "PPOLoss",
+    "policy.lora_config": "Lora",
     "policy.optimizer_config": "OptimizerConfig",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
@@ -192,6 +194,7 @@ __all__ = [
     "LightningStore",
     "LightningStoreClient",
     "LitAgent",
+    "Lora",
     "MissingExtraError",
     "NLLLoss",
     "NamedResources",

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,12 @@ from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 TRAINING_STATE = "training_state.pt"
 
 
+class Savable(Protocol):
+    """A model, or what is saved in its place."""
+
+    def save_pretrained(self, directory: Path, /) -> object: ...
+
+
 @contextmanager
 def without_progress_bars() -> Generator[None]:
     """Hide the progress bars of transformers, which write over other output of the terminal."""
@@ -35,9 +41,7 @@ def without_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def save(
-    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None
-) -> None:
+def save(directory: Path, model: Savable, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None) -> None:
     """Write model, tokenizer and any training state; an older checkpoint there is replaced.
 
     Raises PolicyError if writing fails; `directory` is then unchanged.

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.policy.lora_config import Lora
 from agentlightning.util.settings import Section
 
 
@@ -35,6 +36,8 @@ class PolicyConfig(Section):
     tool_calls: str | None = None
     """How the model writes tool calls: hermes, qwen_coder, llama3, pythonic, mistral or deepseek. None: as its chat
     template shows."""
+    lora: Lora | None = None
+    """Train a low-rank adapter (LoRA) in place of all weights. None: all weights are trained."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     in_flight: bool = False

@@ -8,7 +8,7 @@ change, everything computed with the old ones is discarded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, cast
@@ -24,11 +24,12 @@ from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
+from agentlightning.policy.adapter_checkpoint import with_adapters_of
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
+from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics, trained_weights
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
@@ -45,8 +46,7 @@ class LocalPolicy:
         self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
         self._version = 0
         self._reference: tuple[Path, Forward] | None = None
-        optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
-        self._updater = Updater(model, optimizer)
+        self._weights: TrainedWeights = trained_weights(model, config)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = ContinuousBatcher(
             model,
@@ -59,12 +59,15 @@ class LocalPolicy:
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
             grammars=self._grammars,
+            adapters=self._weights.adapters,
         )
         self._engine = EngineWorker(self._generator, threads=config.threads)
 
     @classmethod
     def open(cls, config: LocalPolicyConfig) -> LocalPolicy:
-        """Load the model; sets torch's number of CPU threads. Raises ConfigError or PolicyError, naming the path."""
+        """Load the model, and the adapters if its directory holds some; sets torch's number of CPU threads. Raises
+        ConfigError or PolicyError, naming the path."""
+        config, adapters = with_adapters_of(config)
         torch.set_num_threads(config.threads)
         device = find_device(config.device)
         tokenizer, model = load_model(config)
@@ -73,7 +76,10 @@ class LocalPolicy:
                 f"the tokenizer of {config.model} knows {len(tokenizer)} tokens, its model only {vocab_size(model)}; "
                 "they belong to different models"
             )
-        return cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
+        policy = cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
+        if adapters is not None:
+            policy._weights.read_weights(adapters)()
+        return policy
 
     @property
     def policy_version(self) -> int:
@@ -97,7 +103,7 @@ class LocalPolicy:
         affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`. Raises ConfigError for invalid params, and PolicyError if the model failed."""
-        request = await self._engine.sample(prompt_token_ids, params, on_tokens)
+        request = await self._engine.sample(prompt_token_ids, params, on_tokens, self._weights.own)
         assert request.finish_reason is not None
         return Sample(
             token_ids=tuple(request.sampled),
@@ -130,10 +136,11 @@ class LocalPolicy:
     async def score(
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
     ) -> Columns:
-        """See `Policy.score`. The model in `reference` is loaded beside the policy, and stays until another one is."""
+        """See `Policy.score`. The model in `reference` is loaded beside the policy, and stays until another one is.
+        Where adapters are trained, the weights below them are the reference unless another is given."""
         if "values" in what:
             raise PolicyError('"values" need a value head, which a local policy does not have; ask for other columns')
-        if "ref_logprobs" in what and reference is None:
+        if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
         return await self._engine.run(lambda: self._score(trees, what, reference))
 
@@ -154,32 +161,57 @@ class LocalPolicy:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
-    def _prepare_weight_change(self, in_flight: bool) -> None:
-        self._generator.invalidate_cache(in_flight=in_flight)
+    def _prepare_weight_change(self, in_flight: bool, adapters: Collection[str | None] | None = None) -> None:
+        self._generator.invalidate_cache(in_flight=in_flight, adapters=adapters)
         if self._model.device.type != "cpu":  # Training needs this memory.
             self._generator.release_memory()
 
     def _train(
         self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]
     ) -> dict[str, float]:
-        self._prepare_weight_change(in_flight)
-        steps = self._updater.optimizer.steps
+        by_name = self._by_trained_weights(samples)
+        self._prepare_weight_change(in_flight, by_name)
+        version = self._version + 1
+        return joint_metrics({name: self._step(name, own, options, version) for name, own in by_name.items()})
+
+    def _by_trained_weights(self, samples: Sequence[TrainingSample]) -> dict[str | None, list[TrainingSample]]:
+        """The samples by the weights that they train. Raises PolicyError for weights that do not learn."""
+        own, updaters = self._weights.own, self._weights.updaters
+        by_name: dict[str | None, list[TrainingSample]] = {}
+        for sample in samples:
+            by_name.setdefault(own if sample.adapter is None else sample.adapter, []).append(sample)
+        if unknown := [name for name in by_name if name not in updaters]:
+            raise PolicyError(
+                f"samples are for the adapter {unknown[0]!r}, which this policy does not train; it trains "
+                f"{', '.join(repr(name) for name in updaters if name is not None) or 'all weights'}"
+            )
+        return by_name or {own if own in updaters else next(iter(updaters)): []}
+
+    def _step(
+        self, name: str | None, samples: Sequence[TrainingSample], options: Mapping[str, Any], version: int
+    ) -> dict[str, float]:
+        updater = self._weights.updaters[name]
+        steps = updater.optimizer.steps
         try:
-            metrics = self._updater.step(samples, **options)
+            with self._weights.use(name):
+                metrics = updater.step(samples, **options)
         except BaseException:
-            self._updater.optimizer.zero_grad()  # The next step must not start from these gradients.
-            if self._updater.optimizer.steps > steps:  # A later minibatch failed: the weights have changed.
-                self._set_version(self._version + 1)
+            updater.optimizer.zero_grad()  # The next step must not start from these gradients.
+            if updater.optimizer.steps > steps:  # A later minibatch failed: the weights have changed.
+                self._set_version(version, [name])
             raise
-        self._set_version(self._version + 1)
+        self._set_version(version, [name])
         return metrics
 
     def _score(self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None) -> Columns:
         found: dict[str, Any] = {}
+        own = next(iter(self._weights.updaters.values()))
         if what & {"logprobs", "entropy"}:
-            found |= self._updater.forward.score(trees)
-        if "ref_logprobs" in what and reference is not None:
-            found["ref_logprobs"] = self._reference_at(reference).score(trees)["logprobs"]
+            with self._weights.use(self._weights.own):
+                found |= own.forward.score(trees)
+        if "ref_logprobs" in what:
+            reference_forward = own.forward if reference is None else self._reference_at(reference)
+            found["ref_logprobs"] = reference_forward.score(trees)["logprobs"]
         return {name: columns for name, columns in found.items() if name in what}
 
     def _reference_at(self, directory: Path) -> Forward:
@@ -190,32 +222,37 @@ class LocalPolicy:
             self._reference = directory, Forward(cast(PreTrainedModel, model.to(self._model.device)))
         return self._reference[1]
 
-    def _set_version(self, version: int) -> None:
-        self._version = self._generator.policy_version = version
+    def _set_version(self, version: int, names: Iterable[str | None]) -> None:
+        """The weights of these names have changed."""
+        self._weights.changed()
+        self._version = version
+        for name in names:
+            if name is None:
+                self._generator.policy_version = version
+            else:
+                self._generator.adapter_versions[name] = version
 
     def _save(self, directory: Path, training_state: bool) -> None:
         state = None
         if training_state:
             state = {
                 "policy_version": self._version,
-                "updater": self._updater.state_dict(),
+                **self._weights.state_dict(),
                 "generator": self._generator.state_dict(),
                 "torch_random": torch.get_rng_state(),
             }
-        checkpoint.save(directory, self._model, self._tokenizer, state)
+        self._weights.save(directory, self._tokenizer, state)
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
         state = checkpoint.load_state(directory)
-        weights = checkpoint.read_weights(directory, self._model)
-        updater, generator, random = state["updater"], state["generator"], state["torch_random"]
+        load = self._weights.read(directory, state)
+        generator, random = state["generator"], state["torch_random"]
         version = max(self._version, int(state["policy_version"]), above) + 1
-        self._updater.check_state_dict(updater)
         # Everything that can be rejected is checked above, before anything changes.
         self._prepare_weight_change(in_flight)
         try:
-            self._model.load_state_dict(weights)
-            self._updater.load_state_dict(updater)
+            load()
             self._generator.load_state_dict(generator)
             torch.set_rng_state(random)
         finally:
-            self._set_version(version)
+            self._set_version(version, self._weights.updaters)

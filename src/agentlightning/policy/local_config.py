@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.policy.lora_config import AgentSetting, Lora
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 
@@ -41,5 +42,9 @@ class LocalPolicyConfig(BaseModel):
     seed: int = 0
     """Of samples without a seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lora: Lora | None = None
+    """Train an adapter of this shape in place of all weights."""
+    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
+    """What the calls of each agent train. Empty: all train the policy itself."""
     objective: Objective = "reinforcement"
     """What it is trained for, which decides the default learning rate."""

@@ -13,6 +13,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.settings import settings_from
@@ -35,9 +36,11 @@ def policy_config(
     steps: int = 1,
     objective: Objective = "reinforcement",
     seed: int = 0,
+    adapters: bool = True,
+    agents: Mapping[str, AgentSetting] | None = None,
 ) -> LocalPolicyConfig:
-    """The configuration of a local policy for `steps` optimiser steps. Raises MissingExtraError, and ConfigError for a
-    warmup that is longer."""
+    """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are
+    trained. Raises MissingExtraError, and ConfigError for a warmup that is longer."""
     require_training()
     return LocalPolicyConfig(
         model=path,
@@ -49,6 +52,8 @@ def policy_config(
         max_context=settings.max_context,
         tool_calls=settings.tool_calls,
         seed=seed,
+        lora=settings.lora if adapters else None,
+        agents=dict(agents or {}),
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
     )
@@ -73,6 +78,11 @@ async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> 
     `ServedPolicy.open`."""
     if settings.engine == "local":
         return policy
+    if settings.lora is not None:
+        await policy.close()
+        raise ConfigError(
+            f'policy.lora needs policy.engine = "local"; with "{settings.engine}" all weights are trained'
+        )
     from agentlightning.policy.served import ServedPolicy
 
     try:

@@ -49,6 +49,7 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
             steps=max(1, steps),
             objective="supervised",
             seed=config.run.seed,
+            adapters=False,
         )
     )
     try:

@@ -409,7 +409,8 @@ async def test_weights_that_a_failed_update_has_changed_are_a_new_version(
     """The second of two optimiser steps fails."""
     ids = prompt(policy)
     sample = training_sample(ids, await policy.sample(ids, SamplingParams(max_tokens=8)))
-    accumulate, calls = policy._updater.accumulate, []
+    updater = policy._weights.updaters[None]
+    accumulate, calls = updater.accumulate, []
 
     def fail_second(*arguments):
         calls.append(1)
@@ -417,7 +418,7 @@ async def test_weights_that_a_failed_update_has_changed_are_a_new_version(
             raise RuntimeError("the device is lost")
         return accumulate(*arguments)
 
-    monkeypatch.setattr(policy._updater, "accumulate", fail_second)
+    monkeypatch.setattr(updater, "accumulate", fail_second)
     with pytest.raises(PolicyError, match="the device is lost"):
         await policy.train([sample, sample], minibatches=2)
     assert policy.policy_version == 1

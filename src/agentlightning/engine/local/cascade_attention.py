@@ -61,9 +61,9 @@ class SharedPrefix:
     """Index of each row in `members`, [N]; None likewise."""
 
 
-def hash_prefixes(tokens: Sequence[int]) -> list[bytes]:
-    """Hashes of the first block, of the first two, and so on."""
-    digest = hashlib.blake2b(digest_size=16)
+def hash_prefixes(tokens: Sequence[int], adapter: str | None = None) -> list[bytes]:
+    """Hashes of the first block, of the first two, and so on. Another adapter has other keys and values for them."""
+    digest = hashlib.blake2b((adapter or "").encode(), digest_size=16)
     hashes: list[bytes] = []
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         digest.update(array("q", tokens[start : start + BLOCK]).tobytes())

@@ -1,13 +1,13 @@
 """Prefix cache: keys and values of token prefixes in a radix tree, bounded in bytes, evicting the least recently used.
 
 Each node holds a run of tokens with their keys and values; a run shared by several sequences is stored once. Entries
-belong to the weights that computed them: whoever changes the weights calls `clear`.
+belong to the weights that computed them: there is a tree for each adapter, and whoever changes weights calls `clear`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -48,17 +48,18 @@ class RadixPrefixCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
-        self._root = Node(tokens=[], segment=[], parent=None)
+        self._roots: dict[str | None, Node] = {}
+        """By adapter; None: the model's own weights."""
         self._order: OrderedDict[Node, None] = OrderedDict()
         """Oldest first. A node is always newer than its children, so the oldest one is a leaf."""
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def match(self, tokens: list[int]) -> Match:
-        """The longest cached prefix of `tokens`."""
+    def match(self, tokens: list[int], adapter: str | None = None) -> Match:
+        """The longest prefix of `tokens` that is cached for an adapter."""
         nodes: list[tuple[Node, int]] = []
-        node, length = self._root, 0
+        node, length = self._root(adapter), 0
         while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
             count = common_prefix_length(child.tokens, tokens, length)
             nodes.append((child, count))
@@ -68,14 +69,15 @@ class RadixPrefixCache:
         self._touch(node)
         return Match(length, tuple(nodes))
 
-    def insert(self, tokens: list[int], read: Callable[[int, int], Segment]) -> None:
-        """Cache `tokens`. `read(start, stop)` copies keys and values; it is called only for those not cached yet."""
+    def insert(self, tokens: list[int], read: Callable[[int, int], Segment], adapter: str | None = None) -> None:
+        """Cache `tokens` for an adapter. `read(start, stop)` copies keys and values; it is called only for those not
+        cached yet."""
         if self.limit_bytes <= 0:
             return
-        found = self.match(tokens)
+        found = self.match(tokens, adapter)
         if found.length == len(tokens):
             return
-        parent = self._root
+        parent = self._root(adapter)
         if found.nodes:
             parent, count = found.nodes[-1]
             if count < len(parent.tokens):
@@ -86,10 +88,18 @@ class RadixPrefixCache:
         self._touch(node)
         self._evict()
 
-    def clear(self) -> None:
-        self._root.children.clear()
-        self._order.clear()
-        self.num_bytes = 0
+    def clear(self, adapters: Collection[str | None] | None = None) -> None:
+        """Drop what these adapters computed; None: everything."""
+        for adapter in list(self._roots) if adapters is None else adapters:
+            below = [self._roots.pop(adapter)] if adapter in self._roots else []
+            while below:
+                for node in below.pop().children.values():
+                    below.append(node)
+                    del self._order[node]
+                    self.num_bytes -= node.num_bytes
+
+    def _root(self, adapter: str | None) -> Node:
+        return self._roots.setdefault(adapter, Node(tokens=[], segment=[], parent=None))
 
     def _split(self, node: Node, count: int) -> Node:
         """Cut `node` after `count` tokens; returns the upper part. Copies, so that each part frees its own memory."""

@@ -22,6 +22,8 @@ class Request:
     params: SamplingParams
     rng: random.Random
     """The request's own generator, so that its tokens do not depend on the other rows of the batch."""
+    adapter: str | None = None
+    """The adapter that samples it; None: the model's own weights."""
     logprobs: list[float] = field(default_factory=list[float])
     """One for each sampled token."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])

@@ -2,7 +2,8 @@
 
 A step prefills waiting requests (all but the last token of each, up to a token budget), then samples one token for
 every ready row. Prefill never samples, so tokens come from a single place. A prefix that several requests share is
-computed once, through the prefix cache, which stores the keys and values of prefilled and finished requests.
+computed once, through the prefix cache, which stores the keys and values of prefilled and finished requests. Each
+request may name an adapter; requests of different adapters share a forward pass, and no key or value.
 
 Not thread-safe: the owner of a `ContinuousBatcher` calls it from one thread. It calls `invalidate_cache` before the
 weights change, because every cached key and value belongs to the old weights. Running requests may stay: their tokens
@@ -15,8 +16,9 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,7 @@ from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.local.request import Request
 from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.lora import Adapters
 from agentlightning.util.common_prefix import common_prefix_length
 
 GROWTH_TOKENS = 256
@@ -59,6 +62,7 @@ class ContinuousBatcher:
         prefill_tokens: int = 2048,
         seed: int = 0,
         grammars: GrammarCompiler | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`kv_cache_bytes` bounds the active rows (further requests wait), `prefix_cache_bytes` the prefix cache, and
         `prefill_tokens` how many prompt tokens a step computes before the other rows get their next token. Without
@@ -67,6 +71,9 @@ class ContinuousBatcher:
         self.context_length = context_length
         self.policy_version = 0
         """Version of the weights, set by whoever changes them."""
+        self.adapter_versions: dict[str | None, int] = {}
+        """Those of adapters, likewise; an adapter without one has that of the weights."""
+        self._adapters = adapters
         self.prefix_cache = RadixPrefixCache(prefix_cache_bytes)
         self._eos_token_ids = eos_token_ids
         self._decode = decode
@@ -111,8 +118,8 @@ class ContinuousBatcher:
                 f"{self._vocab_size - 1}; encode it with this model's own tokenizer"
             )
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request. Raises as `validate` does."""
+    def submit(self, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None) -> Request:
+        """Queue a request for an adapter, or for the model's own weights. Raises as `validate` does."""
         self.validate(prompt, params)
         room, constraint = room_for_answer(prompt, self.context_length), params.constraint
         request = Request(
@@ -120,7 +127,8 @@ class ContinuousBatcher:
             prompt_length=len(prompt),
             max_length=len(prompt) + min(room, params.max_tokens or room),
             params=params,
-            prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1]) if self._use_cascade else [],
+            prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1], adapter) if self._use_cascade else [],
+            adapter=adapter,
             end_tokens=params.end_tokens(self._eos_token_ids),
             stop_scanner=StopScanner(params.stop, self._decode) if params.stop else None,
             matcher=self._grammars.matcher(constraint[1], constraint[0]) if self._grammars and constraint else None,
@@ -139,19 +147,23 @@ class ContinuousBatcher:
         while self._prefilling and self._prefilling[-1].cancelled:
             self._prefilling.pop()
 
-    def invalidate_cache(self, *, in_flight: bool = False) -> None:
-        """Drop every cached key and value; call it before each weight update. With `in_flight`, running requests are
-        preempted and resume after the update; otherwise there may be none (PolicyError)."""
+    def version_of(self, adapter: str | None) -> int:
+        return self.adapter_versions.get(adapter, self.policy_version)
+
+    def invalidate_cache(self, *, in_flight: bool = False, adapters: Collection[str | None] | None = None) -> None:
+        """Drop every cached key and value, or those of some adapters; call it before each update of their weights. With
+        `in_flight`, running requests are preempted and resume after the update; otherwise there may be none
+        (PolicyError)."""
         if not self.idle and not in_flight:
             raise PolicyError(
                 "requests are in flight; wait for them before the weights change, or change them with in_flight=True"
             )
         running = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
         for request in (*running, *self._waiting):  # A waiting request may have sampled before it was preempted.
-            request.version_changes.append((self.policy_version, len(request.logprobs)))
+            request.version_changes.append((self.version_of(request.adapter), len(request.logprobs)))
         self._rows, self._prefilling = [], []
         self._preempt(running)
-        self.prefix_cache.clear()
+        self.prefix_cache.clear(adapters)
         self._batch_params = self._shared_prefix = None
 
     def release_memory(self) -> None:
@@ -210,7 +222,7 @@ class ContinuousBatcher:
             if not self._cache.fits(len(self._rows) + len(admitted) + 1, longest):
                 break
             self._waiting.popleft()
-            match = self.prefix_cache.match(request.tokens[:-1])
+            match = self.prefix_cache.match(request.tokens[:-1], request.adapter)
             if self._should_defer(request, match, admitted):
                 deferred.append(request)
                 continue
@@ -228,7 +240,8 @@ class ContinuousBatcher:
         if len(request.tokens) <= needed:
             return False
         request.deferred_once = any(
-            common_prefix_length(other.tokens[:-1], request.tokens) >= needed for other, _ in admitted
+            other.adapter == request.adapter and common_prefix_length(other.tokens[:-1], request.tokens) >= needed
+            for other, _ in admitted
         )
         return request.deferred_once
 
@@ -261,7 +274,7 @@ class ContinuousBatcher:
         width = min(rows[-1].prefill_remaining, max(1, budget // len(rows)))
         pasts = [request.cached for request in rows]
         self._cache.reserve(self._slots_in_use, max(pasts) + width, self._slots_in_use)
-        self._forward([self._padded_chunk(request, width) for request in rows], self._prefill_slot, pasts)
+        self._forward(rows, [self._padded_chunk(request, width) for request in rows], self._prefill_slot, pasts)
         for request in rows:
             request.cached += min(width, request.prefill_remaining)
         self._promote([request for request in rows if not request.prefill_remaining])
@@ -312,7 +325,7 @@ class ContinuousBatcher:
             self._shared_prefix = self._find_shared_prefix()
         cascade = self._use_cascade
         with cascade_attention.use_cascade_attention(self.model, self._shared_prefix) if cascade else nullcontext():
-            logits = self._forward([row.tokens[-1:] for row in rows], 0, [row.cached for row in rows])
+            logits = self._forward(rows, [row.tokens[-1:] for row in rows], 0, [row.cached for row in rows])
         sampled = self._sample_tokens(rows, logits, self._batch_params)
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
@@ -369,7 +382,7 @@ class ContinuousBatcher:
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.max_length:
             request.finish_reason = "length"
-        request.policy_version = self.policy_version
+        request.policy_version = self.version_of(request.adapter)
 
     def _ensure_capacity(self) -> None:
         """Make room for one more token in each row. Where memory forbids it, the newest rows are preempted."""
@@ -408,24 +421,27 @@ class ContinuousBatcher:
         self._batch_params = None
 
     def _cache_prefix(self, request: Request, slot: int) -> None:
-        self.prefix_cache.insert(request.tokens[: request.cached], lambda a, b: self._cache.read(slot, a, b))
+        read = partial(self._cache.read, slot)
+        self.prefix_cache.insert(request.tokens[: request.cached], read, request.adapter)
 
     # -- the model -------------------------------------------------------------------------------------------------
 
-    def _forward(self, tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
-        """Logits [N, V] after the last of `tokens` [N, Q], computed in slots `start`.., after `pasts` cached tokens."""
+    def _forward(self, rows: Sequence[Request], tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
+        """Logits [N, V] after the last of `tokens` [N, Q], computed for `rows` in slots `start`.., after `pasts` cached
+        tokens."""
         device, width = self.model.device, len(tokens[0])
         self._cache.open_window(start, pasts, width)
         ids_NQ = torch.tensor(tokens, device=device)
         positions_NQ = torch.tensor(pasts, device=device).unsqueeze(1) + torch.arange(width, device=device)
-        output = self.model(
-            input_ids=ids_NQ,
-            attention_mask=self._cache.masks(positions_NQ) if any(pasts) else None,
-            position_ids=positions_NQ.clamp_(max=self.context_length - 1),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with nullcontext() if self._adapters is None else self._adapters.use_rows([row.adapter for row in rows]):
+            output = self.model(
+                input_ids=ids_NQ,
+                attention_mask=self._cache.masks(positions_NQ) if any(pasts) else None,
+                position_ids=positions_NQ.clamp_(max=self.context_length - 1),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return cast(Tensor, output.logits)[:, -1]
 
 

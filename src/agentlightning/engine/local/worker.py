@@ -62,11 +62,17 @@ class EngineWorker:
 
     # -- for callers, in their event loops -------------------------------------------------------------------------
 
-    async def sample(self, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None = None) -> Request:
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        adapter: str | None = None,
+    ) -> Request:
         """The finished request. Raises as `ContinuousBatcher.validate` does; PolicyError if sampling failed."""
         self._batcher.validate(prompt, params)
         waiter = self._new_waiter(on_tokens)
-        self._inbox.put(partial(self._submit, waiter, prompt, params))
+        self._inbox.put(partial(self._submit, waiter, prompt, params, adapter))
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -126,11 +132,11 @@ class EngineWorker:
         self._batcher.abort()
         self._fail_all(error)
 
-    def _submit(self, waiter: Waiter, prompt: Sequence[int], params: SamplingParams) -> None:
+    def _submit(self, waiter: Waiter, prompt: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         if waiter.future.cancelled():
             return
         try:
-            waiter.request = self._batcher.submit(prompt, params)
+            waiter.request = self._batcher.submit(prompt, params, adapter)
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
             return self._notify([Event(waiter, error=as_policy_error(error), final=True)])
         self._waiters[waiter.request] = waiter

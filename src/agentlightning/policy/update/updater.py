@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
@@ -55,9 +55,12 @@ class EntropyHistory:
 class Updater:
     """Trains one model in place. Not thread safe: nothing may use the weights during a step."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: OptimizerConfig | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, optimizer: OptimizerConfig | None = None, adapter: nn.Module | None = None
+    ) -> None:
+        """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained."""
         self.model = model
-        self.optimizer = Optimizer(model, optimizer or OptimizerConfig())
+        self.optimizer = Optimizer(model if adapter is None else adapter, optimizer or OptimizerConfig())
         self.forward = Forward(model)
         self.entropy = EntropyHistory()
 

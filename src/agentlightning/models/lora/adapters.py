@@ -1,0 +1,194 @@
+"""LoRA (arXiv 2106.09685, equation 3): several low-rank adapters over the linear layers of one model.
+
+    y = W x + (alpha / r) B A x        A [r, in], B [out, r]; B starts at 0, so that a new adapter changes nothing
+
+The model is not rewritten: its layers have forward hooks, and its own weights keep their names and files. A forward
+pass runs with one adapter (`use`), or with one for each row of the batch (`use_rows`): the matrices of all adapters are
+then concatenated along r, and what does not belong to a row's adapter is set to 0 between A and B, so that a batch
+costs two matrix products a layer, whatever it mixes.
+
+Shapes: N rows, K adapters, R the sum of their r.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from agentlightning.errors import ConfigError
+
+
+class Adapter(nn.Module):
+    """The matrices of one adapter: float32, whatever the precision of the model."""
+
+    def __init__(self, layers: Mapping[str, nn.Linear], *, r: int, alpha: float, seed: int) -> None:
+        super().__init__()
+        self.r = r
+        self.alpha = alpha
+        self.layers = tuple(layers)
+        """Names of the layers that it changes."""
+        random = torch.Generator().manual_seed(seed)
+        downs = [_uniform(r, layer.in_features, random).to(layer.weight.device) for layer in layers.values()]
+        ups = [torch.zeros(layer.out_features, r, device=layer.weight.device) for layer in layers.values()]
+        self.down = nn.ParameterList(downs)
+        """A of each layer, [r, in]."""
+        self.up = nn.ParameterList(ups)
+        """B of each layer, [out, r]."""
+        self._index = {name: index for index, name in enumerate(self.layers)}
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.r
+
+    def matrices(self, layer: str) -> tuple[Tensor, Tensor] | None:
+        """A and B of a layer; None where it has none."""
+        index = self._index.get(layer)
+        return None if index is None else (self.down[index], self.up[index])
+
+    def change(self, layer: str, x: Tensor) -> Tensor | None:
+        """What it adds to the output of a layer for the input `x`."""
+        if (found := self.matrices(layer)) is None:
+            return None
+        down, up = found
+        return functional.linear(functional.linear(x, down.to(x.dtype)), (up * self.scale).to(x.dtype))
+
+
+def _uniform(r: int, width: int, random: torch.Generator) -> Tensor:
+    """Uniform within 1 / sqrt(width), as nn.Linear begins."""
+    bound = 1 / math.sqrt(width)
+    return torch.empty(r, width).uniform_(-bound, bound, generator=random)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The matrices of all adapters for one layer."""
+
+    down: Tensor
+    """[R, in]"""
+    up: Tensor
+    """[out, R], scaled."""
+    owner: Tensor
+    """The adapter of each of the R rows of `down`, by its number."""
+
+
+class Adapters:
+    """The adapters of one model, whose own weights no longer change. Not thread safe."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.by_name: dict[str, Adapter] = {}
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self._hooked: set[str] = set()
+        self._selected: Adapter | Tensor | None = None
+        """The adapter of all rows; or of each row, as its number, -1 for none."""
+        self._stacks: dict[str, _Stack] = {}
+
+    def add(self, name: str, *, r: int, alpha: float, targets: Sequence[str] | None = None, seed: int = 0) -> Adapter:
+        """A new adapter over the layers that `targets` names (`find_layers`). Raises ConfigError as that does, and for
+        an `r` beyond what a layer holds."""
+        layers = find_layers(self.model, targets)
+        for layer, module in layers.items():
+            if r > (most := min(module.in_features, module.out_features)):
+                shape = f"{module.out_features} x {module.in_features}"
+                raise ConfigError(
+                    f"r={r} of adapter {name!r} exceeds the size of {layer}, which is {shape}; use at most {most}, far "
+                    "less where an adapter is to be small"
+                )
+        adapter = Adapter(layers, r=r, alpha=alpha, seed=seed + crc32(name.encode()))
+        for layer in layers.keys() - self._hooked:
+            layers[layer].register_forward_hook(partial(self._add_change, layer))
+            self._hooked.add(layer)
+        self.by_name[name] = adapter
+        self.drop_stacks()
+        return adapter
+
+    @contextmanager
+    def use(self, name: str | None) -> Generator[None]:
+        """All rows of the forward passes within use this adapter; None: none."""
+        with self._selecting(None if name is None else self.by_name[name]):
+            yield
+
+    @contextmanager
+    def use_rows(self, names: Sequence[str | None]) -> Generator[None]:
+        """Row i of the forward passes within uses adapter `names[i]`; no gradients."""
+        if len(set(names)) == 1:
+            with self.use(names[0]):
+                yield
+            return
+        numbers = {name: number for number, name in enumerate(self.by_name)}
+        rows_N = torch.tensor([-1 if name is None else numbers[name] for name in names], device=self.model.device)
+        with self._selecting(rows_N):
+            yield
+
+    def drop_stacks(self) -> None:
+        """Forget what was derived from the matrices; call it after they change."""
+        self._stacks.clear()
+
+    @contextmanager
+    def _selecting(self, selected: Adapter | Tensor | None) -> Generator[None]:
+        before, self._selected = self._selected, selected
+        try:
+            yield
+        finally:
+            self._selected = before
+
+    def _add_change(self, layer: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        selected = self._selected
+        if selected is None:
+            return output
+        if isinstance(selected, Adapter):
+            change = selected.change(layer, args[0])
+            return output if change is None else output + change
+        stack = self._stacks.get(layer) or self._stack(layer, output.dtype)
+        hidden_NQR = functional.linear(args[0], stack.down)
+        own_NR = selected.unsqueeze(1) == stack.owner
+        return output + functional.linear(hidden_NQR * own_NR.unsqueeze(1), stack.up)
+
+    def _stack(self, layer: str, dtype: torch.dtype) -> _Stack:
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        owner: list[int] = []
+        for number, adapter in enumerate(self.by_name.values()):
+            if (found := adapter.matrices(layer)) is not None:
+                downs.append(found[0].detach())
+                ups.append(found[1].detach() * adapter.scale)
+                owner += [number] * adapter.r
+        owners = torch.tensor(owner, device=self.model.device)
+        self._stacks[layer] = stack = _Stack(torch.cat(downs).to(dtype), torch.cat(ups, dim=1).to(dtype), owners)
+        return stack
+
+
+def find_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) -> dict[str, nn.Linear]:
+    """The linear layers that `targets` names by the end of their name (`q_proj`, `self_attn.q_proj`); None: all but the
+    output head. Raises ConfigError for a name that no layer has."""
+    head = cast("nn.Module | None", model.get_output_embeddings())
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    for target in targets or ():
+        if not any(_ends_with(name, target) for name in layers):
+            raise ConfigError(
+                f"targets={list(targets or ())}: {type(model).__name__} has no linear layer {target!r}; it has "
+                f"{', '.join(ends) or 'none'}"
+            )
+    if not layers:
+        raise ConfigError(f"{type(model).__name__} has no linear layer that an adapter could change; train it without")
+    if targets is None:
+        return layers
+    return {name: layer for name, layer in layers.items() if any(_ends_with(name, target) for target in targets)}
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
