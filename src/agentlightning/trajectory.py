@@ -84,15 +84,17 @@ class Transition:
         return [message for message in found if isinstance(message, dict)] if isinstance(found, list) else []
 
     @property
+    def observation(self) -> list[dict[str, Any]]:
+        """The newest observation: the messages after the last one of the assistant, without the ids of tool calls.
+        Empty if no messages were recorded."""
+        return _newest_observation(self.messages)
+
+    @property
     def state(self) -> str:
-        """A digest of the newest observation: the messages after the last one of the assistant, without the ids of tool
-        calls. Calls with the same state had the same observation, but perhaps a different history. Without recorded
-        messages it is a digest of the whole prompt."""
+        """A digest of the newest observation. Calls with the same state had the same observation, but perhaps a
+        different history. Without recorded messages it is a digest of the whole prompt."""
         messages = self.messages
-        if not messages:
-            return _digest(self.prompt_token_ids)
-        answered = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        return _digest(_without_ids(messages[answered[-1] + 1 if answered else 0 :]))
+        return _digest(_newest_observation(messages) if messages else self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,13 @@ class Trajectory:
     steps: tuple[Step, ...] = ()
     """What happened beside the model calls, in the store's order."""
     status: Status = "succeeded"
+    task: Any = field(default=None, repr=False, compare=False)
+    """The input of the rollout; None if it is not known. Rules that remember tasks find them by it, else by `group`."""
+
+
+def _newest_observation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    answered = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    return _without_ids(messages[answered[-1] + 1 if answered else 0 :])
 
 
 def _without_ids(value: Any) -> Any:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditRule, GroupRelativeCredit, ReinforceCredit, base, credit_rule, register
+from agentlightning.credit import (
+    CreditContext,
+    CreditRule,
+    GroupRelativeCredit,
+    ReinforceCredit,
+    base,
+    credit_rule,
+    register,
+)
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -78,12 +86,12 @@ def test_rules_are_found_by_name_or_configuration() -> None:
     assert credit_rule({"type": "uniform", "normalize_std": False}) == GroupRelativeCredit(normalize_std=False)
     assert credit_rule(ReinforceCredit()) == ReinforceCredit()
     with pytest.raises(
-        ConfigError, match="unknown credit rule 'unifrom'; known: discounted, group_relative, grpo, rein"
+        ConfigError, match=r"unknown credit rule 'unifrom'; known: discounted, .*group_relative, .*grpo, "
     ):
         credit_rule("unifrom")
     with pytest.raises(ConfigError, match="normalise"):
         credit_rule({"type": "uniform", "normalise": False})
-    with pytest.raises(ConfigError, match="unknown credit rule None; known: "):
+    with pytest.raises(ConfigError, match=r"unknown credit rule None; known: "):
         credit_rule({"normalize_std": False})
 
 
@@ -98,4 +106,4 @@ def test_a_rule_of_ones_own_is_registered_under_its_type_and_its_aliases(monkeyp
 
     assert credit_rule("first_call") == credit_rule("opening") == FirstCallCredit()
     with pytest.raises(NotImplementedError, match="FirstCallCredit defines neither `advantages` nor `assign`"):
-        FirstCallCredit().assign([group(0.0, 1.0)])
+        FirstCallCredit().assign([group(0.0, 1.0)], CreditContext())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from agentlightning.credit import (
     ConstantNormalizer,
     Credit,
+    CreditContext,
     CreditReport,
     CreditRule,
     group_trajectories,
@@ -138,7 +139,7 @@ class LaterGroupsMatter(CreditRule):
 
     type: str = "later"
 
-    def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
         found: list[Credit | None] = [
             Credit([[float(number)] * len(t.transitions) for t in group], [[np.array([1.0, 0.0])]] * len(group))
             for number, group in enumerate(groups)
@@ -160,7 +161,7 @@ class NumberedTokens(CreditRule):
 
     type: str = "numbered"
 
-    def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
         places = [
             [[np.arange(len(call.response_token_ids)) for call in each.transitions] for each in group]
             for group in groups
@@ -193,7 +194,7 @@ def test_a_rule_that_leaves_something_out_or_adds_something_is_an_error(credits:
     class Careless(CreditRule):
         type: str = "careless"
 
-        def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+        def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
             return credits
 
     with pytest.raises(ValueError, match="zip"):

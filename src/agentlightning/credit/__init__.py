@@ -1,10 +1,18 @@
 """Credit assignment: how much better than expected each call of a rollout was."""
 
-from agentlightning.credit.base import Credit, CreditRule, canonical_credit, credit_rule, register
-from agentlightning.credit.discounted import DiscountedCredit
-from agentlightning.credit.group_relative import GroupRelativeCredit
+from agentlightning.credit.base import Credit, CreditContext, CreditRule, canonical_credit, credit_rule, register
+from agentlightning.credit.memory import CreditMemory
 from agentlightning.credit.normalizer import Aggregate, ConstantNormalizer
-from agentlightning.credit.reinforce import ReinforceCredit
+from agentlightning.credit.rules import (
+    DiscountedCredit,
+    GraphCredit,
+    GroupRelativeCredit,
+    GroupStepCredit,
+    IntermediateCredit,
+    LeaveOneOutCredit,
+    ReinforceCredit,
+    StateValueCredit,
+)
 from agentlightning.credit.training_samples import (
     CreditReport,
     group_trajectories,
@@ -17,11 +25,18 @@ __all__ = [
     "Aggregate",
     "ConstantNormalizer",
     "Credit",
+    "CreditContext",
+    "CreditMemory",
     "CreditReport",
     "CreditRule",
     "DiscountedCredit",
+    "GraphCredit",
     "GroupRelativeCredit",
+    "GroupStepCredit",
+    "IntermediateCredit",
+    "LeaveOneOutCredit",
     "ReinforceCredit",
+    "StateValueCredit",
     "canonical_credit",
     "credit_rule",
     "group_trajectories",

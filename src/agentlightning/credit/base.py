@@ -2,20 +2,22 @@
 
 A rule turns the rewards of a batch's groups into an advantage for each call, or each token of it. Rules are pure;
 `agentlightning.credit.training_samples` puts what they return on token trees. A rule is a frozen configuration; adding
-one means a file with a class and a line in `agentlightning.credit`.
+one means a file with a class and a line in `agentlightning.credit.rules`.
 """
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from agentlightning.credit.memory import CreditMemory
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import Trajectory, Transition
 
 Group: TypeAlias = Sequence[Trajectory]
 """Rollouts of one task, each with a reward that is one number."""
@@ -38,11 +40,39 @@ class Credit:
     """How much better than expected."""
     weights: PerCall | None = None
     """The factor of each token's share of the loss; None: 1 everywhere."""
+    returns: PerCall | None = None
+    """What a value head learns from each token; None: the rule says nothing about it."""
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the rule did, by name: added up over a batch and shown in the metrics of the step."""
+
+
+CallColumns: TypeAlias = Mapping[str, Mapping[tuple[str, str], Any]]
+"""By name of the column, by (rollout_id, span_id) of a call, an array with one number for each sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditContext:
+    """What a rule is given beside the groups of a batch."""
+
+    memory: CreditMemory = field(default_factory=CreditMemory)
+    """What rules remember from one batch to the next."""
+    columns: CallColumns = field(default_factory=dict[str, Mapping[tuple[str, str], Any]])
+    """The columns that the rule `needs` or `uses`, as the policy computed them."""
+
+    def of_call(self, column: str, call: Transition) -> Any:
+        """A column's array for one call. Raises ConfigError where the column was not computed."""
+        try:
+            return self.columns[column][call.rollout_id, call.span_id]
+        except KeyError:
+            raise ConfigError(
+                f"this credit rule needs the column {column!r} of call {call.span_id} of rollout {call.rollout_id}, "
+                "which was not computed"
+            ) from None
 
 
 class CreditRule(BaseModel, ABC):
     """Decides how much better than expected each call was. Subclasses define `advantages` for one group, or override
-    `assign` if groups of a batch depend on one another."""
+    `assign` if groups of a batch depend on one another or the rule uses the `context`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,8 +81,12 @@ class CreditRule(BaseModel, ABC):
     """Other names that settings may have for it."""
     min_group: ClassVar[int] = 2
     """Smaller groups have no baseline under this rule."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Columns that the policy must compute before `assign`: `values`, `logprobs`, ..."""
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """Columns that improve it and that it does without where the policy has none."""
 
-    def assign(self, groups: Sequence[Group]) -> list[Credit | None]:
+    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
         """The credit of each group of a batch; None where a group teaches nothing.
 
         Raises RewardError for a kind of reward the rule cannot use."""
@@ -130,6 +164,32 @@ def refuse_intermediate(trajectory: Trajectory, rule: str) -> None:
                 f"call {call.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
                 f'rule "{rule}" cannot use; emit one reward per rollout or set intermediate="ignore"'
             )
+
+
+def step_reward(call: Transition) -> float:
+    """The intermediate reward after a call, 0.0 if there is none. Raises RewardError where it has named dimensions."""
+    if isinstance(call.reward, dict):
+        raise RewardError(f"call {call.span_id} has reward {call.reward!r}; credit needs one number")
+    return 0.0 if call.reward is None else float(call.reward)
+
+
+def returns_to_go(trajectory: Trajectory, gamma: float = 1.0) -> list[float]:
+    """G of each call, from the first to the last: the discounted rewards that follow it, the final one included."""
+    following = plain_reward(trajectory)
+    returns: list[float] = []
+    for call in reversed(trajectory.transitions):
+        returns.append(step_reward(call) + following)
+        following = gamma * returns[-1]
+    return returns[::-1]
+
+
+def standardised(numbers: Sequence[float], *, divide: bool = True) -> list[float] | None:
+    """Distances from the mean, in population standard deviations if `divide`. None where all numbers are equal."""
+    if not numbers or spread(numbers) <= SMALLEST_SPREAD:
+        return None
+    mean = statistics.fmean(numbers)
+    scale = statistics.pstdev(numbers) if divide else 1.0
+    return [(number - mean) / scale for number in numbers]
 
 
 def spread(numbers: Sequence[float]) -> float:

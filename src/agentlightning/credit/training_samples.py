@@ -7,12 +7,13 @@ groups that teach nothing, and counts them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from agentlightning.assemble import scalar_reward, token_tree
-from agentlightning.credit.base import Credit, CreditRule, credit_rule
+from agentlightning.credit.base import Credit, CreditContext, CreditRule, credit_rule
 from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import RewardError, UnfaithfulSampleError
@@ -36,10 +37,13 @@ class CreditReport:
     """Rollouts without a reward, excluded from their group."""
     rollouts_trained: int = 0
     tokens_trained: int = 0
+    rule: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the credit rule counted, by name."""
 
     def metrics(self) -> dict[str, float]:
-        """The counts by name, for a log."""
-        return {name: float(count) for name, count in asdict(self).items()}
+        """The counts by name, for a log; those of the rule begin with `credit_`."""
+        own = {each.name: float(getattr(self, each.name)) for each in fields(self) if each.name != "rule"}
+        return own | {f"credit_{name}": float(count) for name, count in self.rule.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +124,26 @@ def training_samples(
     aggregate: Aggregate | Mapping[str, Any] = "rollout",
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    context: CreditContext | None = None,
 ) -> tuple[list[TrainingSample], CreditReport]:
     """One training sample for each group that teaches something, and a count of all of them.
 
     `aggregate` decides the share of each token in the loss. Rollouts with a missing reward are excluded from their
     group; groups too small for the rule or without spread are skipped. With `target_agent`, a regular expression for
-    the whole name of an agent, tokens of other agents have weight 0.
+    the whole name of an agent, tokens of other agents have weight 0. `context` is what the rule remembers of earlier
+    batches, and the columns it needs.
 
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p,
     top_k, temperature 0 or anything else that reshapes the distribution and that no loss corrects for.
     """
     rule, aggregate = credit_rule(rule), normalizer(aggregate)
-    counts = dict.fromkeys(CreditReport.__dataclass_fields__, 0)
+    counts: Counter[str] = Counter()
+    by_rule: Counter[str] = Counter()
     rewarded = [_with_reward(group, reward_weights) for group in groups]
     large = [group for group in rewarded if len(group) >= rule.min_group]
     credited: list[CreditedGroup] = []
-    for group, credit in zip(large, rule.assign(large), strict=True):
+    for group, credit in zip(large, rule.assign(large, context or CreditContext()), strict=True):
+        by_rule.update({} if credit is None else credit.counts)
         if credit is None:
             counts["groups_without_spread"] += 1
         elif (outcome := _credit_group(group, credit, target_agent)).tokens:
@@ -152,7 +160,7 @@ def training_samples(
         "rollouts_trained": batch.rollouts,
         "tokens_trained": batch.tokens,
     }
-    return [_sample(group, aggregate, batch) for group in credited], CreditReport(**counts)
+    return [_sample(group, aggregate, batch) for group in credited], CreditReport(**counts, rule=dict(by_rule))
 
 
 def _with_reward(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Trajectory]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentlightning.credit import DiscountedCredit, credit_rule, training_samples
+from agentlightning.credit import CreditContext, DiscountedCredit, credit_rule, training_samples
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -26,7 +26,7 @@ def test_a_call_has_the_discounted_rewards_that_follow_it_against_the_groups_mea
     group = [rollout("a", 8.0, None, 2.0, None), rollout("b", 0.0, 1.0)]
     returns = [0 + 0.5 * (2 + 0.5 * 8), 2 + 0.5 * 8, 8.0, 1.0]
     mean = statistics.fmean(returns)
-    (credit,) = rule.assign([group])
+    (credit,) = rule.assign([group], CreditContext())
     assert credit is not None
     assert credit.advantages == [tuple(value - mean for value in returns[:3]), (returns[3] - mean,)]
     scaled = DiscountedCredit(gamma=0.5).advantages(group)

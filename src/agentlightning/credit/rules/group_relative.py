@@ -8,18 +8,16 @@ population standard deviation. Without the division it is the advantage of Dr. G
 
 from __future__ import annotations
 
-import statistics
 from typing import ClassVar, Literal
 
 from agentlightning.credit.base import (
-    SMALLEST_SPREAD,
     Advantages,
     CreditRule,
     Group,
     final_rewards,
     refuse_intermediate,
     register,
-    spread,
+    standardised,
 )
 from agentlightning.trajectory import Trajectory
 
@@ -42,9 +40,7 @@ class GroupRelativeCredit(CreditRule):
     def advantages(self, group: Group) -> Advantages | None:
         for trajectory in group:
             self.check(trajectory)
-        rewards = final_rewards(group)
-        if len(rewards) < self.min_group or spread(rewards) <= SMALLEST_SPREAD:
+        found = standardised(final_rewards(group), divide=self.normalize_std)
+        if len(group) < self.min_group or found is None:
             return None
-        mean = statistics.fmean(rewards)
-        scale = statistics.pstdev(rewards) if self.normalize_std else 1.0
-        return [((r - mean) / scale,) * len(t.transitions) for r, t in zip(rewards, group, strict=True)]
+        return [(advantage,) * len(each.transitions) for advantage, each in zip(found, group, strict=True)]
