@@ -21,7 +21,6 @@ from agentlightning.training.agent_runner import credentials, make_runner, queue
 from agentlightning.training.build import serve_run
 from agentlightning.training.persistence.checkpoints import newest_version
 from agentlightning.training.persistence.run_dir import RunDir, RunState
-from agentlightning.training.sources.live import step_name
 from agentlightning.training.starting_policy import open_for_training
 from agentlightning.util.progress import Progress
 
@@ -70,7 +69,7 @@ async def test_a_resumed_run_gives_its_weights_a_version_that_no_agent_has_seen(
     assert await newest_version(store, state) == 0
     for step, version in ((4, 4), (5, 5), (6, 6), (7, 7)):
         llm = LLM(endpoint="http://h", model="policy", policy_version=version)
-        await store.add_resources({"llm": llm}, step_name(state, step))
+        await store.add_resources({"llm": llm}, state.step_name(step))
     assert await newest_version(store, state) == 7
     await store.close()
 

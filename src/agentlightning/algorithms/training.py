@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +60,8 @@ class Collected:
     timeouts: int = 0
     """Rollouts whose last attempt timed out: among `failed`, or with a `timeout_reward` among `trajectories`."""
     seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the source counts beside these, for the step's metrics."""
 
     @property
     def rollouts(self) -> int:

@@ -35,9 +35,8 @@ from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.publisher import ResourcePublisher
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
-from agentlightning.training.sources.live import LiveSource
 from agentlightning.training.sources.reader import TrajectoryReader
-from agentlightning.training.sources.streaming import StreamingSource
+from agentlightning.training.sources.stream import RolloutStream, check_staleness
 
 
 async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:
@@ -158,20 +157,18 @@ def make_source(
     learner: PolicyLearner | None,
     total_steps: int,
 ) -> RolloutSource:
-    """Live rollouts, or streaming ones where they may be older than the weights that learn from them."""
-    live = LiveSource(
+    """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
+    `max_staleness` that cannot be."""
+    check_staleness(config.run.max_staleness, total_steps)
+    return RolloutStream(
         account.collector,
         tasks.train,
         account.state,
         publisher.write,
         seed=config.run.seed,
-        on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
-    )
-    if not config.run.max_staleness:
-        return live
-    return StreamingSource(
-        live,
         policy_version=lambda: 0 if learner is None else learner.policy_version,
         max_staleness=config.run.max_staleness,
         total_steps=total_steps,
+        on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
+        note=account.progress.note,
     )

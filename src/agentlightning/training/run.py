@@ -191,6 +191,7 @@ class TrainingRun:
     async def checkpoint(self) -> None:
         """Write a checkpoint, then name it in state.json: only then does the step count."""
         self.state.checkpoint = await self.checkpoints.write(self.step)
+        self.state.checkpoint_version = None if self.learner is None else self.learner.policy_version
         self.account.write_state()
         self.account.run_dir.prune_checkpoints(self.state, self.config.keep_checkpoints)
 
@@ -222,6 +223,7 @@ def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float
         "timeouts": collected.timeouts,
         "rejected": len(collected.rejected),
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
+        **collected.metrics,
         "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }

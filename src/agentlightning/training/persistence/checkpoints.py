@@ -14,7 +14,6 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.publisher import ResourcePublisher
-from agentlightning.training.sources.live import step_name
 
 RESOURCES_FILE: Final = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any."""
@@ -80,14 +79,18 @@ async def load_weights(policy: Policy, run_dir: RunDir, state: RunState, store: 
         await policy.load(directory, above=await newest_version(store, state))
     except PolicyError as error:
         raise ResumeError(f"{run_dir.path} cannot continue from {directory}: {error}") from error
+    if state.checkpoint_version is not None:
+        state.resumes.append([state.checkpoint_version, policy.policy_version])
+        run_dir.write_state(state)
 
 
 async def newest_version(store: LightningStoreBase, state: RunState) -> int:
-    """The newest policy_version that agents were given in steps after the checkpoint, whose results a crash lost."""
+    """The newest policy_version that agents can have met after the checkpoint, in steps whose results a crash lost. At
+    each of these steps rollouts of at least one turn were given resources, and the version grew by one."""
     step, newest = state.step, 0
-    while (published := await store.get_resources_by_id(step_name(state, step))) is not None:
+    while (published := await store.get_resources_by_id(state.step_name(step))) is not None:
         llm = published.resources.get("llm")
         if isinstance(llm, LLM):
             newest = max(newest, llm.policy_version or 0)
         step += 1
-    return newest
+    return newest if state.checkpoint_version is None else max(newest, state.checkpoint_version + step - state.step)

@@ -54,6 +54,16 @@ class RunState:
     """Warnings by kind."""
     checkpoint: str | None = None
     """The directory, relative to the run's, of the checkpoint after `step`."""
+    checkpoint_version: int | None = None
+    """The version of the weights in it."""
+    resumes: list[list[int]] = field(default_factory=list[list[int]])
+    """(version in the checkpoint, version of the same weights since) of each resume."""
+    first_turn: int | None = None
+    """The first turn of the tasks of which a group is still to be learned from. None: that of the current step."""
+    turns: int = 0
+    """The number of turns of which rollouts were started."""
+    taken: dict[str, int] = field(default_factory=dict[str, int])
+    """Group -> the step that learned from it, for the groups of turns that are not finished."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
@@ -74,6 +84,10 @@ class RunState:
         """The end of rollout ids, which tells the revisions of a run apart."""
         return f"-changed{self.revision}" if self.revision else ""
 
+    def step_name(self, step: int) -> str:
+        """The name of a training step's resources, and the beginning of its rollouts' ids."""
+        return f"{self.run_id}-train-{step:06d}"
+
     def measures_start(self, modes: Iterable[str]) -> bool:
         """Whether the starting policy is still to be measured."""
         return any(f"before-{mode}" not in self.evaluations for mode in modes)
@@ -87,16 +101,17 @@ class RunState:
 
 
 def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
-    """Prefixes of the ids of rollouts that the run in a directory may still need: those of the current step and of its
-    evaluations. Empty if there is no run or it is finished."""
+    """Prefixes of the ids of rollouts that the run in a directory may still need: those that the current step or a
+    later one learns from, and those of the step's evaluations. Empty if there is no run or it is finished."""
     try:
         state = RunState(**orjson.loads((run_dir / "state.json").read_bytes()))
     except (OSError, TypeError, ValueError):
         return ()
     if (run_dir / "report.json").exists() and not is_locked(run_dir):
         return ()
+    first = state.step if state.first_turn is None else state.first_turn
     steps = (
-        f"train-{state.step:06d}",
+        *(f"train-{turn:06d}" for turn in range(first, max(state.step + 1, state.turns))),
         f"validation-{state.step + 1:06d}",
         f"evaluation-{state.step:06d}",
         "before-",

@@ -1,1 +1,1 @@
-"""Rollout sources: batches of trajectories from rollouts run now (live), run ahead (streaming) or recorded earlier."""
+"""Rollout sources: batches of trajectories from rollouts run for the steps (stream) or recorded earlier."""

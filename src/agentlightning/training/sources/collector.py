@@ -201,6 +201,37 @@ class RolloutCollector:
             queue=self.queue,
         )
 
+    async def wait_for_some(self, batches: Sequence[QueuedBatch], minimum: int) -> list[Rollout]:
+        """Those of the rollouts that have finished: once they are `minimum`, or after `WAIT_SECONDS`. One that is
+        removed meanwhile is run again."""
+        ids = [plan.rollout_id for batch in batches for plan in batch.plans]
+        chunks, finished = list(_chunks(ids)), list[Rollout]()
+        try:
+            for chunk in chunks:
+                seconds = WAIT_SECONDS / len(chunks)
+                finished += await self.store.wait_for_rollouts(
+                    rollout_ids=chunk, timeout=seconds, minimum=min(minimum, len(chunk))
+                )
+        except NotFoundError:
+            for batch in batches:
+                await self._enqueue_missing(batch)
+        return finished
+
+    async def waiting(self, rollout_id_contains: str) -> set[str]:
+        """The ids of the rollouts that no runner has begun."""
+        found = await self.store.query_rollouts(status_in=["queuing"], rollout_id_contains=rollout_id_contains)
+        return {rollout.rollout_id for rollout in found}
+
+    async def cancel_batch(self, batch: QueuedBatch) -> None:
+        """Cancel the unfinished rollouts of a batch. Enqueued again, they run again."""
+        for plan in batch.plans:
+            await self.store.cancel_rollout(plan.rollout_id)
+
+    async def _enqueue_missing(self, batch: QueuedBatch) -> None:
+        for chunk in _chunks(batch.plans):
+            requests = [self._request(plan, batch.resources_id, batch.mode) for plan in chunk]
+            await self.store.enqueue_many_rollouts(requests)
+
     async def _wait_for(
         self, batch: QueuedBatch, limit: _FailureLimit, on_progress: Callable[[int], None] | None
     ) -> list[Rollout]:
@@ -209,9 +240,7 @@ class RolloutCollector:
             try:
                 return await self._wait([plan.rollout_id for plan in batch.plans], limit, on_progress)
             except NotFoundError:
-                for chunk in _chunks(batch.plans):
-                    requests = [self._request(plan, batch.resources_id, batch.mode) for plan in chunk]
-                    await self.store.enqueue_many_rollouts(requests)
+                await self._enqueue_missing(batch)
 
     async def _wait(
         self, rollout_ids: Sequence[str], limit: _FailureLimit, on_progress: Callable[[int], None] | None
@@ -229,6 +258,13 @@ class RolloutCollector:
                 minimum = len(finished) + max(1, len(chunk) // 8)
             ended += finished
         return ended
+
+    async def check_failures(
+        self, finished: Sequence[Rollout], total: int, *, timeout_reward: float | None = None
+    ) -> None:
+        """Raises TrainingStopped when too many of `total` rollouts have failed; those that timed out count as failed
+        unless there is a `timeout_reward`."""
+        await self._check_failures(finished, total, _FailureLimit(self.max_failed_share, timeout_reward is not None))
 
     async def _check_failures(self, finished: Sequence[Rollout], total: int, limit: _FailureLimit) -> None:
         failed, share = [rollout for rollout in finished if rollout.status != "succeeded"], limit.share

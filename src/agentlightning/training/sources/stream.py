@@ -1,0 +1,345 @@
+"""The stream of rollouts: groups run while the policy trains, and each step learns from the first that are complete.
+
+With `max_staleness=k`, at most k+1 steps' worth of groups are under way when a step begins, each with the weights that
+are the newest when its rollouts call them. A step takes the first groups to complete (`schedule.choose`), and never one
+with a token that is more than k updates old: such a group is counted (`groups_stale`), and its task runs again. With
+k=0 the groups of a step are all that is under way: training is then synchronous.
+
+Tasks come in turns of one step's worth, and a group is named after its place: `RUN-train-TURN-INDEX`. The run's state
+records which groups were learned from, so a resumed run takes each of the others once, from the rollouts that exist.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.errors import ConfigError
+from agentlightning.rollouts import Rollout
+from agentlightning.task import TaskSampler
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
+from agentlightning.training.sources.in_flight_limit import InFlightLimit
+from agentlightning.training.sources.schedule import choose
+from agentlightning.training.sources.versions import age, updates_of
+
+Publish = Callable[[str, float], Awaitable[str]]
+"""(resources id, sampling temperature) -> the id under which the present weights and resources were published."""
+OnProgress = Callable[[int, int], None]
+"""(finished rollouts, all rollouts) of the current step."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rollouts of one task of a turn."""
+
+    turn: int
+    index: int
+    batch: QueuedBatch
+    deadline: int
+    """The last update that may learn from it."""
+    ended: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    """Its finished rollouts by id, the failed ones included."""
+    completed: int | None = None
+    """Its place in the order of completion."""
+    reruns: int = 0
+    """How often it was too old and ran again."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.turn}/{self.index}"
+
+    @property
+    def name(self) -> str:
+        return self.batch.plans[0].group
+
+    @property
+    def running(self) -> QueuedBatch:
+        """Its rollouts that have not finished."""
+        return replace(self.batch, plans=[plan for plan in self.batch.plans if plan.rollout_id not in self.ended])
+
+
+@dataclass(slots=True)
+class RolloutStream:
+    """Keeps groups of rollouts under way, and gives each step the first that are complete."""
+
+    collector: RolloutCollector
+    tasks: Sequence[Any]
+    state: RunState
+    publish: Publish
+    seed: int = 0
+    policy_version: Callable[[], int] = lambda: 0
+    """The version of the present weights."""
+    max_staleness: int = 0
+    """Updates by which a token may be older than the weights that learn from it."""
+    total_steps: int = 1
+    limit: InFlightLimit = field(default_factory=InFlightLimit)
+    on_progress: OnProgress = lambda done, total: None
+    note: Callable[[str], None] = lambda text: None
+    """Shows a message to the user."""
+    _groups: list[Group] = field(default_factory=list[Group])
+    """Those that are under way or complete, in the order of their turns."""
+    _cancelled: list[Group] = field(default_factory=list[Group])
+    """Those that were cancelled for the engine's load, to be started first."""
+    _place: tuple[int, int] | None = None
+    """(turn, index) of the next group to start."""
+    _part: tuple[int, int] = (-1, 0)
+    """(step, requests within it)."""
+    _completed: int = 0
+    """The number of groups that have completed."""
+    _counts: dict[str, int] = field(default_factory=dict[str, int])
+    """What happened to groups during this step."""
+    _noted: set[str] = field(default_factory=set[str])
+
+    async def next(self, request: RolloutRequest) -> Collected:
+        """The groups of the next step, in the order of their turns. A further request within a step runs its own."""
+        step, part = self._next_part()
+        if part:
+            return await self._run_part(request, step, part)
+        started = time.monotonic()
+        self._counts = {}
+        await self._postpone_deadlines()
+        while True:
+            chosen = await self._wait(request)
+            collected = await self.collector.gather(
+                _joined(chosen), check=request.check, timeout_reward=request.timeout_reward
+            )
+            stale = self._stale(chosen, collected)
+            if not stale:
+                break
+            await self._run_again(stale, request)
+        self._take(chosen, step)
+        return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics())
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    async def _start(self, request: RolloutRequest) -> None:
+        """Start groups while `max_staleness`, the engine's load and the steps that are left allow it."""
+        starting: list[tuple[int, int]] = []
+        while (under_way := len(self._groups) + len(starting)) < self._most(request):
+            running = sum(group.completed is None for group in self._groups) + len(starting)
+            if running >= max(self.limit.groups, request.tasks):
+                break
+            if self._cancelled:
+                await self._enqueue(self._cancelled.pop(0), request)
+                continue
+            place = self._next_place(request, needed=under_way < request.tasks)
+            if place is None:
+                break
+            starting.append(place)
+        for turn in dict.fromkeys(turn for turn, _ in starting):
+            indices = [index for each, index in starting if each == turn]
+            await self._start_turn(request, turn, indices)
+        self._groups.sort(key=lambda group: (group.turn, group.index))
+
+    def _most(self, request: RolloutRequest) -> int:
+        return (self.max_staleness + 1) * request.tasks
+
+    def _next_place(self, request: RolloutRequest, *, needed: bool) -> tuple[int, int] | None:
+        """The next group that no step has learned from. Beyond the tasks of the last step there is none, unless it is
+        `needed` now."""
+        if self._place is None:
+            self._place = self._first_place()
+        turn, index = self._place
+        while needed or turn < self.total_steps:
+            if not index and turn >= self.state.turns and not self._groups:
+                turn = max(turn, self.state.step)  # An algorithm may do steps without rollouts.
+            self._place = (turn, index + 1) if index + 1 < request.tasks else (turn + 1, 0)
+            if f"{turn}/{index}" not in self.state.taken:
+                return turn, index
+            turn, index = self._place
+        return None
+
+    def _first_place(self) -> tuple[int, int]:
+        """Where a new or a resumed run begins. What was taken by a step that was not finished is to be taken again."""
+        state = self.state
+        state.taken = {key: step for key, step in state.taken.items() if step < state.step}
+        return (state.step if state.first_turn is None else state.first_turn), 0
+
+    async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
+        resources_id = await self.publish(self.state.step_name(turn), request.temperature)
+        tasks = TaskSampler(self.tasks, request.tasks, self.seed).draw(turn)
+        plans = {index: self._plans(request, f"{self._name(turn)}-{index:04d}", tasks[index]) for index in indices}
+        batch = await self.collector.enqueue(
+            [plan for each in plans.values() for plan in each], resources_id=resources_id, check=request.check
+        )
+        queued = iter(batch.plans)
+        for index, each in plans.items():
+            own = replace(batch, plans=[next(queued) for _ in each])
+            self._groups.append(Group(turn, index, own, self._update + self.max_staleness))
+        self.state.turns = max(self.state.turns, turn + 1)
+
+    async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
+        """Queue the rollouts of a group that has none any more, with the present weights."""
+        resources_id = await self.publish(self.state.step_name(group.turn), request.temperature)
+        group.batch = await self.collector.enqueue(group.batch.plans, resources_id=resources_id, check=request.check)
+        group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
+        if group not in self._groups:
+            self._groups.append(group)
+
+    def _name(self, turn: int) -> str:
+        return self.state.step_name(turn) + self.state.suffix
+
+    @staticmethod
+    def _plans(request: RolloutRequest, name: str, task: Any) -> list[RolloutPlan]:
+        return [RolloutPlan(f"{name}-{member:03d}", task, name) for member in range(request.group_size)]
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    async def _wait(self, request: RolloutRequest) -> list[Group]:
+        """The groups that this step learns from, in the order of their turns, once they are complete."""
+        total = request.tasks * request.group_size
+        while True:
+            await self._start(request)
+            chosen = choose(self._groups, min(request.tasks, len(self._groups)), self._update)
+            if chosen is not None:
+                return sorted(chosen, key=lambda group: (group.turn, group.index))
+            await self._observe()
+            ended = [rollout for group in self._groups for rollout in group.ended.values()]
+            self.on_progress(min(len(ended), total), total)
+            of = sum(len(group.batch.plans) for group in self._groups)
+            await self.collector.check_failures(ended, of, timeout_reward=request.timeout_reward)
+            await self._adapt(request)
+
+    async def _observe(self) -> None:
+        """Wait until a group may have completed, or a second has passed."""
+        running = [group for group in self._groups if group.completed is None]
+        fewest = min(len(group.running.plans) for group in running)
+        found = await self.collector.wait_for_some([group.running for group in running], fewest)
+        ended = {rollout.rollout_id: rollout for rollout in found}
+        for group in running:
+            group.ended |= {
+                plan.rollout_id: ended[plan.rollout_id] for plan in group.running.plans if plan.rollout_id in ended
+            }
+        complete = [group for group in running if not group.running.plans]
+        for group in sorted(complete, key=_end_time):
+            self._completed += 1
+            group.completed = self._completed
+        self.limit.count(len(complete))
+
+    async def _adapt(self, request: RolloutRequest) -> None:
+        """Follow the engine's load: where it is overloaded, cancel the groups that began last."""
+        running = [group for group in self._groups if group.completed is None]
+        excess = await self.limit.adapt(len(running), request.tasks, self._most(request))
+        if not excess:
+            return
+        youngest = running[len(running) - excess :]
+        for group in youngest:
+            await self.collector.cancel_batch(group.running)
+            self._groups.remove(group)
+            self._cancelled.append(group)
+        self._count("groups_cancelled", excess)
+        self._note(
+            "cancelled",
+            f"{youngest[0].name} and later groups are cancelled and run again later, as the engine's key-value cache is"
+            " nearly full",
+        )
+
+    async def _postpone_deadlines(self) -> None:
+        """Groups of which no rollout has begun will be sampled with the present weights."""
+        if not any(group.completed is None and not group.ended for group in self._groups):
+            return
+        waiting = await self.collector.waiting(f"{self.state.run_id}-train-")
+        for group in self._groups:
+            if all(plan.rollout_id in waiting for plan in group.batch.plans):
+                group.deadline = self._update + self.max_staleness
+
+    # -- taking --------------------------------------------------------------------------------------------------------
+
+    def _stale(self, chosen: Sequence[Group], collected: Collected) -> list[Group]:
+        """The groups that hold a token older than `max_staleness`."""
+        version, resumes = self.policy_version(), self.state.resumes
+        old = {t.group for t in collected.trajectories if age(t, version, resumes) > self.max_staleness}
+        return [group for group in chosen if group.name in old]
+
+    async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
+        for group in stale:
+            group.reruns += 1
+            plans = self._plans(request, group.name, group.batch.plans[0].task)
+            plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
+            group.batch = replace(group.batch, plans=plans)
+            await self._enqueue(group, request)
+        self._count("groups_stale", len(stale))
+        self._note(
+            "stale",
+            f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
+        )
+
+    def _take(self, chosen: Sequence[Group], step: int) -> None:
+        """Record that `step` learns from these groups. What is recorded of a step that was not finished is undone by a
+        resume, as the state then has an earlier step."""
+        for group in chosen:
+            self._groups.remove(group)
+            self.state.taken[group.key] = step
+        pending = [group.turn for group in (*self._groups, *self._cancelled)]
+        first = min([*pending, *(group.turn for group in chosen), *(self._place or ())[:1]])
+        self.state.first_turn = first
+        self.state.taken = {key: at for key, at in self.state.taken.items() if int(key.partition("/")[0]) >= first}
+
+    def _metrics(self) -> dict[str, float]:
+        if not self.max_staleness and not self._counts:
+            return {}
+        counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
+        return {**counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
+
+    # -- further requests within a step --------------------------------------------------------------------------------
+
+    def _next_part(self) -> tuple[int, int]:
+        """The current step, and the number of earlier requests within it."""
+        step, count = self._part
+        part = count if step == self.state.step else 0
+        self._part = self.state.step, part + 1
+        return self.state.step, part
+
+    async def _run_part(self, request: RolloutRequest, step: int, part: int) -> Collected:
+        """A batch of its own, awaited at once."""
+        name = f"{self.state.step_name(step)}-part{part}"
+        tasks = TaskSampler(self.tasks, request.tasks, self.seed).draw(step)
+        plans = [
+            plan
+            for index, task in enumerate(tasks)
+            for plan in self._plans(request, f"{name}{self.state.suffix}-{index:04d}", task)
+        ]
+        return await self.collector.collect(
+            plans,
+            resources_id=await self.publish(name, request.temperature),
+            check=request.check,
+            timeout_reward=request.timeout_reward,
+            on_progress=lambda done: self.on_progress(done, len(plans)),
+        )
+
+    # -- small parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _update(self) -> int:
+        """The number of updates behind the present weights."""
+        return updates_of(self.policy_version(), self.state.resumes)
+
+    def _count(self, name: str, groups: int) -> None:
+        self._counts[name] = self._counts.get(name, 0) + groups
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.note(f"{text}\n  further ones are counted: groups_{kind} in metrics.jsonl")
+
+
+def _joined(groups: Iterable[Group]) -> QueuedBatch:
+    batches = [group.batch for group in groups]
+    return replace(batches[0], plans=[plan for batch in batches for plan in batch.plans])
+
+
+def _end_time(group: Group) -> float:
+    return max((rollout.end_time or 0.0 for rollout in group.ended.values()), default=0.0)
+
+
+def check_staleness(max_staleness: int, total_steps: int) -> None:
+    """Raises ConfigError where rollouts would have to run for more steps than there are."""
+    if max_staleness > total_steps:
+        raise ConfigError(
+            f"run.max_staleness={max_staleness} is more than the {total_steps} steps of the run; use at most"
+            f" {total_steps}, or more steps (algorithm.steps)"
+        )

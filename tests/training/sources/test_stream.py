@@ -1,0 +1,334 @@
+"""The stream: rollouts run while a step trains, a step waits for no slow group, and nothing is older than the bound."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.errors import ConfigError, TrainingStopped
+from agentlightning.rollouts import AttemptedRollout
+from agentlightning.store import InMemoryLightningStore
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.sources.collector import RolloutCollector
+from agentlightning.training.sources.in_flight_limit import InFlightLimit
+from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.stream import RolloutStream, check_staleness
+
+TASKS = [{"n": n} for n in range(8)]
+REQUEST = RolloutRequest(tasks=2, group_size=2)
+
+
+class Loop:
+    """A training loop around a stream: each step raises the version of the weights by one."""
+
+    def __init__(self, store: InMemoryLightningStore, finish: Any, max_staleness: int, total_steps: int = 4) -> None:
+        self.store, self.finish = store, finish
+        self.state = RunState(run_id="r")
+        self.version = 0
+        self.usage: float | None = None
+        self.published: list[tuple[str, int]] = []
+        self.notes: list[str] = []
+        self.noted = asyncio.Event()
+        self.source = RolloutStream(
+            RolloutCollector(TrajectoryReader(store)),
+            TASKS,
+            self.state,
+            self.publish,
+            policy_version=lambda: self.version,
+            max_staleness=max_staleness,
+            total_steps=total_steps,
+            limit=InFlightLimit(self.load),
+            note=self.note,
+        )
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.noted.set()
+
+    async def load(self) -> float | None:
+        usage, self.usage = self.usage, 0.7
+        return usage
+
+    async def publish(self, resources_id: str, temperature: float) -> str:
+        self.published.append((resources_id, self.version))
+        if await self.store.get_resources_by_id(resources_id) is None:
+            await self.store.add_resources({}, resources_id)
+        return resources_id
+
+    async def claim(self, count: int) -> list[AttemptedRollout]:
+        claimed = [await self.store.dequeue_rollout(timeout=5) for _ in range(count)]
+        return [rollout for rollout in claimed if rollout is not None]
+
+    def train(self) -> None:
+        self.state.step += 1
+        self.version += 1
+
+    def killed(self, step: int, version: int) -> Loop:
+        """A process that resumes the run after this one was killed, with the state after `step` steps."""
+        after = Loop(self.store, self.finish, self.source.max_staleness, self.source.total_steps)
+        after.source.state = after.state = self.state
+        after.state.step, after.version = step, version
+        return after
+
+
+def groups_of(collected: Collected) -> list[str]:
+    return sorted({each.group.removeprefix("r-train-") for each in collected.trajectories})
+
+
+def group_of(rollout: AttemptedRollout) -> str:
+    return rollout.metadata["group"].removeprefix("r-train-")
+
+
+async def worker(loop: Loop, seconds: Callable[[AttemptedRollout], float], seen: Counter[str]) -> None:
+    """Runs one rollout after another, each with the weights that are the newest when it begins."""
+    while (rollout := await loop.store.dequeue_rollout(timeout=30)) is not None:
+        seen[rollout.rollout_id] += 1
+        version = loop.version
+        await asyncio.sleep(seconds(rollout))
+        await loop.finish(rollout, version=version)
+
+
+async def run(loop: Loop, steps: int, workers: int, seconds: Callable[[AttemptedRollout], float]) -> Any:
+    """(groups of each step, how often each rollout ran, ages of what was learned from)."""
+    seen, batches, ages = Counter[str](), list[list[str]](), list[int]()
+    running = [asyncio.create_task(worker(loop, seconds, seen)) for _ in range(workers)]
+    try:
+        while loop.state.step < steps:
+            collected = await asyncio.wait_for(loop.source.next(REQUEST), 30)
+            batches.append(groups_of(collected))
+            versions = [call.policy_version for each in collected.trajectories for call in each.transitions]
+            ages += [loop.version - version for version in versions if version is not None]
+            loop.train()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return batches, seen, ages
+
+
+# -- flow ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_step_takes_the_first_groups_that_are_complete(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=1)
+    first = asyncio.create_task(loop.source.next(REQUEST))
+    claimed = await loop.claim(8)
+    assert loop.published == [("r-train-000000", 0), ("r-train-000001", 0)]
+    for rollout in claimed:
+        if group_of(rollout) in ("000000-0001", "000001-0000"):
+            await finish(rollout, version=0)
+    assert groups_of(await first) == ["000000-0001", "000001-0000"], "the others are still running"
+    loop.train()
+    second = asyncio.create_task(loop.source.next(REQUEST))
+    for rollout in [each for each in claimed if group_of(each) in ("000000-0000", "000001-0001")]:
+        await finish(rollout, version=0)
+    assert groups_of(await second) == ["000000-0000", "000001-0001"]
+    assert loop.published[2:] == [("r-train-000002", 1)], "two groups were started for the two that were taken"
+
+
+async def test_without_staleness_a_step_takes_its_own_groups(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=0, total_steps=3)
+    chance = random.Random(1)
+    batches, seen, ages = await run(loop, 3, 4, lambda rollout: chance.uniform(0, 0.02))
+    assert batches == [[f"{step:06d}-{index:04d}" for index in range(2)] for step in range(3)]
+    assert set(seen.values()) == {1}
+    assert set(ages) == {0}, "each with the step's weights"
+    assert loop.published == [(f"r-train-{step:06d}", step) for step in range(3)]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+async def test_agents_of_all_speeds_are_learned_from_once_and_in_time(
+    store: InMemoryLightningStore, finish: Any, max_staleness: int
+) -> None:
+    loop = Loop(store, finish, max_staleness, total_steps=8)
+    chance = random.Random(max_staleness)
+    batches, seen, ages = await run(loop, 8, 16, lambda rollout: 0.002 * 20 ** chance.random())
+    taken = Counter(group for batch in batches for group in batch)
+    assert taken == Counter(f"{turn:06d}-{index:04d}" for turn in range(8) for index in range(2))
+    assert set(seen.values()) == {1}, "no rollout ran twice"
+    assert max(ages) <= max_staleness
+
+
+async def test_rollouts_that_wait_for_a_runner_do_not_age(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=1, total_steps=6)
+    _, seen, ages = await run(loop, 6, 1, lambda rollout: 0)
+    assert set(seen.values()) == {1}
+    assert max(ages) <= 1
+
+
+async def test_nothing_runs_beyond_the_last_step(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=2, total_steps=2)
+    collecting = asyncio.create_task(loop.source.next(REQUEST))
+    for rollout in await loop.claim(8):
+        await finish(rollout)
+    await collecting
+    assert [name for name, _ in loop.published] == ["r-train-000000", "r-train-000001"]
+    assert await store.dequeue_rollout() is None
+
+
+async def test_a_second_request_within_a_step_runs_its_own(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=0)
+    for name in ("000000-0000", "000000-part1-0000"):
+        collecting = asyncio.create_task(loop.source.next(REQUEST))
+        for rollout in await loop.claim(4):
+            await finish(rollout)
+        assert groups_of(await collecting)[0] == name
+
+
+# -- staleness -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_group_that_became_too_old_is_counted_and_its_task_runs_again(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    loop = Loop(store, finish, max_staleness=1, total_steps=1)
+    loop.version = 3
+    collecting = asyncio.create_task(loop.source.next(REQUEST))
+    for rollout in await loop.claim(4):
+        await finish(rollout, version=1 if group_of(rollout) == "000000-0001" else 2)
+    again = await loop.claim(2)
+    assert {rollout.rollout_id for rollout in again} == {f"r-train-000000-0001-00{m}-fresh1" for m in range(2)}
+    assert {rollout.input["n"] for rollout in again} == {rollout.input["n"] for rollout in again[:1]}
+    for rollout in again:
+        await finish(rollout, version=3)
+    collected: Collected = await collecting
+    assert groups_of(collected) == ["000000-0000", "000000-0001"]
+    assert not collected.rejected
+    assert collected.metrics["groups_stale"] == 1
+    assert len(loop.notes) == 1
+    assert "older than max_staleness=1" in loop.notes[0]
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+async def test_agents_that_die_complete_their_group(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=1)
+    collecting = asyncio.create_task(loop.source.next(REQUEST))
+    for number, rollout in enumerate(await loop.claim(8)):
+        if number == 0:
+            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+        else:
+            await finish(rollout)
+    collected = await collecting
+    assert len(collected.failed) == 1
+    assert len(collected.trajectories) == 3
+
+
+async def test_too_many_deaths_stop_the_run_before_slow_agents_finish(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    loop = Loop(store, finish, max_staleness=1)
+    collecting = asyncio.create_task(loop.source.next(REQUEST))
+    for rollout in (await loop.claim(8))[:5]:
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+    with pytest.raises(TrainingStopped, match="5 of 8 rollouts failed"):
+        await collecting
+
+
+def test_more_staleness_than_steps_is_refused() -> None:
+    check_staleness(3, 3)
+    with pytest.raises(ConfigError, match=r"run.max_staleness=4 is more than the 3 steps"):
+        check_staleness(4, 3)
+
+
+# -- the engine's load -----------------------------------------------------------------------------------------------
+
+
+async def test_an_overloaded_engine_has_the_youngest_groups_cancelled_and_run_later(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    loop = Loop(store, finish, max_staleness=3)
+    loop.usage = 0.95
+    collecting = asyncio.create_task(loop.source.next(REQUEST))
+    claimed = await loop.claim(16)
+    await asyncio.wait_for(loop.noted.wait(), 10)
+    cancelled = {r.rollout_id for r in await store.query_rollouts(status_in=["cancelled"])}
+    assert cancelled == {r.rollout_id for r in claimed if group_of(r) >= "000002-0001"}, "5 of 8 groups fill 0.7"
+    for rollout in claimed:
+        if rollout.rollout_id not in cancelled:
+            await finish(rollout, version=0)
+    collected = await collecting
+    assert groups_of(collected) == ["000000-0000", "000000-0001"]
+    assert collected.metrics["groups_cancelled"] == 3
+    again = await loop.claim(4)
+    assert {group_of(rollout) for rollout in again} <= {group_of(r) for r in claimed if r.rollout_id in cancelled}
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_resumed_run_takes_each_group_once_and_runs_nothing_twice(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    """Killed while a step trains: the groups it learned from are taken again, and so are complete ones ahead of it."""
+    before = Loop(store, finish, max_staleness=1, total_steps=3)
+    seen = Counter[str]()
+    collecting = asyncio.create_task(before.source.next(REQUEST))
+    claimed = await before.claim(8)
+    for rollout in claimed:
+        seen[rollout.rollout_id] += 1
+        if group_of(rollout) != "000000-0000":
+            await finish(rollout, version=0)
+    first = groups_of(await collecting)
+    before.train()
+    await asyncio.wait_for(asyncio.gather(before.source.next(REQUEST), finish_all(before, claimed)), 10)
+    after = before.killed(step=1, version=7)
+    after.state.resumes.append([1, 7])
+    await after.source.collector.recover("r", "killed")
+    batches, again, _ = await run(after, 3, 2, lambda rollout: 0)
+    taken = Counter([*first, *(group for batch in batches for group in batch)])
+    assert taken == Counter(f"{turn:06d}-{index:04d}" for turn in range(3) for index in range(2))
+    assert not seen & again, "what had finished was used"
+
+
+async def finish_all(loop: Loop, claimed: list[AttemptedRollout]) -> None:
+    for rollout in claimed:
+        if group_of(rollout) == "000000-0000":
+            await loop.finish(rollout, version=0)
+
+
+async def test_a_resumed_run_runs_again_what_is_too_old(store: InMemoryLightningStore, finish: Any) -> None:
+    before = Loop(store, finish, max_staleness=1)
+    before.version = 9
+    collecting = asyncio.create_task(before.source.next(REQUEST))
+    for rollout in await before.claim(8):
+        await finish(rollout, version=5 if group_of(rollout) == "000001-0000" else 9)
+    await collecting
+    before.state.step = 1
+    after = before.killed(step=1, version=10)
+    collecting = asyncio.create_task(after.source.next(REQUEST))
+    again: list[AttemptedRollout] = []
+    while len(again) < 2:
+        again += [rollout for rollout in await after.claim(1) if rollout.rollout_id.endswith("fresh1")]
+    assert {group_of(rollout) for rollout in again} == {"000001-0000"}
+    for rollout in again:
+        await finish(rollout, version=10)
+    collected = await collecting
+    assert collected.metrics["groups_stale"] == 1
+    assert groups_of(collected) == ["000001-0000", "000001-0001"]
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_many_updates_leave_no_group_behind_and_keep_nothing(
+    store: InMemoryLightningStore, finish: Any, steps: int
+) -> None:
+    loop = Loop(store, finish, max_staleness=2, total_steps=steps)
+    chance = random.Random(0)
+    sizes: list[int] = []
+
+    def seconds(rollout: AttemptedRollout) -> float:
+        sizes.append(len(loop.state.taken) + len(loop.source._groups))  # pyright: ignore[reportPrivateUsage]
+        return 0.0005 * 20 ** chance.random()
+
+    batches, seen, ages = await run(loop, steps, 12, seconds)
+    assert len({group for batch in batches for group in batch}) == 2 * steps
+    assert set(seen.values()) == {1}
+    assert max(ages) <= 2
+    assert max(sizes) <= 2 * 2 * 3 + 2, "the state is no larger than what is under way"
