@@ -121,8 +121,8 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """The number of newest checkpoints to keep, beside the best one."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps by which rollouts may be older than the weights that learn from them: the rollouts of so many further steps
-    run while a step trains. 0: each step runs its own."""
+    """Updates by which tokens may be older than the weights that learn from them. So many further steps' rollouts run
+    while a step trains, and a step learns from the first groups to complete. 0: each step waits for its own."""
     host: str = "127.0.0.1"
     """Address the gateway listens on."""
     port: int = Field(default=0, ge=0, le=65535)

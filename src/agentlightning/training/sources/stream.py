@@ -104,9 +104,7 @@ class RolloutStream:
         await self._postpone_deadlines()
         while True:
             chosen = await self._wait(request)
-            collected = await self.collector.gather(
-                _joined(chosen), check=request.check, timeout_reward=request.timeout_reward
-            )
+            collected = await self._read(chosen, request)
             stale = self._stale(chosen, collected)
             if not stale:
                 break
@@ -266,6 +264,18 @@ class RolloutStream:
         self._note(
             "stale",
             f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
+        )
+
+    async def _read(self, chosen: Sequence[Group], request: RolloutRequest) -> Collected:
+        """The trajectories of complete groups. Agents that die do so early: where other groups are still running, the
+        share of failures is that of all groups under way (`_wait`), and not of the first to complete."""
+        share = self.collector.max_failed_share
+        return await self.collector.gather(
+            _joined(chosen),
+            check=request.check,
+            timeout_reward=request.timeout_reward,
+            max_failed_share=1.0 if self.max_staleness else share,
+            max_rejected_share=share,
         )
 
     def _take(self, chosen: Sequence[Group], step: int) -> None:
