@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.engine.adapter_view import AdapterView
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import Provider
@@ -232,3 +234,36 @@ async def test_models_and_agents_go_where_the_table_says(serve):
         with pytest.raises(openai.NotFoundError, match="known: scripted, big"):
             await said("small")
         assert json.loads(provider.seen[0].body)["model"] == "big"
+
+
+class EngineOfAgents(ScriptedEngine):
+    """Answers the writer with an engine of its own."""
+
+    def __init__(self):
+        super().__init__(lambda messages: "own", model="policy")
+        self.views = {"policy:writer": ScriptedEngine(lambda messages: "writer's", model="policy:writer")}
+
+    def for_agent(self, agent):
+        return self.views.get(f"policy:{agent}", self)
+
+
+def test_an_agent_is_answered_by_its_own_adapter_whatever_name_it_asks_for():
+    engine = EngineOfAgents()
+    routes = table({"model": "gpt-4o", "provider": "them"}, engines={"policy": engine}, accept_any_model=True)
+    writer = routes.resolve("policy", "writer")
+    assert (writer.name, writer.engine) == ("policy:writer", engine.views["policy:writer"])
+    assert routes.resolve("any-model", "writer").engine is writer.engine
+    assert routes.resolve("policy:writer").engine is writer.engine, "also by the name of the adapter"
+    assert routes.resolve("policy", "editor").engine is engine
+    assert routes.resolve("gpt-4o", "writer").provider.name == "them", "routes to elsewhere hold for it too"
+    assert routes.models == ("policy", "policy:writer", "gpt-4o")
+    led = table({"model": "helper", "engine": "policy"}, engines={"policy": engine})
+    assert led.resolve("helper", "writer").engine is writer.engine
+    with pytest.raises(ConfigError, match="two engines are called 'policy:writer'"):
+        table(engines={"policy": engine, "policy:writer": ScriptedEngine([], model="policy:writer")})
+
+
+def test_adapters_of_an_engine_share_its_gate():
+    engine, gates = EngineOfAgents(), UpdateGates()
+    assert gates.of(AdapterView(engine, "policy:writer", "writer")) is gates.of(engine)
+    assert gates.of(ENGINES["reference"]) is not gates.of(engine)

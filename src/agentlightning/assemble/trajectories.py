@@ -41,6 +41,7 @@ def trajectory(
 ) -> Trajectory:
     """The trajectory of one attempt, which ended with `status`, without the spans of other attempts. With a `model`,
     calls that another model answered are left out, too: a frozen reference or a provider teaches the policy nothing.
+    Adapters of the model (`MODEL:ADAPTER`) count as it.
 
     A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
     `untrainable_calls`, `other_models`, `overridden_calls`, `void_calls` and `unlinked_rewards` where they are not
@@ -48,7 +49,7 @@ def trajectory(
     as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
-    others = {span.span_id for span in calls(own) if model is not None and model_of(span) not in (model, None)}
+    others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
     own = [span for span in own if span.span_id not in others] if others else own
     void = void_calls(own, limits)
     learned = known_transitions([span for span in own if span.span_id not in void] if void else own)
@@ -79,3 +80,8 @@ def _all_void(rollout_id: str, void: Mapping[str, str]) -> RolloutRejectedError:
     span_id, why = next(iter(void.items()))
     message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
     return RolloutRejectedError("void_calls", message)
+
+
+def _answers(found: str | None, model: str) -> bool:
+    """Whether the model that answered a call is `model`, one of its adapters, or not known."""
+    return found is None or found == model or found.startswith(f"{model}:")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.agents import AgentMatcher
@@ -42,9 +43,9 @@ class ModelRoute:
 
 
 class Router:
-    """The routes. `default_model` is an engine, or a model that a rule matches: it serves requests without a model and,
-    with `accept_any_model`, those for an unknown one. A single engine is the default. Raises ConfigError for a rule or
-    a default without a target."""
+    """The routes. An engine may answer some agents with adapters (`AgentEngines`). `default_model` is an engine, or a
+    model that a rule matches: it serves requests without a model and, with `accept_any_model`, those for an unknown
+    one. A single engine is the default. Raises ConfigError for a rule or a default without a target."""
 
     def __init__(
         self,
@@ -55,12 +56,12 @@ class Router:
         default_model: str | None = None,
         accept_any_model: bool = False,
     ) -> None:
-        self._engines, self._rules, self._servers = dict(engines), tuple(rules), dict(servers or {})
+        self._engines, self._rules, self._servers = _with_views(engines), tuple(rules), dict(servers or {})
         self._accept_any = accept_any_model
         self._cache: dict[tuple[str | None, str | None, str], ModelRoute] = {}
         self._check_rules()
         named = [rule.model for rule in rules if not rule.is_pattern]
-        self.models: tuple[str, ...] = tuple(dict.fromkeys([*engines, *named]))
+        self.models: tuple[str, ...] = tuple(dict.fromkeys([*self._engines, *named]))
         """Names of models, without patterns."""
         if default_model is None and len(engines) == 1:
             default_model = next(iter(engines))
@@ -119,14 +120,19 @@ class Router:
 
     def _find(self, model: str | None, agent: str | None, dialect: str | None = None) -> ModelRoute | None:
         for rule in self._rules:
-            if rule.matches(model, agent, dialect) and (route := self._route_for(rule, model)) is not None:
+            if rule.matches(model, agent, dialect) and (route := self._route_for(rule, model, agent)) is not None:
                 return route
-        return ModelRoute(model, self._engines[model]) if model in self._engines else None
+        return self._engine_route(model, agent) if model in self._engines else None
 
-    def _route_for(self, rule: RouteRule, model: str | None) -> ModelRoute | None:
+    def _engine_route(self, name: str, agent: str | None) -> ModelRoute:
+        engine = self._engines[name]
+        own = engine.for_agent(agent) if isinstance(engine, AgentEngines) else engine
+        return ModelRoute(name if own is engine else own.model, own)
+
+    def _route_for(self, rule: RouteRule, model: str | None, agent: str | None) -> ModelRoute | None:
         """None if neither the rule, the provider nor the request names a model."""
         if rule.engine is not None:
-            return ModelRoute(rule.engine, self._engines[rule.engine])
+            return self._engine_route(rule.engine, agent)
         pool = self._servers[rule.provider or ""]
         sent = rule.send_model or pool.provider.model or model
         if not sent:
@@ -150,6 +156,19 @@ class Router:
             if rule.provider is not None and rule.provider not in self._servers:
                 known = ", ".join(self._servers) or "none"
                 raise ConfigError(f"{where} leads to the provider {rule.provider!r}, which is not here; known: {known}")
+
+
+def _with_views(engines: Mapping[str, Engine]) -> dict[str, Engine]:
+    """The engines, and those of single agents, by model name. Raises ConfigError for a name of two engines."""
+    found = dict(engines)
+    for engine in engines.values():
+        for name, view in engine.views.items() if isinstance(engine, AgentEngines) else ():
+            if name in found:
+                raise ConfigError(
+                    f"two engines are called {name!r}: it is an adapter of {engine.model!r}; rename the other"
+                )
+            found[name] = view
+    return found
 
 
 class ResolvedCall(NamedTuple):

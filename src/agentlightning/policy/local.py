@@ -17,7 +17,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, ConstraintKind, Sample, SamplingParams
+from agentlightning.engine.base import (
+    DISTRIBUTION_PARAMS,
+    TERMINATION_PARAMS,
+    ConstraintKind,
+    Engine,
+    OnTokens,
+    Sample,
+    SamplingParams,
+)
 from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
@@ -25,6 +33,7 @@ from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.policy.adapter_checkpoint import with_adapters_of
+from agentlightning.policy.agent_views import AgentViews
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
@@ -47,6 +56,7 @@ class LocalPolicy:
         self._version = 0
         self._reference: tuple[Path, Forward] | None = None
         self._weights: TrainedWeights = trained_weights(model, config)
+        self._views = AgentViews(self, config.agents, [name for name in self._weights.updaters if name is not None])
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = ContinuousBatcher(
             model,
@@ -94,16 +104,41 @@ class LocalPolicy:
         """See `Engine.can_enforce`."""
         return await asyncio.to_thread(self._grammars.can_compile, text, kind)
 
+    @property
+    def views(self) -> Mapping[str, Engine]:
+        """See `AgentEngines.views`."""
+        return self._views.by_model
+
+    def for_agent(self, agent: str | None) -> Engine:
+        """See `AgentEngines.for_agent`."""
+        return self._views.for_agent(agent)
+
+    def version_of(self, adapter: str | None) -> int:
+        """See `AdapterSampler.version_of`."""
+        return self._generator.version_of(adapter)
+
     async def sample(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
         *,
         affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`. Raises ConfigError for invalid params, and PolicyError if the model failed."""
-        request = await self._engine.sample(prompt_token_ids, params, on_tokens, self._weights.own)
+        return await self.sample_adapter(self._weights.own, prompt_token_ids, params, on_tokens)
+
+    async def sample_adapter(
+        self,
+        adapter: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
+        request = await self._engine.sample(prompt_token_ids, params, on_tokens, adapter)
         assert request.finish_reason is not None
         return Sample(
             token_ids=tuple(request.sampled),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.resources import NamedResources, ProxyLLM
 from agentlightning.store.base import LightningStoreBase
@@ -26,16 +27,21 @@ class ResourcePublisher:
         self.resources = {**self.resources, **resources}
         self.published = self.published or bool(resources)
 
+    def _llm(self, engine: Engine, temperature: float) -> ProxyLLM:
+        return ProxyLLM(
+            endpoint=self._server_url,
+            model=engine.model,
+            sampling_parameters={"temperature": temperature},
+            policy_version=engine.policy_version,
+        )
+
     async def write(self, resources_id: str, temperature: float) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address."""
         resources = dict(self.resources)
         if self._policy is not None:
-            resources["llm"] = ProxyLLM(
-                endpoint=self._server_url,
-                model=self._policy.model,
-                sampling_parameters={"temperature": temperature},
-                policy_version=self._policy.policy_version,
-            )
+            resources["llm"] = self._llm(self._policy, temperature)
+            for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
+                resources[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, temperature)
         if await self._store.get_resources_by_id(resources_id) is None:
             await self._store.add_resources(resources, resources_id)
         else:

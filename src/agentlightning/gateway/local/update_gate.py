@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from agentlightning.engine.adapter_view import AdapterView
 from agentlightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class UpdateGate:
 
 
 class UpdateGates:
-    """One gate for each engine, whatever its model names."""
+    """One gate for each engine, whatever its model names. The adapters of an engine share its gate."""
 
     def __init__(self) -> None:
         self._gates: dict[int, tuple[object, UpdateGate]] = {}
@@ -205,6 +206,8 @@ class UpdateGates:
         self._closed = False
 
     def of(self, engine: object) -> UpdateGate:
+        if isinstance(engine, AdapterView):
+            engine = engine.engine
         entry = self._gates.get(id(engine))
         if entry is None:
             entry = self._gates[id(engine)] = (engine, UpdateGate(closed=self._closed))
