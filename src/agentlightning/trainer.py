@@ -42,6 +42,7 @@ from agentlightning.training.build import (
     routes_models,
     serve_run,
 )
+from agentlightning.training.health.milestones import starting_warnings
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
     changed_settings,
@@ -54,7 +55,6 @@ from agentlightning.training.persistence.run_changes import (
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.persistence.tasks import Tasks, load_tasks, read_tasks, write_tasks
-from agentlightning.training.report.health import starting_warnings
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
 from agentlightning.training.run import RunAccount, TrainingRun

@@ -192,7 +192,7 @@ class Training(Protocol):
 
     async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
         """Finish the step: write `metrics`, validate and write a checkpoint when due, go to the next step. `metrics`
-        may hold any numbers; `training.report.step_record.StepRecord` lists those that the run's warnings use."""
+        may hold any numbers; `training.health.step_record.StepRecord` lists those that the run's warnings use."""
         ...
 
     async def save(self, directory: Path) -> None:

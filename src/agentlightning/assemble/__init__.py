@@ -10,6 +10,7 @@ from agentlightning.assemble.rewards import RewardLinks, link_rewards, read_rewa
 from agentlightning.assemble.trajectories import (
     OTHER_MODELS,
     OVERRIDDEN_CALLS,
+    SEEDED_CALLS,
     UNLINKED_REWARDS,
     UNTRAINABLE_CALLS,
     VOID_CALLS,
@@ -21,6 +22,7 @@ from agentlightning.assemble.tree import token_tree
 __all__ = [
     "OTHER_MODELS",
     "OVERRIDDEN_CALLS",
+    "SEEDED_CALLS",
     "UNLINKED_REWARDS",
     "UNTRAINABLE_CALLS",
     "VOID_CALLS",

@@ -21,6 +21,8 @@ OTHER_MODELS = "other_models"
 """Key of `Trajectory.metadata`: how many calls were left out because the model that learns did not answer them."""
 OVERRIDDEN_CALLS = "overridden_calls"
 """Key of `Trajectory.metadata`: number of calls whose requested sampling parameters were overridden."""
+SEEDED_CALLS = "seeded_calls"
+"""Key of `Trajectory.metadata`: number of calls that were sampled with a seed."""
 UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
 VOID_CALLS = "void_calls"
@@ -44,9 +46,9 @@ def trajectory(
     Adapters of the model (`MODEL:ADAPTER`) count as it.
 
     A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
-    `untrainable_calls`, `other_models`, `overridden_calls`, `void_calls` and `unlinked_rewards` where they are not
-    zero, and the defect of the first void call. Whatever an agent has written, only two errors are raised: RewardError
-    as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
+    `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `void_calls` and `unlinked_rewards` where
+    they are not zero, and the defect of the first void call. Whatever an agent has written, only two errors are raised:
+    RewardError as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
     others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
@@ -60,6 +62,7 @@ def trajectory(
         UNTRAINABLE_CALLS: len(untrainable_calls(own)),
         OTHER_MODELS: len(others),
         OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
+        SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in calls(own)),
         VOID_CALLS: len(void),
         VOID_REASON: next(iter(void.values()), ""),
         UNLINKED_REWARDS: links.unlinked,

@@ -6,6 +6,7 @@ It combines the run's source of rollouts, learner, measurements and checkpoints,
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,14 @@ from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources
+from agentlightning.training.health.batch import batch_metrics
+from agentlightning.training.health.diagnosis import signs_of
+from agentlightning.training.health.sign import Sign
+from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
-from agentlightning.training.report.health import warnings_of
-from agentlightning.training.report.step_record import StepRecord
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.trajectory import TrainingSample
 from agentlightning.util.progress import Progress
@@ -53,8 +56,9 @@ class RunAccount:
         self.run_dir.write_state(self.state)
 
     def warn(self, found: Mapping[str, str]) -> None:
-        """Show each kind of warning once in the life of the run, and keep it for the result."""
+        """Show each kind of warning once in the life of the run, count it, and keep it for the result."""
         for kind, text in found.items():
+            self.state.warning_counts[kind] = self.state.warning_counts.get(kind, 0) + 1
             if kind not in self.state.warnings:
                 self.state.warnings[kind] = f"step {self.state.step}: {text}" if self.state.step else text
                 self.progress.note(f"warning: {self.state.warnings[kind]}")
@@ -83,13 +87,18 @@ class RunAccount:
         self.run_dir.forget_metrics_after(self.state.step)
         self.records = [StepRecord.read(line) for line in self.run_dir.read_metrics()]
 
+    def judge(self, line: Mapping[str, Any]) -> list[Sign]:
+        """Warn of what the metrics of a step show, together with those before it."""
+        found = signs_of([*self.records, StepRecord.read(line)])
+        self.warn({sign.name: str(sign) for sign in found})
+        return found
+
     def add_step(self, line: Mapping[str, Any]) -> StepRecord:
-        """Record a finished step, and warn of what its record shows."""
+        """Record a finished step."""
         record = StepRecord.read(line)
         self.state.skipped_groups += record.skipped_groups
         self.run_dir.append_metrics(line)
         self.records.append(record)
-        self.warn(warnings_of([each for each in self.records if each.revision == self.state.revision]))
         return record
 
 
@@ -178,13 +187,18 @@ class TrainingRun:
         state = self.state
         state.step += 1
         self._evaluations = 0
-        line = step_line(state, collected, metrics)
+        line = step_line(state, collected, await self._batch_metrics(collected) | dict(metrics))
         if self.measurements.validation_is_due(self.total_steps):
             line |= await self._validate()
+        self.account.judge(line)
         record = self.account.add_step(line)
         if state.step % self.config.checkpoint_every == 0 or state.step == self.total_steps:
             await self.checkpoint()
         self.account.progress.update(state.step, **record.progress())
+
+    async def _batch_metrics(self, collected: Collected) -> dict[str, float]:
+        weights = self.measurements.reward_weights
+        return await asyncio.to_thread(batch_metrics, collected.trajectories, weights)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class RunState:
     skipped_groups: int = 0
     warnings: dict[str, str] = field(default_factory=dict[str, str])
     """Warnings by kind."""
+    warning_counts: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of steps at which each kind was found."""
     checkpoint: str | None = None
     """The directory, relative to the run's, of the checkpoint after `step`."""
     checkpoint_version: int | None = None

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import orjson
 
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
+from agentlightning.training.health.milestones import closing_warnings
 from agentlightning.training.persistence.run_dir import write_atomically
-from agentlightning.training.report.health import closing_warnings
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.reward_curve import draw_curve
 from agentlightning.training.run import TrainingRun

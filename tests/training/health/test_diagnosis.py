@@ -3,8 +3,13 @@
 import math
 
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.report.health import closing_warnings, starting_warnings, warnings_of
-from agentlightning.training.report.step_record import StepRecord
+from agentlightning.training.health.diagnosis import signs_of
+from agentlightning.training.health.milestones import closing_warnings, starting_warnings
+from agentlightning.training.health.step_record import StepRecord
+
+
+def warnings_of(records: list[StepRecord]) -> dict[str, str]:
+    return {sign.name: str(sign) for sign in signs_of(records)}
 
 
 def step(reward: float, *, flat: int = 0, groups: int = 4, **more: float) -> StepRecord:

@@ -1,0 +1,41 @@
+"""Warnings at the start and the end of a run: what is known before its first rollout, and what it did not achieve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.health.step_record import StepRecord
+
+
+def starting_warnings(*, random_weights: bool) -> dict[str, str]:
+    """What is known before the first rollout: kind -> sentence."""
+    if not random_weights:
+        return {}
+    return {
+        "random_weights": (
+            'policy.model is "tiny", a small model with random weights: it shows that everything works, and learns next'
+            " to nothing from rewards alone. Give a model (--model DIRECTORY), or demonstrations to begin with"
+            " (warm_start.dataset)"
+        )
+    }
+
+
+def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -> dict[str, str]:
+    """What a finished run did not achieve: kind -> sentence."""
+    found: dict[str, str] = {}
+    if any(record.groups for record in records) and not any(record.groups_trained for record in records):
+        found["nothing_learned"] = "nothing was learned: no group of rollouts had rewards that differ"
+    for mode, gain in gains.items():
+        low, high = gain.interval
+        if high < 0:
+            found[f"worse_{mode}"] = (
+                f"the trained policy is worse than the one it started from ({mode}: {gain.gain:+.3f}); lower"
+                " algorithm.optimizer.lr, and see in curve.png where it turned"
+            )
+        elif low <= 0:
+            found[f"no_gain_{mode}"] = (
+                f"no gain is shown ({mode}): the interval {low:+.3f} to {high:+.3f} of {gain.tasks} held-out tasks"
+                " includes 0; train for more steps, or measure on more tasks (data.held_out)"
+            )
+    return found

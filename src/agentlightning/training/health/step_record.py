@@ -1,0 +1,162 @@
+"""The numbers of a finished step that the run itself uses: for signs of trouble, its progress bar and its result.
+
+A line of `metrics.jsonl` holds these and all other metrics of the algorithm. This is the only place that knows the
+names of metrics; `StepRecord.read` makes a typed record of a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+DIMENSION: Final = "reward_of_"
+"""The metric of a named dimension of the reward begins with it."""
+VALIDATION: Final = "validation_"
+"""The metric of a validation by mode begins with it."""
+REJECTED: Final = "rejected_"
+"""The count of rejected rollouts by reason begins with it."""
+UPDATE_METRICS: Final = ("loss", "entropy", "grad_norm", "approx_kl", "ratio", "clip_fraction", "ref_kl")
+"""Metrics of an update that are finite as long as the weights are."""
+
+
+def _empty() -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. Fields have the names of the metrics; None or 0: not reported. All numbers are finite.
+
+    >>> StepRecord.read({"step": 3, "reward": 0.5, "anything": 1}).reward
+    0.5
+    """
+
+    step: int = 0
+    revision: int = 0
+    """The number of changes of what rewards mean, before this step."""
+
+    reward: float | None = None
+    """Mean reward of the batch."""
+    reward_std: float | None = None
+    """Standard deviation of the reward within a group, mean over groups."""
+    reward_lowest: float | None = None
+    reward_highest: float | None = None
+    intermediate_reward: float | None = None
+    """Sum of the intermediate rewards of a rollout, mean over rollouts."""
+    dimensions: Mapping[str, float] = field(default_factory=_empty)
+    """Mean of each named dimension of the reward."""
+    validation: Mapping[str, float] = field(default_factory=_empty)
+    """Mean reward of the validation tasks, by mode."""
+
+    groups: int = 0
+    groups_trained: int = 0
+    groups_without_spread: int = 0
+    """Groups whose rollouts all had the same reward."""
+    groups_repeated: int = 0
+    """Groups of identical outputs, too improbable to be chance: a fixed seed, or answers from a cache."""
+    groups_certain: int = 0
+    """Groups of identical outputs of a policy that is almost certain of them."""
+    groups_failed: int = 0
+    """Groups of different outputs, all with the lowest reward of the batch."""
+    groups_solved: int = 0
+    """Groups of different outputs, all with the highest reward of the batch."""
+    groups_constant: int = 0
+    """Groups of different outputs with one reward, in a batch without any other, or between its lowest and highest."""
+    calls_seeded: int = 0
+    """Calls that were sampled with a seed."""
+
+    loss: float | None = None
+    entropy: float | None = None
+    """Mean entropy of the trained tokens, in nats."""
+    sampling_entropy: float | None = None
+    """Mean of -log p over all sampled tokens: an estimate of the entropy, also of steps without an update."""
+    lr: float | None = None
+    grad_norm: float | None = None
+    """Norm of the gradient before clipping."""
+    approx_kl: float | None = None
+    """KL(sampled || trained) of the update, in nats a token."""
+    ref_kl: float | None = None
+    """KL to the reference model, in nats a token."""
+    clip_fraction: float | None = None
+    """Share of tokens whose importance ratio was clipped."""
+    mismatch_kl: float | None = None
+    """`approx_kl` before the first change of the weights: what sampler and trainer disagree about."""
+    staleness: float | None = None
+    """Mean age of the trained tokens, in updates."""
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    """Updates skipped because the loss or its gradient was not finite."""
+    not_finite: tuple[str, ...] = ()
+    """Metrics of the update that were NaN or infinite."""
+
+    response_tokens: float | None = None
+    """Sampled tokens of a rollout, mean."""
+    truncated: float | None = None
+    """Share of calls that ended at the limit of tokens."""
+    repeated_ngrams: float | None = None
+    """Share of the n-grams of an output that occurred in it before, mean over outputs."""
+    common_output: float | None = None
+    """Share of the groups in which the most frequent output of the batch occurs."""
+
+    rollouts_trained: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rollouts that succeeded and could not be used, by reason."""
+    tokens_per_second: float = 0.0
+
+    rolled_back: int = 0
+    """1: after this step the run returned to an earlier checkpoint."""
+    stopped: int = 0
+    """1: this step showed a collapse that ended the run."""
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> StepRecord:
+        """The record of a line of metrics. Unknown metrics, and numbers that are not finite, are ignored; of the
+        latter, the names of `UPDATE_METRICS` are kept."""
+        numbers = {name: value for name, value in line.items() if _is_finite(value)}
+        known: dict[str, Any] = {name: numbers[name] for name in _NUMBERS if name in numbers}
+        known |= {name: int(value) for name, value in known.items() if name in _COUNTS}
+        return cls(
+            **known,
+            dimensions=_with_prefix(numbers, DIMENSION),
+            validation=_with_prefix(numbers, VALIDATION),
+            rejected={name: int(count) for name, count in _with_prefix(numbers, REJECTED).items()},
+            not_finite=tuple(name for name in UPDATE_METRICS if name in line and name not in numbers),
+        )
+
+    @property
+    def skipped_groups(self) -> int:
+        """Groups that taught nothing."""
+        return self.groups - self.groups_trained
+
+    @property
+    def certainty(self) -> float | None:
+        """The entropy of the update, or without an update that of sampling."""
+        return self.entropy if self.entropy is not None else self.sampling_entropy
+
+    @property
+    def is_last_of_history(self) -> bool:
+        """Whether later steps begin from other weights, so that they are not judged together with this one."""
+        return bool(self.rolled_back or self.stopped)
+
+    def progress(self) -> dict[str, float]:
+        """What the progress bar shows."""
+        if self.reward is not None:
+            return {"reward": self.reward, "tokens_per_second": self.tokens_per_second}
+        return {} if self.loss is None else {"loss": self.loss}
+
+
+_MAPPINGS: Final = frozenset({"dimensions", "validation", "rejected", "not_finite"})
+_NUMBERS: Final = tuple(each.name for each in fields(StepRecord) if each.name not in _MAPPINGS)
+_COUNTS: Final = frozenset(each.name for each in fields(StepRecord) if each.type == "int")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _with_prefix(numbers: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
