@@ -11,8 +11,8 @@ left to learn stays or shrinks. So all of it is judged together, against the run
 The gradient must have grown, and one of the others fallen, while the reward is below LEARNED_SHARE of the highest:
 where nearly all is solved, a few odd rollouts make the gradient.
 The limits are from runs like those of `benchmarks/collapse.py`, with other seeds: in ten healthy ones the first ratio
-stays below 2 until nearly all is solved, while the second falls to 0.5 and the third to 0.3; in twenty collapsing ones it
-passes 2 before the reward falls.
+stays below 2 until nearly all is solved, while the second falls to 0.5 and the third to 0.3; in twenty collapsing ones
+it passes 2 before the reward falls.
 """
 
 from __future__ import annotations
