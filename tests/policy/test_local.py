@@ -177,7 +177,8 @@ async def test_a_run_continues_from_its_checkpoint_as_if_never_interrupted(
     await other.load(tmp_path / "deep" / "step-1")
     futures: list[tuple[list[Sample], dict[str, float], Sample]] = []
     for each in (policy, other):
-        drawn = list(await asyncio.gather(*(each.sample(ids, PARAMS) for _ in range(3))))
+        # One after another: which answers share a batch changes the last bits of their log-probabilities.
+        drawn = [await each.sample(ids, PARAMS) for _ in range(3)]
         metrics = await each.train([training_sample(ids, sample) for sample in drawn[:1]])
         after = await each.sample(ids, PARAMS)
         futures.append(([replace(s, policy_version=0) for s in drawn], dict(metrics), replace(after, policy_version=0)))
