@@ -19,6 +19,7 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
@@ -136,7 +137,7 @@ async def test_recorded_tokens_are_scored_by_the_present_weights_and_by_a_refere
 
 
 async def test_a_column_that_cannot_be_given_says_what_is_missing(policy: LocalPolicy) -> None:
-    with pytest.raises(PolicyError, match="need a value head"):
+    with pytest.raises(PolicyError, match=r'no value head; set policy\.value_head = "linear"'):
         await policy.score([], {"values"})
     with pytest.raises(PolicyError, match="need a reference; give the directory"):
         await policy.score([], {"ref_logprobs"})
@@ -461,3 +462,86 @@ async def test_an_accelerator_samples_and_learns_as_the_processor_does(checkpoin
     await policy.close()
     model = policy._model.cpu()
     torch.testing.assert_close(torch.tensor(after.logprobs), scored(model, ids, after), atol=1e-3, rtol=0)
+
+
+def returns_sample(prompt: Sequence[int], sample: Sample, values: Any) -> TrainingSample:
+    lesson = training_sample(prompt, sample)
+    ones = ((), (1.0,) * len(sample.token_ids))
+    return TrainingSample(lesson.tree, columns=lesson.columns, returns=ones, values=values)
+
+
+async def test_the_critic_values_recorded_tokens_and_learns_in_training(checkpoint: Path) -> None:
+    policy = open_policy(checkpoint, value_head="mlp")
+    ids = prompt(policy)
+    sample = await policy.sample(ids, PARAMS)
+    tree = training_sample(ids, sample).tree
+    for _ in range(20):
+        found = await policy.score([tree], {"values", "logprobs"})
+        metrics = await policy.train([returns_sample(ids, sample, found["values"][0])], loss=["ppo", "value"])
+    (values,) = (await policy.score([tree], {"values"}))["values"]
+    assert [(each.dtype, len(each)) for each in values] == [("float32", 0), ("float32", len(sample.token_ids))]
+    assert values[1].min() > 0.3, "it starts at 0 and learns a return of 1"
+    assert metrics["value_loss"] < 0.5
+    await policy.close()
+
+
+async def test_a_critic_is_saved_beside_the_model_and_continues_exactly(checkpoint: Path, tmp_path: Path) -> None:
+    policy = open_policy(checkpoint, value_head="mlp")
+    ids = prompt(policy)
+    sample = await policy.sample(ids, PARAMS)
+    lesson = returns_sample(ids, sample, ((), (0.0,) * len(sample.token_ids)))
+    await policy.train([lesson], loss=["ppo", "value"])
+    await policy.save(tmp_path / "step", training_state=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "step")
+    found = [path.name for path in (tmp_path / "step").glob("*.safetensors")]
+    assert found == ["model.safetensors"], "servers load all of these"
+
+    resumed = open_policy(checkpoint, value_head="mlp", seed=7)
+    opened = open_policy(tmp_path / "step", value_head="mlp")
+    await resumed.load(tmp_path / "step")
+    for other in (resumed, opened):
+        assert (await other.score([lesson.tree], {"values"}))["values"][0][1].tolist() == (
+            (await policy.score([lesson.tree], {"values"}))["values"][0][1].tolist()
+        )
+    assert await policy.train([lesson], loss=["ppo", "value"]) == await resumed.train([lesson], loss=["ppo", "value"])
+    assert (await policy.score([lesson.tree], {"values"}))["values"][0][1].tolist() == (
+        (await resumed.score([lesson.tree], {"values"}))["values"][0][1].tolist()
+    )
+    for each in (policy, resumed, opened):
+        await each.close()
+
+
+async def test_an_adapter_has_a_critic_of_its_own_that_is_saved_with_it(checkpoint: Path, tmp_path: Path) -> None:
+    policy = open_policy(checkpoint, value_head="linear", lora=Lora(r=2))
+    ids = prompt(policy)
+    sample = await policy.sample(ids, PARAMS)
+    lesson = returns_sample(ids, sample, ((), (0.0,) * len(sample.token_ids)))
+    for _ in range(3):
+        metrics = await policy.train([lesson], loss=["ppo", "value"])
+    assert metrics["value_grad_norm"] > 0
+    await policy.save(tmp_path / "step")
+    opened = open_policy(tmp_path / "step", value_head="linear")
+    found = [(await each.score([lesson.tree], {"values"}))["values"][0][1].tolist() for each in (policy, opened)]
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert min(found[0]) > 0
+    for each in (policy, opened):
+        await each.close()
+    with pytest.raises(ConfigError, match=r"value_head is the critic of one policy, and the adapters shared, writer"):
+        open_policy(checkpoint, value_head="linear", agents={"writer": Lora(r=2), "editor": "shared"})
+
+
+async def test_a_checkpoint_without_a_critic_or_with_another_is_named(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, linear, mlp = (open_policy(checkpoint, value_head=head) for head in (None, "linear", "mlp"))
+    await plain.save(tmp_path / "plain", training_state=True)
+    await linear.save(tmp_path / "linear", training_state=True)
+    await linear.load(tmp_path / "plain")
+    assert "plain holds no value head" in caplog.text
+    await plain.load(tmp_path / "linear")
+    assert "is not used: policy.value_head is not set" in caplog.text
+    with pytest.raises(PolicyError, match="holds a value head of shape"):
+        await mlp.load(tmp_path / "linear")
+    assert mlp.policy_version == 0
+    for each in (plain, linear, mlp):
+        await each.close()

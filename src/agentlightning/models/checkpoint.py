@@ -41,8 +41,14 @@ def without_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def save(directory: Path, model: Savable, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None) -> None:
-    """Write model, tokenizer and any training state; an older checkpoint there is replaced.
+def save(
+    directory: Path,
+    model: Savable,
+    tokenizer: PreTrainedTokenizerBase,
+    state: Mapping[str, Any] | None,
+    beside_model: Savable | None = None,
+) -> None:
+    """Write model, tokenizer, any training state, and what stands beside the model; an older checkpoint is replaced.
 
     Raises PolicyError if writing fails; `directory` is then unchanged.
     """
@@ -54,6 +60,8 @@ def save(directory: Path, model: Savable, tokenizer: PreTrainedTokenizerBase, st
             with without_progress_bars():
                 model.save_pretrained(new)
                 tokenizer.save_pretrained(new)
+            if beside_model is not None:
+                beside_model.save_pretrained(new)
             if state is not None:
                 torch.save(dict(state), new / TRAINING_STATE)
             _flush(new)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.update.value_head_config import ValueHeadSetting
 from agentlightning.util.settings import Section
 
 
@@ -40,6 +41,9 @@ class PolicyConfig(Section):
     """Train a low-rank adapter (LoRA) in place of all weights. None: all weights are trained."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
+    value_head: ValueHeadSetting = None
+    """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
+    critic."""
     in_flight: bool = False
     """Answers in progress continue across an update, each token with the version that sampled it. false: they finish
     first."""

@@ -39,6 +39,7 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics, trained_weights
 from agentlightning.policy.update.forward import Forward
+from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
@@ -173,8 +174,8 @@ class LocalPolicy:
     ) -> Columns:
         """See `Policy.score`. The model in `reference` is loaded beside the policy, and stays until another one is.
         Where adapters are trained, the weights below them are the reference unless another is given."""
-        if "values" in what:
-            raise PolicyError('"values" need a value head, which a local policy does not have; ask for other columns')
+        if "values" in what and self._weights.value_head is None:
+            raise PolicyError(f'"values" need a critic: {NO_HEAD}')
         if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
         return await self._engine.run(lambda: self._score(trees, what, reference))
@@ -231,7 +232,7 @@ class LocalPolicy:
             with self._weights.use(name):
                 metrics = updater.step(samples, **options)
         except BaseException:
-            updater.optimizer.zero_grad()  # The next step must not start from these gradients.
+            updater.zero_grad()  # The next step must not start from these gradients.
             if updater.optimizer.steps > steps:  # A later minibatch failed: the weights have changed.
                 self._set_version(version, [name])
             raise
@@ -241,13 +242,13 @@ class LocalPolicy:
     def _score(self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None) -> Columns:
         found: dict[str, Any] = {}
         own = next(iter(self._weights.updaters.values()))
-        if what & {"logprobs", "entropy"}:
+        if present := what & {"logprobs", "entropy", "values"}:
             with self._weights.use(self._weights.own):
-                found |= own.forward.score(trees)
+                found |= own.forward.score(trees, present, value_head=self._weights.value_head)
         if "ref_logprobs" in what:
             reference_forward = own.forward if reference is None else self._reference_at(reference)
-            found["ref_logprobs"] = reference_forward.score(trees)["logprobs"]
-        return {name: columns for name, columns in found.items() if name in what}
+            found["ref_logprobs"] = reference_forward.score(trees, {"logprobs"})["logprobs"]
+        return found
 
     def _reference_at(self, directory: Path) -> Forward:
         directory = directory.absolute()

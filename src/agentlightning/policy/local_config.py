@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.policy.lora_config import AgentSetting, Lora
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
+from agentlightning.policy.update.value_head_config import ValueHeadSetting
 
 
 class LocalPolicyConfig(BaseModel):
@@ -39,6 +40,9 @@ class LocalPolicyConfig(BaseModel):
     """Longest prompt and answer together, in tokens; None: all that the model can hold."""
     tool_calls: str | None = None
     """The format of its tool calls, a key of `chat.tool_calls.FORMATS`. None: as its chat template shows."""
+    value_head: ValueHeadSetting = None
+    """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
+    critic."""
     seed: int = 0
     """Of samples without a seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -51,6 +51,7 @@ def policy_config(
         max_batch_size=settings.max_batch_size,
         max_context=settings.max_context,
         tool_calls=settings.tool_calls,
+        value_head=settings.value_head,
         seed=seed,
         lora=settings.lora if adapters else None,
         agents=dict(agents or {}),

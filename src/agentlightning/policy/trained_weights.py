@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentlightning.errors import PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.lora import AdapterFiles, Adapters, has_adapters, read_weights, set_weights
 from agentlightning.models.lora.files import FOLDER, folder_name
@@ -21,6 +21,7 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, Lora, adapters_of
 from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
 from agentlightning.policy.update.updater import COUNTS, Updater
+from agentlightning.policy.update.value_head import ValueHead, open_value_head, reading
 
 
 class TrainedWeights(Protocol):
@@ -30,6 +31,8 @@ class TrainedWeights(Protocol):
     """The name of the policy itself: an adapter, or None for the model's own weights."""
     updaters: Mapping[str | None, Updater]
     """By name. A name that is not here does not learn."""
+    value_head: ValueHead | None
+    """The critic of the policy itself."""
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
         """Forward passes within use these weights."""
@@ -60,11 +63,12 @@ class TrainedWeights(Protocol):
 class AllWeights:
     """All weights of the model."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: OptimizerConfig) -> None:
+    def __init__(self, model: PreTrainedModel, optimizer: OptimizerConfig, value_head: ValueHead | None) -> None:
         self.adapters: Adapters | None = None
         self.own: str | None = None
         self._model = model
-        self._updater = Updater(model, optimizer)
+        self.value_head = value_head
+        self._updater = Updater(model, optimizer, value_head=value_head)
         self.updaters: Mapping[str | None, Updater] = {None: self._updater}
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
@@ -73,7 +77,7 @@ class AllWeights:
     def changed(self) -> None: ...
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None) -> None:
-        checkpoint.save(directory, self._model, tokenizer, state)
+        checkpoint.save(directory, self._model, tokenizer, state, self.value_head)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updater": self._updater.state_dict()}
@@ -93,10 +97,12 @@ class AllWeights:
         return load
 
     def read_weights(self, directory: Path) -> Callable[[], None]:
+        load_values = reading(self.value_head, directory)
         weights = checkpoint.read_weights(directory, self._model)
 
         def load() -> None:
             self._model.load_state_dict(weights)
+            load_values()
 
         return load
 
@@ -104,8 +110,20 @@ class AllWeights:
 class AdapterWeights:
     """Adapters over the model's own weights, which stay as they are."""
 
-    def __init__(self, model: PreTrainedModel, config: LocalPolicyConfig, shapes: Mapping[str, Lora]) -> None:
-        """Raises ConfigError for adapters that the model cannot have."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LocalPolicyConfig,
+        shapes: Mapping[str, Lora],
+        value_head: ValueHead | None,
+    ) -> None:
+        """Raises ConfigError for adapters that the model cannot have, and for a critic of several."""
+        if value_head is not None and list(shapes) != [SHARED]:
+            raise ConfigError(
+                f"policy.value_head is the critic of one policy, and the adapters {', '.join(sorted(shapes))} are"
+                " trained here: leave it out, or let all agents share one policy"
+            )
+        self.value_head = value_head
         self.adapters: Adapters | None = Adapters(model)
         self._adapters = self.adapters
         self._base, self._agents = str(config.model), config.agents
@@ -116,7 +134,7 @@ class AdapterWeights:
             adapter = self._adapters.add(
                 name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed
             )
-            self._updaters[name] = Updater(model, _optimizer(lora, config, weights), adapter)
+            self._updaters[name] = Updater(model, _optimizer(lora, config, weights), adapter, value_head)
         self.updaters: Mapping[str | None, Updater] = {**self._updaters}
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
@@ -133,7 +151,7 @@ class AdapterWeights:
             {name: adapter for name, adapter in by_name.items() if name != SHARED},
             {agent: _as_json(setting) for agent, setting in self._agents.items()},
         )
-        checkpoint.save(directory, files, tokenizer, state)
+        checkpoint.save(directory, files, tokenizer, state, self.value_head)
 
     def state_dict(self) -> dict[str, Any]:
         return {"adapters": {name: updater.state_dict() for name, updater in self._updaters.items()}}
@@ -157,6 +175,7 @@ class AdapterWeights:
         return load
 
     def read_weights(self, directory: Path) -> Callable[[], None]:
+        load_values = reading(self.value_head, directory)
         weights = {
             name: read_weights(directory if name == SHARED else directory / FOLDER / folder_name(name), adapter)
             for name, adapter in self._adapters.by_name.items()
@@ -165,6 +184,7 @@ class AdapterWeights:
         def load() -> None:
             for name, adapter in self._adapters.by_name.items():
                 set_weights(adapter, weights[name])
+            load_values()
             self.changed()
 
         return load
@@ -172,9 +192,13 @@ class AdapterWeights:
 
 def trained_weights(model: PreTrainedModel, config: LocalPolicyConfig) -> AllWeights | AdapterWeights:
     """What a configuration trains. Raises ConfigError where that is nothing, or impossible."""
+    head = None
+    if config.value_head is not None:
+        head = open_value_head(model, config.value_head, config.model, config.seed)
     if shapes := adapters_of(config.lora, config.agents):
-        return AdapterWeights(model, config, shapes)
-    return AllWeights(model, config.optimizer.completed(weights=model.num_parameters(), objective=config.objective))
+        return AdapterWeights(model, config, shapes, head)
+    optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
+    return AllWeights(model, optimizer, head)
 
 
 def _optimizer(lora: Lora, config: LocalPolicyConfig, weights: int) -> OptimizerConfig:

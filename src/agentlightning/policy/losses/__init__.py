@@ -25,6 +25,7 @@ from agentlightning.policy.losses.reference.kl import KLLoss as KLLoss
 from agentlightning.policy.losses.reference.sdpo import SDPOLoss as SDPOLoss
 from agentlightning.policy.losses.sapo import SAPOLoss as SAPOLoss
 from agentlightning.policy.losses.turn import TurnLoss as TurnLoss
+from agentlightning.policy.losses.value import ValueLoss as ValueLoss
 
 
 def _by_name(value: Any) -> Any:

@@ -33,6 +33,10 @@ PROXIMAL_LOGPROBS = "proximal_logprobs"
 these and not against `sampled_logprobs` (decoupled PPO, Hilton et al. 2022, arXiv:2110.00641)."""
 REF_LOGPROBS = "ref_logprobs"
 TEACHER_LOGPROBS = "teacher_logprobs"
+VALUES = "values"
+"""The column of values that the value head gave before the update."""
+RETURNS = "returns"
+"""The column of what the value head learns to predict."""
 
 Stream: TypeAlias = Literal["policy_gradient", "cross_entropy", "reference_kl"]
 WEIGHTS = "weights"
@@ -65,6 +69,8 @@ class TokenBatch:
     """The rollout of each token, numbered likewise."""
     entropy: Tensor | None = None
     """The entropy of the distribution of each token in nats [N], with gradient; for losses that need it."""
+    values: Tensor | None = None
+    """The value head's predictions under the weights being trained [N], with gradient; for losses that need them."""
     rollout_log_ratio: Tensor | None = None
     """The mean log-ratio of the whole rollout of each token [N], without gradient, where this batch holds a part of
     that rollout only."""
@@ -111,6 +117,8 @@ class TokenLoss(BaseModel, ABC):
     distribution whose probabilities are known, and are trained at their temperature."""
     needs_entropy: ClassVar[bool] = False
     """Whether it needs the entropy of each token's distribution, with gradient."""
+    needs_values: ClassVar[bool] = False
+    """Whether it needs the predictions of a value head."""
     decoupled: ClassVar[bool] = False
     """Whether its ratio is against `proximal_logprobs` where samples have them. What lies between these and the sampled
     ones is then corrected in its weights."""
@@ -129,6 +137,10 @@ class TokenLoss(BaseModel, ABC):
     @abstractmethod
     def __call__(self, tokens: TokenBatch) -> LossValue:
         """The loss of a micro-batch, before `coefficient`."""
+
+    def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics of an update, from the means over its tokens."""
+        return means
 
 
 LOSSES: dict[str, type[TokenLoss]] = {}

@@ -11,6 +11,8 @@ Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from agentlightning.policy.update.head_positions import head_at_positions, token
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
 from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
 from agentlightning.policy.update.packing import CostModel, Sharing, plan
+from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 LAUNCH_CPU = 1.5e7
@@ -31,6 +34,16 @@ LAUNCH_ACCELERATOR = 1e10
 """What launching the kernels of one layer costs, in multiply-adds the device could have done."""
 COPY = 16.0
 """Multiply-adds that take as long as copying one number of a cache to a row, forward and backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What the output head is given to predict the targets of a micro-batch, in the order of `MicroBatch.places`."""
+
+    hidden: Tensor
+    """hidden_NH."""
+    logits: Tensor | None
+    """logits_NV of a model whose output head cannot be run alone."""
 
 
 class Forward:
@@ -67,63 +80,86 @@ class Forward:
             trains_zero_advantage=trains_zero_advantage,
         )
 
-    def logprobs(
-        self, batch: MicroBatch, at_temperature: bool, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """logprobs_N of the targets in the order of `batch.places`, and the entropy of their distributions [N], which
-        has a gradient if asked for."""
+    def states(self, batch: MicroBatch) -> States:
+        """Run the body of the model."""
         rows, shared = batch.rows, batch.shared_length
         where = batch.predictions()
-        prefix_N, cache = self._prefix(batch, where.prefix) if shared else (None, None)
+        prefix, cache = self._prefix(batch, where.prefix) if shared else (None, None)
         ids_BT = self._padded([row.token_ids[shared:-1] for row in rows], batch.width)
-        states_N = self._states(ids_BT, where.rows, cache)
-        if prefix_N is not None and len(where.prefix):
-            states_N = torch.cat([prefix_N, states_N])[self.tensor(where.order)]
-        chosen_N = self.tensor(np.array([row.token_ids[t] for row in rows for t in row.targets.tolist()], np.int64))
+        states = self._states(ids_BT, where.rows, cache)
+        if prefix is None or not len(where.prefix):
+            return states
+        order_N = self.tensor(where.order)
+        hidden_NH = torch.cat([prefix.hidden, states.hidden])[order_N]
+        if prefix.logits is None or states.logits is None:
+            return States(hidden_NH, None)
+        return States(hidden_NH, torch.cat([prefix.logits, states.logits])[order_N])
+
+    def logprobs(
+        self, batch: MicroBatch, states: States, at_temperature: bool, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """logprobs_N of the targets of a micro-batch, from its `states`, and the entropy of their distributions [N],
+        which has a gradient if asked for."""
+        chosen = [row.token_ids[target] for row in batch.rows for target in row.targets.tolist()]
+        chosen_N = self.tensor(np.array(chosen, np.int64))
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
-        if not self.head.separable:
-            return token_logprobs_from_logits(states_N, chosen_N, temperatures_N, entropy_gradient)
-        return token_logprobs(self.head, states_N, chosen_N, temperatures_N, entropy_gradient)
+        if states.logits is not None:
+            return token_logprobs_from_logits(states.logits, chosen_N, temperatures_N, entropy_gradient)
+        return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient)
 
     @torch.no_grad()
-    def score(self, trees: Sequence[TokenTree], *, token_budget: int = 8192) -> dict[str, list[tuple[FloatArray, ...]]]:
-        """`logprobs` and `entropy` of every sampled token at its temperature: for each tree a column, as
-        `TrainingSample` has them."""
+    def score(
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[str] = frozenset({"logprobs", "entropy"}),
+        *,
+        value_head: ValueHead | None = None,
+        token_budget: int = 8192,
+    ) -> dict[str, list[tuple[FloatArray, ...]]]:
+        """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
+        a column, as `TrainingSample` has them."""
         samples = [TrainingSample(tree, weights=_ones(tree)) for tree in trees]
         table = token_table(samples)
-        found = {name: np.zeros(len(table.call), np.float32) for name in ("logprobs", "entropy")}
+        found = {name: np.zeros(len(table.call), np.float32) for name in what}
         self.model.eval()
         for batch in self.plan(samples, token_budget=token_budget, trains_zero_advantage=True):
-            logprobs_N, entropy_N = self.logprobs(batch, at_temperature=True)
-            places = batch.places
-            found["logprobs"][places] = logprobs_N.cpu().numpy()
-            found["entropy"][places] = entropy_N.cpu().numpy()
+            for name, values_N in self._columns(batch, what, value_head).items():
+                found[name][batch.places] = values_N.cpu().numpy()
         return {
             name: [_by_node(tree, values, starts) for tree, starts in zip(trees, table.starts, strict=True)]
             for name, values in found.items()
         }
 
+    def _columns(self, batch: MicroBatch, what: AbstractSet[str], value_head: ValueHead | None) -> dict[str, Tensor]:
+        states = self.states(batch)
+        columns: dict[str, Tensor] = {}
+        if what & {"logprobs", "entropy"}:
+            columns["logprobs"], columns["entropy"] = self.logprobs(batch, states, at_temperature=True)
+        if value_head is not None:
+            columns["values"] = value_head(states.hidden)
+        return {name: values_N for name, values_N in columns.items() if name in what}
+
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.model.device)
 
-    def _prefix(self, batch: MicroBatch, positions: np.ndarray[Any, Any]) -> tuple[Tensor, DynamicCache]:
+    def _prefix(self, batch: MicroBatch, positions: np.ndarray[Any, Any]) -> tuple[States, DynamicCache]:
         """Compute each family's prefix once; returns what `_states` does, and a cache with one entry for each row."""
         firsts = [sum(batch.families[:i]) for i in range(len(batch.families))]
         ids_GT = self._padded([batch.rows[b].token_ids[: batch.shared_length] for b in firsts], batch.shared_length)
         cache = DynamicCache(config=self.model.config)
-        states_N = self._states(ids_GT, positions, cache)
+        states = self._states(ids_GT, positions, cache)
         _expand_to_rows(cache, batch.families)
-        return states_N, cache
+        return states, cache
 
-    def _states(self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None) -> Tensor:
-        """The head's input hidden_NH at `positions` of the flattened [B, T] input; logits_NV of a model whose head
-        cannot be run alone. Rows are padded on the right, where a causal model does not look, so that no mask is
-        needed."""
+    def _states(self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None) -> States:
+        """The states at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
+        does not look, so that no mask is needed."""
         block = None if checkpoints_activations(self.model) else self.last_mlp
-        hidden: list[Tensor] | None = [] if self.head.separable else None
-        with head_at_positions(self.model, self.tensor(positions), block, hidden):
+        hidden: list[Tensor] = []
+        whole = not self.head.separable
+        with head_at_positions(self.model, self.tensor(positions), block, hidden, logits=whole):
             output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
-        return output.logits[0] if hidden is None else hidden[0]
+        return States(hidden[0], output.logits[0] if whole else None)
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         padded = [[*row, *[0] * (width - len(row))] for row in rows]

@@ -21,12 +21,12 @@ from agentlightning.errors import PolicyError
 
 @contextmanager
 def head_at_positions(
-    model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor] | None = None
+    model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor], *, logits: bool = True
 ) -> Generator[None]:
     """Compute the output head, and `block` (`tokenwise_last_mlp`), at `positions_N` of the flattened [B, T] input only.
 
-    The model's logits are then [1, N, V], and go through whatever follows the head. With `hidden`, the head's input
-    hidden_NH is appended to that list instead, and the head computes no logits.
+    The head's input hidden_NH is appended to `hidden`. The model's logits are then [1, N, V], and go through whatever
+    follows the head; without `logits`, the head computes none.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -48,12 +48,11 @@ def head_at_positions(
 
     def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         states = select(module, args)[0]
-        assert hidden is not None
         hidden.append(states[0])
-        return (states[:, :0], *args[1:])
+        return (states if logits else states[:, :0], *args[1:])
 
     with ExitStack() as hooks:
-        hooks.callback(head.register_forward_pre_hook(select if hidden is None else take).remove)
+        hooks.callback(head.register_forward_pre_hook(take).remove)
         if block is not None:
             hooks.callback(block.register_forward_pre_hook(narrow).remove)
             hooks.callback(block.register_forward_hook(widen).remove)

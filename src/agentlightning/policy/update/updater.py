@@ -30,6 +30,7 @@ from agentlightning.policy.update.forward import Forward, checkpoints_activation
 from agentlightning.policy.update.micro_batch import IntArray, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.packing import Sharing
+from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,22 @@ class Updater:
     """Trains one model in place. Not thread safe: nothing may use the weights during a step."""
 
     def __init__(
-        self, model: PreTrainedModel, optimizer: OptimizerConfig | None = None, adapter: nn.Module | None = None
+        self,
+        model: PreTrainedModel,
+        optimizer: OptimizerConfig | None = None,
+        adapter: nn.Module | None = None,
+        value_head: ValueHead | None = None,
     ) -> None:
-        """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained."""
+        """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained, and the
+        `value_head`."""
         self.model = model
         self.optimizer = Optimizer(model if adapter is None else adapter, optimizer or OptimizerConfig())
         self.forward = Forward(model)
+        self.value_head = value_head
+        self.value_optimizer = (
+            None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
+        )
+        """Of the head alone: its gradient does not count in the norm by which that of the policy is clipped."""
         self.entropy = EntropyHistory()
 
     def step(
@@ -91,6 +102,7 @@ class Updater:
         if minibatches < 1 or token_budget < 1:
             raise ConfigError(f"minibatches={minibatches} and token_budget={token_budget} must be at least 1")
         losses = token_losses(loss)
+        check_value_head(losses, self.value_head)
         samples = streams.for_losses(samples, losses)
         samples, corrections = _corrected(samples, losses, mismatch)
         totals = dict.fromkeys(COUNTS, 0.0)
@@ -101,7 +113,7 @@ class Updater:
 
         for part in _split_minibatches(samples, minibatches):
             _add(totals, self._step(streams.normalized(part, losses), losses, gradient))
-        metrics = _means(totals)
+        metrics = _summary(_means(totals), losses)
         if totals["tokens_trained"]:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
@@ -117,10 +129,24 @@ class Updater:
         if not _finite(sums, norm):
             part, left_out = self._without_not_finite(part, losses, gradient)
             if left_out:
-                self.optimizer.zero_grad()
+                self.zero_grad()
                 sums = gradient(part) or {"loss": math.nan}
                 norm = self.optimizer.grad_norm()
-        return {**sums, **self.optimizer.step(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
+        return {**sums, **self._optimize(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
+
+    def _optimize(self, loss: float, norm: Tensor) -> dict[str, float]:
+        """The step of the policy's optimiser, and of the value head's, which is skipped where the policy's is."""
+        metrics = self.optimizer.step(loss, norm)
+        if self.value_optimizer is None:
+            return metrics
+        own = self.value_optimizer.step(loss if metrics["optimizer_steps"] else math.nan)
+        return {**metrics, "value_lr": own["lr"], "value_grad_norm": own["grad_norm"]}
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that were accumulated."""
+        self.optimizer.zero_grad()
+        if self.value_optimizer is not None:
+            self.value_optimizer.zero_grad()
 
     def _without_not_finite(
         self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
@@ -144,7 +170,7 @@ class Updater:
 
     def _is_finite(self, part: Sequence[TrainingSample], rollout: tuple[int, str], gradient: Gradient) -> bool:
         """Whether the gradient of one rollout alone is finite."""
-        self.optimizer.zero_grad()
+        self.zero_grad()
         sums = gradient([streams.without(part[rollout[0]], lambda node: str(node.rollout_id) != rollout[1])])
         return not sums or _finite(sums, self.optimizer.grad_norm())
 
@@ -153,12 +179,15 @@ class Updater:
         losses = token_losses(loss)
         needs = frozenset[str]().union(*(each.needs for each in losses))
         at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
+        critic = self.value_head if any(each.needs_values for each in losses) else None
         self.model.train(checkpoints_activations(self.model))
         totals: dict[str, float] = {}
         ratios_R = self._rollout_log_ratios(batches, losses, at_temperature)
         for batch in batches:
-            logprobs_N, entropy_N = self.forward.logprobs(batch, at_temperature, entropy)
+            states = self.forward.states(batch)
+            logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
             tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
+            tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
             value, counts = _sum_of_losses(losses, tokens)
             value.loss.backward()
             _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
@@ -180,7 +209,7 @@ class Updater:
         device = self.model.device
         sums_R, counts_R = torch.zeros(rollouts, device=device), torch.zeros(rollouts, device=device)
         for batch in batches:
-            logprobs_N, entropy_N = self.forward.logprobs(batch, at_temperature)
+            logprobs_N, entropy_N = self.forward.logprobs(batch, self.forward.states(batch), at_temperature)
             tokens = self._tokens(batch, logprobs_N, entropy_N, None)
             counts = _counts(tokens, spanning[0]).to(logprobs_N.dtype)
             rollout_N = self.forward.tensor(batch.table.rollout[batch.places])
@@ -190,14 +219,20 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
-        return {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps]}
+        own = {} if self.value_optimizer is None else {"value_head": self.value_optimizer.state_dict()}
+        return {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps], **own}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError for a state that `load_state_dict` would refuse."""
         self.optimizer.check_state_dict(state)
+        if self.value_optimizer is not None and "value_head" in state:
+            self.value_optimizer.check_state_dict(state["value_head"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a value head that was saved without one continues with its own."""
         self.optimizer.load_state_dict(state)
+        if self.value_optimizer is not None and "value_head" in state:
+            self.value_optimizer.load_state_dict(state["value_head"])
         mean, steps = state.get("entropy", (0.0, 0))
         self.entropy = EntropyHistory(float(mean), int(steps))
 
@@ -244,6 +279,13 @@ def check_mismatch(losses: Sequence[TokenLoss], several: Sequence[mismatches.Cor
         raise ConfigError(f"mismatch corrects the ratios of other losses than {names}; leave it out, or use ppo")
 
 
+def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
+    """Raises PolicyError for a loss that needs a value head where there is none."""
+    for loss in losses:
+        if loss.needs_values and head is None:
+            raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
+
+
 def _is_off(several: Sequence[mismatches.Correction]) -> bool:
     return all(isinstance(each, mismatches.NoCorrection) for each in several)
 
@@ -281,6 +323,7 @@ def _tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
         call=tokens.call[counts].unique(return_inverse=True)[1],
         rollout=tokens.rollout[counts].unique(return_inverse=True)[1],
         entropy=None if tokens.entropy is None else tokens.entropy[counts],
+        values=None if tokens.values is None else tokens.values[counts],
         rollout_log_ratio=None if mean is None else mean[counts],
     )
 
@@ -334,7 +377,7 @@ COUNTS: tuple[str, ...] = (
     "micro_batches",
     "shared_prefixes",
 )
-PER_STEP: tuple[str, ...] = ("loss", "lr", "grad_norm")
+PER_STEP: tuple[str, ...] = ("loss", "lr", "grad_norm", "value_lr", "value_grad_norm")
 COUNT_OF = "count of "
 """Before the name of a metric: the number of tokens that it is a sum over."""
 
@@ -354,3 +397,9 @@ def _means(totals: dict[str, float]) -> dict[str, float]:
         return max(1.0, totals.get(f"{COUNT_OF}{name}", totals["tokens_trained"]))
 
     return {name: totals[name] / divisors.get(name, tokens(name)) for name in names}
+
+
+def _summary(means: Mapping[str, float], losses: Sequence[TokenLoss]) -> dict[str, float]:
+    for loss in losses:
+        means = loss.summary(means)
+    return dict(means)

@@ -1,0 +1,129 @@
+"""The value head: a small critic that reads the policy's hidden states.
+
+    V_t = f(h_t)        h_t: the hidden state that predicts token t, which has seen the tokens before it only
+
+It shares the body of the policy and has float32 weights, an optimiser and a file of its own. Hidden states are scaled
+to unit root mean square first, so that one learning rate suits every model; the output layer starts at 0.
+
+Shapes: N tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentlightning.errors import PolicyError
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update.value_head_config import STEP, ValueHeadConfig
+
+logger = logging.getLogger(__name__)
+
+FILE = Path("value_head") / "head.safetensors"
+"""In a checkpoint. In a folder of its own, because servers load every safetensors file beside the model's."""
+NO_HEAD = 'the policy has no value head; set policy.value_head = "linear" (or "mlp")'
+
+
+class ValueHead(nn.Module):
+    """Predicts the return from hidden states."""
+
+    def __init__(self, config: ValueHeadConfig, size: int, *, seed: int = 0) -> None:
+        """`size`: that of a hidden state."""
+        super().__init__()
+        self.config = config
+        self.size = size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.layers = _layers(config, size)
+        output = cast(nn.Linear, self.layers[-1])
+        nn.init.zeros_(output.weight)
+        nn.init.zeros_(output.bias)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: ValueHeadConfig, *, seed: int = 0) -> ValueHead:
+        """A new head for a model, on its device."""
+        size = int(model.config.get_text_config(decoder=True).hidden_size)
+        return cls(config, size, seed=seed).to(model.device)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """values_N, float32."""
+        if not self.config.trains_body:
+            hidden_NH = hidden_NH.detach()
+        return self.layers(nn.functional.rms_norm(hidden_NH.float(), (self.size,)))[:, 0]
+
+    def optimizer_config(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """AdamW at the head's own rate, on the schedule of the policy."""
+        lr = self.config.lr if self.config.lr is not None else STEP / self.size
+        return policy.model_copy(update={"type": "adamw", "lr": lr, "weight_decay": 0.0})
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write it beside a model."""
+        path = directory / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, path, {"format": "pt", "shape": json.dumps(self._shape)})
+
+    def read(self, directory: Path) -> dict[str, Tensor] | None:
+        """The weights of the head saved beside a model; None where there is none. Raises PolicyError for a damaged file
+        and for a head of another shape."""
+        path = directory / FILE
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                shape = json.loads((file.metadata() or {}).get("shape", "null"))
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError) as error:
+            raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
+        if shape != self._shape:
+            raise PolicyError(
+                f"{path} holds a value head of shape {shape}, policy.value_head asks for {self._shape}; continue with "
+                "the settings it was saved with"
+            )
+        return weights
+
+    @property
+    def _shape(self) -> list[int]:
+        return [self.size, *([self.config.hidden_size] if self.config.type == "mlp" else []), 1]
+
+
+def open_value_head(model: PreTrainedModel, config: ValueHeadConfig, source: str | Path, seed: int) -> ValueHead:
+    """The head saved beside the model in `source`, else a new one. Raises as `ValueHead.read`."""
+    head = ValueHead.of(model, config, seed=seed)
+    weights = head.read(Path(source))
+    if weights is None:
+        logger.info("%s holds no value head; it starts at 0", source)
+    else:
+        head.load_state_dict(weights)
+    return head
+
+
+def reading(head: ValueHead | None, directory: Path) -> Callable[[], None]:
+    """What gives `head` the weights in a checkpoint. A head that the checkpoint lacks stays as it is, one that only the
+    checkpoint has is not used: both are logged. Raises as `ValueHead.read`, before anything changes."""
+    weights = None if head is None else head.read(directory)
+    if head is None and (directory / FILE).is_file():
+        logger.warning("the value head in %s is not used: policy.value_head is not set", directory)
+    if head is not None and weights is None:
+        logger.warning("%s holds no value head: the policy's own continues, untrained if it is new", directory)
+
+    def load() -> None:
+        if head is not None and weights is not None:
+            head.load_state_dict(weights)
+
+    return load
+
+
+def _layers(config: ValueHeadConfig, size: int) -> nn.Sequential:
+    if config.type == "linear":
+        return nn.Sequential(nn.Linear(size, 1))
+    return nn.Sequential(nn.Linear(size, config.hidden_size), nn.GELU(), nn.Linear(config.hidden_size, 1))
