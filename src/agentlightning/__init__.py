@@ -13,7 +13,8 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
 Settings: DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig, GatewayConfig,
     OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
-    step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value.
+    step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that
+    rewards steps).
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
         operation,
         track_agent,
     )
+    from agentlightning.tracing.air import air_rule
     from agentlightning.trainer import Trainer
     from agentlightning.training.report.result import TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
@@ -156,6 +158,7 @@ _NAMES = {
         "emit_annotation emit_exception emit_message emit_object emit_reward find_final_reward "
         "find_reward_spans get_reward_value operation track_agent"
     ),
+    "tracing.air": "air_rule",
     "trainer": "Trainer",
     "training.report.result": "TrainingResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
@@ -252,6 +255,7 @@ __all__ = [
     "Unset",
     "WarmStartConfig",
     "Worker",
+    "air_rule",
     "emit_annotation",
     "emit_exception",
     "emit_message",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.tracing.air import check_rules
 from agentlightning.util.settings import Section
 
 
@@ -160,3 +161,12 @@ class TrainConfig(Section):
     """How the result is measured."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """Routes of model calls to other models than the policy, and their budgets."""
+    air: dict[str, float] = Field(default_factory=dict[str, float])
+    """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
+    output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
+
+    @field_validator("air")
+    @classmethod
+    def _check_rules(cls, air: dict[str, float]) -> dict[str, float]:
+        check_rules(air)
+        return air

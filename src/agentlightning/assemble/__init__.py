@@ -8,6 +8,7 @@ from agentlightning.assemble.agent_steps import steps
 from agentlightning.assemble.model_calls import calls, transitions, untrainable_calls, void_calls
 from agentlightning.assemble.rewards import RewardLinks, link_rewards, read_reward, scalar_reward
 from agentlightning.assemble.trajectories import (
+    AUTOMATIC_REWARDS,
     OTHER_MODELS,
     OVERRIDDEN_CALLS,
     SEEDED_CALLS,
@@ -20,6 +21,7 @@ from agentlightning.assemble.trajectories import (
 from agentlightning.assemble.tree import token_tree
 
 __all__ = [
+    "AUTOMATIC_REWARDS",
     "OTHER_MODELS",
     "OVERRIDDEN_CALLS",
     "SEEDED_CALLS",

@@ -30,29 +30,58 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
 
     The last reward span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is
     the intermediate reward of the last model call before it; where several follow the same call they add up, named
-    dimensions name by name. An earlier reward before the first call belongs to nothing and is counted. Superseded
-    spans, those that came after the end of their attempt, and evaluations without a score (a label alone, say) do not
-    count. Without a reward span, the final reward is missing (None), which is never 0.0.
+    dimensions name by name. A reward of `agl rescore` is the final one in place of the attempt's own; one of an AIR
+    rule belongs to the call that it names. An earlier reward before the first call belongs to nothing and is counted.
+    Superseded spans, those that came after the end of their attempt, and evaluations without a score (a label alone,
+    say) do not count. Without a reward span, the final reward is missing (None), which is never 0.0.
 
     Raises RewardError for a reward that is not a usable number, and where a plain reward and named dimensions follow
     the same call.
     """
     valid = sorted((span for span in spans if counts(span)), key=lambda span: span.sequence_id)
     rewards = [span for span in valid if is_reward(span)]
-    if not rewards:
-        return RewardLinks(final=None, intermediate={})
     links: dict[str, Reward] = {}
+    if not rewards:
+        return RewardLinks(final=None, intermediate=links)
+    rescored = list(filter(_is_rescored, rewards))
+    last = next((span for span in reversed(rewards) if _is_own(span)), None)
     call, unlinked = None, 0
     counted = {span.span_id for span in calls(valid)}
     for span in valid:
         if span.span_id in counted:
             call = span.span_id
-        elif is_reward(span) and span is not rewards[-1]:
+        elif is_reward(span) and _is_own(span) and span is not last:
             if call is None:
                 unlinked += 1
             else:
                 links[call] = _sum(links.get(call), read_reward(span), call)
-    return RewardLinks(final=read_reward(rewards[-1]), intermediate=links, unlinked=unlinked)
+    for span in automatic_rewards(rewards):
+        call = str(span.attributes.get(names.AIR_CALL))
+        if call in counted:
+            links[call] = _sum(links.get(call), read_reward(span), call)
+    final = rescored[-1] if rescored else last
+    return RewardLinks(None if final is None else read_reward(final), links, unlinked)
+
+
+def automatic_rewards(spans: Iterable[Span]) -> list[Span]:
+    """The rewards that AIR rules added, by sequence number; of several that one rule gave to one span, the last."""
+    newest: dict[tuple[str, str], Span] = {}
+    for span in sorted(filter(_is_automatic, spans), key=lambda span: span.sequence_id):
+        newest[str(span.attributes[names.AIR_RULE]), str(span.attributes.get(names.AIR_SOURCE))] = span
+    return list(newest.values())
+
+
+def _is_automatic(span: Span) -> bool:
+    return names.AIR_RULE in span.attributes
+
+
+def _is_rescored(span: Span) -> bool:
+    return names.RESCORED in span.attributes
+
+
+def _is_own(span: Span) -> bool:
+    """Whether the attempt itself, or its reward function, recorded a reward."""
+    return not _is_automatic(span) and not _is_rescored(span)
 
 
 def is_reward(span: Span) -> bool:

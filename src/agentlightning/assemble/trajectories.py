@@ -10,9 +10,9 @@ from agentlightning import span as names
 from agentlightning.assemble.agent_steps import steps
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.assemble.model_calls import calls, known_transitions, model_of, untrainable_calls, void_calls
-from agentlightning.assemble.rewards import link_rewards
+from agentlightning.assemble.rewards import automatic_rewards, link_rewards, read_reward
 from agentlightning.errors import RolloutRejectedError
-from agentlightning.span import Span
+from agentlightning.span import Span, counts
 from agentlightning.trajectory import Status, Trajectory
 
 UNTRAINABLE_CALLS = "untrainable_calls"
@@ -25,6 +25,8 @@ SEEDED_CALLS = "seeded_calls"
 """Key of `Trajectory.metadata`: number of calls that were sampled with a seed."""
 UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
+AUTOMATIC_REWARDS = "automatic_rewards"
+"""Key of `Trajectory.metadata`: by name of the AIR rule, the sum of the rewards it gave in the attempt."""
 VOID_CALLS = "void_calls"
 """Key of `Trajectory.metadata`: how many calls were left out because their record cannot be true."""
 VOID_REASON = "void_reason"
@@ -47,8 +49,9 @@ def trajectory(
 
     A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
     `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `void_calls` and `unlinked_rewards` where
-    they are not zero, and the defect of the first void call. Whatever an agent has written, only two errors are raised:
-    RewardError as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
+    they are not zero, the defect of the first void call, and the sums of `automatic_rewards`. Whatever an agent has
+    written, only two errors are raised: RewardError as `link_rewards` does, and RolloutRejectedError if every call with
+    tokens is void.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
     others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
@@ -66,6 +69,7 @@ def trajectory(
         VOID_CALLS: len(void),
         VOID_REASON: next(iter(void.values()), ""),
         UNLINKED_REWARDS: links.unlinked,
+        AUTOMATIC_REWARDS: _automatic(own),
     }
     return Trajectory(
         rollout_id=rollout_id,
@@ -77,6 +81,15 @@ def trajectory(
         status=status,
         metadata={**(metadata or {}), **{name: value for name, value in found.items() if value}},
     )
+
+
+def _automatic(spans: Iterable[Span]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for span in automatic_rewards(span for span in spans if counts(span)):
+        value = read_reward(span)
+        rule = str(span.attributes[names.AIR_RULE])
+        sums[rule] = sums.get(rule, 0.0) + (sum(value.values()) if isinstance(value, dict) else value)
+    return sums
 
 
 def _all_void(rollout_id: str, void: Mapping[str, str]) -> RolloutRejectedError:

@@ -41,6 +41,10 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.SUPERSEDED,
         names.LATE,
         names.STRIPPED,
+        names.AIR_RULE,
+        names.AIR_CALL,
+        names.AIR_SOURCE,
+        names.RESCORED,
     }
 )
 """Attributes that only the gateway or the store writes."""

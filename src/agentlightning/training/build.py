@@ -19,12 +19,15 @@ from agentlightning.gateway.recording import raw_exchange
 from agentlightning.policy.base import Policy
 from agentlightning.policy.open import open_models
 from agentlightning.resources import NamedResources
+from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.spec import function_spec
 from agentlightning.server.app import Server, is_loopback
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import instrument
 from agentlightning.store.journal.store import recover_journals
+from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
 from agentlightning.training.learner import PolicyLearner
@@ -94,11 +97,16 @@ def make_collector(
         limits = TokenLimits(policy.vocab_size, policy.context_length)
         model = policy.model
     return RolloutCollector(
-        TrajectoryReader(store, model, limits),
+        TrajectoryReader(store, model, limits, weighted_rules(config.air, load_rule)),
         rollout_config(config.runner),
         queue=queue,
         max_failed_share=config.runner.max_failed_share,
     )
+
+
+def load_rule(name: str) -> Any:
+    """The function of an AIR rule that is given by name. Raises AgentError."""
+    return load_object(function_spec(name, "AIR rule"), "AIR rule")
 
 
 def make_training_run(

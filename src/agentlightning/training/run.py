@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithms.training import Collected, RolloutRequest, RolloutSource
+from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
 from agentlightning.credit.rejection import Check, count_reasons
@@ -238,6 +239,17 @@ def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float
         "rejected": len(collected.rejected),
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
         **collected.metrics,
+        **_automatic_rewards(collected),
         "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }
+
+
+def _automatic_rewards(collected: Collected) -> dict[str, float]:
+    """`air_RULE` for each rule that gave rewards, and `air_reward` for all: the mean sum of a rollout."""
+    sums: dict[str, float] = {}
+    for trajectory in collected.trajectories:
+        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
+            for name in (f"air_{rule}", "air_reward"):
+                sums[name] = sums.get(name, 0.0) + value
+    return {name: value / len(collected.trajectories) for name, value in sums.items()}

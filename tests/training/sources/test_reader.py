@@ -7,8 +7,28 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+from agentlightning.algorithms.lightning_rl import reward_metrics
+from agentlightning.algorithms.training import Collected
 from agentlightning.credit.rejection import Rejection
+from agentlightning.span import (
+    AIR_RULE,
+    LOGPROBS,
+    OPERATION_NAME,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    REWARD,
+    SCORE_VALUE,
+    TOOL_NAME,
+    Span,
+    new_span_id,
+)
 from agentlightning.store import InMemoryLightningStore
+from agentlightning.tracing.air import AutomaticRewards, weighted_rules
+from agentlightning.training.build import load_rule
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.run import step_line
 from agentlightning.training.sources import reader
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.trajectory import Trajectory
@@ -45,3 +65,67 @@ async def test_the_event_loop_runs_while_trajectories_are_assembled_and_checked(
     trajectories, _ = await TrajectoryReader(store).read({rollout.rollout_id: "g"}, check)
     heartbeat.cancel()
     assert [each.reward for each in trajectories] == [1.0]
+
+
+def rules_of(weights: dict[str, float]) -> AutomaticRewards | None:
+    return weighted_rules(weights, load_rule)
+
+
+async def finished_with_tool(store: InMemoryLightningStore, finish: Any, tools: int = 1, reward: float = 1.0) -> str:
+    """A rollout with one call, tool calls after it, and a final reward."""
+    rollout = await store.start_rollout({"n": 0})
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    call = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1], RESPONSE_TOKEN_IDS: [2], LOGPROBS: [-0.5]}
+    await store.add_span(Span(*ids, "chat", 0.0, span_id=new_span_id(), attributes=call))
+    for _ in range(tools):
+        tool = {OPERATION_NAME: "execute_tool", TOOL_NAME: "noop"}
+        await store.add_span(Span(*ids, "noop", 0.0, span_id=new_span_id(), attributes=tool))
+    await store.add_span(Span(*ids, REWARD, 0.0, span_id=new_span_id(), attributes={SCORE_VALUE: reward}))
+    await store.update_attempt(*ids, status="succeeded")
+    return rollout.rollout_id
+
+
+async def test_automatic_rewards_are_recorded_once_however_often_a_rollout_is_read(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    rollout_id = await finished_with_tool(store, finish)
+    reader = TrajectoryReader(store, air=rules_of({"tool_succeeded": 0.5}))
+    for _ in range(3):
+        ((found,), _) = await reader.read({rollout_id: "g"})
+        assert (found.reward, found.transitions[0].reward) == (1.0, 0.5)
+    recorded = [span for span in await store.query_spans(rollout_id) if AIR_RULE in span.attributes]
+    assert [span.attributes[AIR_RULE] for span in recorded] == ["tool_succeeded"]
+    rollout = await store.get_rollout_by_id(rollout_id)
+    assert rollout is not None
+    assert rollout.status == "succeeded"
+
+
+async def test_the_rules_of_today_replace_recorded_rewards(store: InMemoryLightningStore, finish: Any) -> None:
+    rollout_id = await finished_with_tool(store, finish)
+    for weight in (0.5, 0.25, 0.5):
+        ((found,), _) = await TrajectoryReader(store, air=rules_of({"tool_succeeded": weight})).read({rollout_id: "g"})
+        assert found.transitions[0].reward == weight
+
+
+async def test_a_rule_that_fails_rejects_the_rollout_and_names_it(store: InMemoryLightningStore, finish: Any) -> None:
+    rollout_id = await finished_with_tool(store, finish)
+    rules = weighted_rules({"mine:bad": 1.0}, lambda name: lambda span: float("nan"))
+    found, rejected = await TrajectoryReader(store, air=rules).read({rollout_id: "g"})
+    assert not found
+    assert (rejected[0].reason, rollout_id in rejected[0].message) == ("bad_reward", True)
+
+
+async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_one(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    """An agent that calls a useless tool ever more often: the metrics tell both rewards apart."""
+    reader = TrajectoryReader(store, air=rules_of({"tool_succeeded": 0.1}))
+    lines: list[Any] = []
+    for tools in (1, 5, 25):
+        rollout_id = await finished_with_tool(store, finish, tools, reward=0.0)
+        trajectories, _ = await reader.read({rollout_id: "g"})
+        collected = Collected(trajectories)
+        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected, None)))
+    assert [line["reward"] for line in lines] == [0.0, 0.0, 0.0]
+    assert [line["air_reward"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
+    assert [line["air_tool_succeeded"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from agentlightning.assemble import trajectory
+from agentlightning.assemble import calls, trajectory
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
-from agentlightning.span import Span
+from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.air import AutomaticRewards
 from agentlightning.trajectory import Trajectory
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
@@ -36,6 +37,8 @@ class TrajectoryReader:
     """The model that learns: answers of other models are left out of trajectories. None: all models count."""
     limits: TokenLimits = NO_LIMITS
     """What tokens must fit to be learned from: calls beyond are left out and counted."""
+    air: AutomaticRewards | None = None
+    """Rules whose rewards are added to the attempts that are read, and recorded in the store. None: no rules."""
 
     async def read(
         self, groups: Mapping[str, str], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
@@ -46,7 +49,10 @@ class TrajectoryReader:
         found: dict[str, Trajectory] = {}
         rejected: dict[str, Rejection] = {}
         async for chunk in _chunks(self.store.iter_spans(list(groups))):
-            for read in await asyncio.to_thread(self._assemble, chunk, groups):
+            assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, groups)
+            if rewards_found:
+                await self.store.add_many_spans(rewards_found)
+            for read in assembled:
                 if isinstance(read, Rejection):
                     rejected[read.rollout_id] = read
                 else:
@@ -61,17 +67,30 @@ class TrajectoryReader:
 
     def _assemble(
         self, chunk: Sequence[tuple[str, list[Span]]], groups: Mapping[str, str]
-    ) -> list[Trajectory | Rejection]:
+    ) -> tuple[list[Trajectory | Rejection], list[Span]]:
+        """What was read of each rollout, and the automatic rewards that the store does not have yet."""
         assembled: list[Trajectory | Rejection] = []
+        found: list[Span] = []
         for rollout_id, spans in chunk:
             attempt_id, group = spans[-1].attempt_id if spans else "", groups[rollout_id]
             try:
+                spans, new = self._with_rewards(spans, attempt_id)
+                found += new
                 read = trajectory(rollout_id, attempt_id, spans, group, model=self.model, limits=self.limits)
             except (*REJECTING, *UNREADABLE) as error:
                 assembled.append(rejection(rollout_id, error))
             else:
                 assembled.append(read)
-        return assembled
+        return assembled, found
+
+    def _with_rewards(self, spans: list[Span], attempt_id: str) -> tuple[list[Span], list[Span]]:
+        """The spans with the rewards of today's rules in place of recorded ones, and those that are not recorded."""
+        if self.air is None:
+            return spans, []
+        attempt = [span for span in spans if span.attempt_id == attempt_id and AIR_RULE not in span.attributes]
+        known = {span.span_id for span in spans}
+        rewards = self.air.reward_spans(attempt, calls(attempt))
+        return [*attempt, *rewards], [reward for reward in rewards if reward.span_id not in known]
 
 
 async def _chunks(rollouts: AsyncIterator[tuple[str, list[Span]]]) -> AsyncIterator[list[tuple[str, list[Span]]]]:

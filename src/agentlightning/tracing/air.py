@@ -1,0 +1,257 @@
+"""AIR, automatic intermediate rewards: rules that find signs of progress in the spans of an attempt and reward them.
+
+A rule is a function of a span, or of a span and all spans of its attempt. It returns a score, or None where it has
+nothing to say. The reward is the score times the rule's weight (Luo et al., Agent Lightning, arXiv:2508.03680, section
+3.4: monitoring signals such as the status of a tool call become rewards of the step). It belongs to the model call that
+the span is, or that it follows; what happens before the first call earns nothing.
+
+Rewards are computed from finished attempts where trajectories are read, not inside the agent: a rule sees the whole
+attempt, the recorded calls of agents in any language, and no agent can forge or disturb it. The result depends on the
+spans alone and the ids of reward spans derive from their content, so that reading again adds nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final, TypeAlias, TypeVar
+
+from agentlightning import span as names
+from agentlightning.errors import ConfigError, RewardError
+from agentlightning.span import Span, counts, usable_reward
+
+Rule: TypeAlias = Callable[..., Any]
+"""(span) or (span, spans of the attempt in order) -> score, or None."""
+
+R = TypeVar("R", bound=Rule)
+
+TOOL_OPERATION: Final = "execute_tool"
+QUOTED_WORDS: Final = 5
+"""Consecutive words of a tool's result that a later answer must repeat to have used it; all of a shorter result."""
+
+_RULES: dict[str, Rule] = {}
+
+
+def air_rule(function: R) -> R:
+    """Make a rule known by the name of the function; a decorator.
+
+    >>> @agl.air_rule
+    ... def short_answer(span):
+    ...     tokens = span.attributes.get("gen_ai.usage.output_tokens")
+    ...     return None if tokens is None else tokens < 200
+    >>> agl.TrainConfig(air={"short_answer": 0.05}).air
+    {'short_answer': 0.05}
+    """
+    _RULES[function.__name__] = function
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRule:
+    """A rule of a run."""
+
+    name: str
+    function: Rule
+    weight: float
+
+    def reward(self, span: Span, spans: Sequence[Span]) -> float | None:
+        """The reward of a span; None or 0 for none. Raises RewardError for a rule that fails."""
+        try:
+            score = self.function(span, spans) if _takes_attempt(self.function) else self.function(span)
+        except Exception as error:  # the rule is the user's code
+            raise RewardError(f"{self._about(span)} raised {type(error).__name__}: {error}") from error
+        if score is None:
+            return None
+        number = usable_reward(score)
+        reward = None if number is None else usable_reward(number * self.weight)
+        if reward is None:
+            raise RewardError(
+                f"{self._about(span)} returned {score!r:.80}; return a finite number, or None for nothing"
+            )
+        return reward
+
+    def _about(self, span: Span) -> str:
+        return f"AIR rule {self.name!r}, on span {span.span_id} of rollout {span.rollout_id},"
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticRewards:
+    """The rules of a run."""
+
+    rules: tuple[WeightedRule, ...]
+
+    def reward_spans(self, spans: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
+        """The rewards of one attempt as spans. `spans`: all of its spans; `calls`: those that are model calls."""
+        own = sorted((span for span in spans if is_of_agent(span)), key=lambda span: span.sequence_id)
+        known = {call.span_id for call in calls}
+        found: list[Span] = []
+        call: str | None = None
+        for span in own:
+            call = span.span_id if span.span_id in known else call
+            if call is not None:
+                found += self._rewards_of(span, own, call)
+        return found
+
+    def _rewards_of(self, span: Span, own: Sequence[Span], call: str) -> list[Span]:
+        rewards = {rule.name: rule.reward(span, own) for rule in self.rules}
+        return [_reward_span(span, call, name, value) for name, value in rewards.items() if value]
+
+
+def weighted_rules(weights: Mapping[str, float], load: Callable[[str], Rule]) -> AutomaticRewards | None:
+    """The rules of a configuration, `load` resolving `module:function`; None for none. Raises ConfigError."""
+    check_rules(weights)
+    rules = [WeightedRule(name, _RULES.get(name) or load(name), weight) for name, weight in weights.items()]
+    return AutomaticRewards(tuple(rules)) if rules else None
+
+
+def check_rules(weights: Mapping[str, float]) -> None:
+    """Raises ConfigError for a rule that nobody knows, or a weight that is not finite or gives nothing."""
+    for name, weight in weights.items():
+        if name not in _RULES and ":" not in name:
+            near = get_close_matches(name, _RULES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"unknown AIR rule {name!r}{hint}. Known: {', '.join(sorted(_RULES))}; your own is `module:function` or"
+                " `path/file.py:function`"
+            )
+        if not math.isfinite(weight) or not weight:
+            raise ConfigError(
+                f"the weight {weight} of AIR rule {name!r} rewards nothing; use a finite one, or leave it out"
+            )
+
+
+def is_of_agent(span: Span) -> bool:
+    """Whether rules see a span: not superseded or late, and neither a reward nor what a reward function recorded."""
+    return counts(span) and span.name != names.REWARD and names.JUDGE not in span.attributes
+
+
+def _takes_attempt(function: Rule) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return len([each for each in parameters if each.kind in kinds and each.default is each.empty]) > 1
+
+
+def _reward_span(span: Span, call: str, rule: str, value: float) -> Span:
+    content = f"{span.attempt_id} {call} {span.span_id} {rule} {value!r}"
+    return Span(
+        rollout_id=span.rollout_id,
+        attempt_id=span.attempt_id,
+        name=names.REWARD,
+        start_time=span.start_time if span.end_time is None else span.end_time,
+        trace_id=span.trace_id,
+        span_id=hashlib.sha256(content.encode()).hexdigest()[:16],
+        parent_id=span.span_id,
+        attributes={
+            names.EVALUATION_NAME: rule,
+            names.SCORE_VALUE: value,
+            names.AIR_RULE: rule,
+            names.AIR_CALL: call,
+            names.AIR_SOURCE: span.span_id,
+        },
+    )
+
+
+# -- the rules -------------------------------------------------------------------------------------------------------
+
+
+@air_rule
+def tool_succeeded(span: Span) -> float | None:
+    """1 for a tool call, or a step recorded with `agl.operation`, that ended without an error."""
+    return 1.0 if _is_tool(span) and not _failed(span) else None
+
+
+@air_rule
+def tool_raised(span: Span) -> float | None:
+    """1 for a tool call or step that ended with an error; give it a negative weight."""
+    return 1.0 if _is_tool(span) and _failed(span) else None
+
+
+@air_rule
+def repeated_failure(span: Span, spans: Sequence[Span]) -> float | None:
+    """1 for a failed tool call that had failed before with the same arguments; give it a negative weight."""
+    if tool_raised(span) is None:
+        return None
+    same = [each for each in spans if tool_raised(each) and each.sequence_id < span.sequence_id]
+    return 1.0 if _tool_call(span) in map(_tool_call, same) else None
+
+
+@air_rule
+def output_parsed(span: Span) -> float | None:
+    """1 for an answer in the format that was asked for (`response_format`, tools with a schema); 0 otherwise."""
+    constraint = span.attributes.get(names.CONSTRAINT)
+    return None if constraint is None else float(constraint != "violated")
+
+
+@air_rule
+def retrieved_text_used(span: Span, spans: Sequence[Span]) -> float | None:
+    """1 for a tool call whose result a later answer repeats: five consecutive words, or all of a shorter result, that
+    the arguments of the tool did not contain."""
+    if not _is_tool(span) or _failed(span):
+        return None
+    known = " ".join(_words(_tool_call(span)[1]))
+    quotes = [quote for quote in _runs(_words(span.attributes.get(_result(span)))) if quote not in known]
+    later = (" ".join(_words(_answer(each))) for each in spans if each.sequence_id > span.sequence_id)
+    return 1.0 if quotes and any(f" {quote} " in f" {answer} " for answer in later for quote in quotes) else None
+
+
+@air_rule
+def progress(span: Span, spans: Sequence[Span]) -> float | None:
+    """The rise of the attribute `agentlightning.progress` since the environment last told it, from 0. The rewards of an
+    attempt sum to the last value, so that going back and forth earns nothing."""
+    value = usable_reward(span.attributes.get(names.PROGRESS))
+    if value is None:
+        return None
+    earlier = (
+        usable_reward(each.attributes.get(names.PROGRESS)) for each in spans if each.sequence_id < span.sequence_id
+    )
+    known = [each for each in earlier if each is not None]
+    return value - (known[-1] if known else 0.0)
+
+
+def _is_tool(span: Span) -> bool:
+    return span.attributes.get(names.OPERATION_NAME) == TOOL_OPERATION or span.name == names.OPERATION
+
+
+def _failed(span: Span) -> bool:
+    marks = (names.ERROR_TYPE, names.EXCEPTION_TYPE)
+    return span.status_code == "ERROR" or any(mark in span.attributes for mark in marks)
+
+
+def _tool_call(span: Span) -> tuple[str, str]:
+    """Name and arguments."""
+    of_step = span.name == names.OPERATION
+    name = names.OPERATION_LABEL if of_step else names.TOOL_NAME
+    arguments = names.OPERATION_INPUT if of_step else names.TOOL_ARGUMENTS
+    return str(span.attributes.get(name)), str(span.attributes.get(arguments))
+
+
+def _result(span: Span) -> str:
+    return names.OPERATION_OUTPUT if span.name == names.OPERATION else names.TOOL_RESULT
+
+
+def _answer(span: Span) -> str:
+    """The text of a model call's answer; empty for any other span."""
+    text = span.attributes.get(names.OUTPUT_MESSAGES)
+    try:
+        messages: Any = json.loads(text) if isinstance(text, str) else text
+        parts = [part for message in messages or () for part in message.get("parts", ())]
+        return " ".join(str(part.get("content", "")) for part in parts if part.get("type") == "text")
+    except (ValueError, AttributeError, TypeError):
+        return ""
+
+
+def _words(value: Any) -> list[str]:
+    text = value if isinstance(value, str) else json.dumps(value, default=str) if value is not None else ""
+    return re.findall(r"\w+", text.lower())
+
+
+def _runs(words: Sequence[str]) -> list[str]:
+    size = min(QUOTED_WORDS, len(words))
+    runs = [" ".join(words[start : start + size]) for start in range(len(words) - size + 1)] if size else []
+    return [run for run in runs if len(run) > 2]
