@@ -20,6 +20,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.losses import NLLLoss, PPOLoss
@@ -28,6 +29,7 @@ from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedPolicy, scripted_weights
+from agentlightning.tracing.air import air_rule
 from agentlightning.trainer import Trainer
 from agentlightning.training.report import write_report
 from agentlightning.training.report.result import TrainingResult
@@ -232,3 +234,27 @@ async def test_greedy_and_sampled_evaluations_differ_in_temperature(run: Run) ->
         assert run.temperatures(f"{purpose}-greedy") == {0.0}
         assert run.temperatures(f"{purpose}-sampled") == {1.0}
     assert run.temperatures("train-") == {0.7}
+
+
+async def test_automatic_rewards_reach_the_credit_of_calls_and_the_metrics(run: Run) -> None:
+    @air_rule
+    def says_yes(span: Any) -> float | None:
+        return 1.0 if span.attributes.get("gen_ai.operation.name") == "chat" else None
+
+    run.reward = lambda task, answer: 1.0
+    run.policy = ScriptedPolicy(lambda messages, updates: "yes")
+    credit = {"type": "discounted", "gamma": 1.0}
+    config = greedy(every=0).model_copy(update={"air": {"says_yes": 0.25}})
+    result = await run.fit(config, LightningRL(steps=1, tasks_per_step=1, group_size=2, credit=credit), **TASKS)
+    assert (run.metrics[0]["air_says_yes"], run.metrics[0]["air_reward"], run.metrics[0]["reward"]) == (0.25, 0.25, 1.0)
+    assert result.held_out["greedy"].before == 1.0, "evaluations measure the final reward alone"
+
+
+async def test_automatic_rewards_that_a_credit_rule_would_ignore_are_refused(run: Run) -> None:
+    @air_rule
+    def each_call(span: Any) -> float | None:
+        return 1.0 if span.attributes.get("gen_ai.operation.name") == "chat" else None
+
+    config = greedy(every=0).model_copy(update={"air": {"each_call": 0.25}})
+    with pytest.raises(TrainingStopped, match="intermediate reward, which credit rule"):
+        await run.fit(config, LightningRL(steps=1, tasks_per_step=2, group_size=2), **TASKS)
