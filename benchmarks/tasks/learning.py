@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agentlightning.credit import CreditRule, credit_rule, group_trajectories, training_samples
+from agentlightning.credit import CreditContext, CreditRule, credit_rule, group_trajectories, training_samples
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Trajectory
 from tasks.base import Environment
@@ -80,14 +80,14 @@ async def learn(
     """Train until the reward on held-out tasks, sampled, is `target` of the optimum."""
     recipe, policy, environment = start.recipe, start.policy, start.recipe.environment
     policy.start(start.weights, OptimizerConfig(lr=recipe.lr if lr is None else lr), start.seed)
-    rule = credit_rule(rule)
+    rule, context = credit_rule(rule), CreditContext()
     tasks = environment.tasks("train", recipe.train_tasks, start.seed)
     learned = Learned(0, False)
     step = 0
     while learned.rollouts < recipe.most_rollouts and not learned.arrived:
         chosen = [tasks[(step * recipe.tasks_per_step + i) % len(tasks)] for i in range(recipe.tasks_per_step)]
         groups = group_trajectories(play(environment, policy, chosen, recipe.group_size, batch=step))
-        samples, _ = training_samples(groups, rule)
+        samples, _ = training_samples(groups, rule, context=context)
         if samples:
             await policy.local.train(samples, loss=loss)
         step += 1

@@ -15,8 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.updater import Updater
-from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from tasks.base import Call, Environment
 
 END = "."
@@ -60,21 +58,28 @@ def imitate(
 ) -> None:
     """Supervised learning of the answers, once over all demonstrations in their order, with a falling learning rate."""
     steps = len(demonstrations) // batch
-    updater = Updater(model, OptimizerConfig(lr=lr, schedule="linear", total_steps=steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
     for step in range(steps):
         part = demonstrations[step * batch : (step + 1) * batch]
         rows = [(tokenizer.encode(call.prompt), _answer_ids(tokenizer, call, answer)) for call, answer in part]
-        tokens = sum(len(answer) for _, answer in rows)
-        updater.step([_sample(prompt, answer, tokens) for prompt, answer in rows], loss="nll", sharing="never")
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        ids = torch.tensor([_padded([*prompt, *answer], width, 0) for prompt, answer in rows])
+        labels = torch.tensor([_padded([-100] * len(prompt) + answer, width, -100) for prompt, answer in rows])
+        logits = model(input_ids=ids).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def _padded(row: list[int], width: int, filler: int) -> list[int]:
+    return row + [filler] * (width - len(row))
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerFast, call: Call, answer: str) -> list[int]:
     return tokenizer.encode(answer if call.max_words == 1 else f"{answer} {END}")
-
-
-def _sample(prompt: Sequence[int], answer: Sequence[int], tokens: int) -> TrainingSample:
-    nodes = (Node(-1, tuple(prompt)), Node(0, tuple(answer), True, (0.0,) * len(answer), "ro", "call"))
-    return TrainingSample(TokenTree(nodes), weights=((), (1 / tokens,) * len(answer)))
 
 
 class WordPolicy:
@@ -117,7 +122,7 @@ class WordPolicy:
         """Log-probabilities of the word after each row of tokens [rows, V]. Rows are padded on the right, where a
         causal model does not look."""
         width = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        ids = torch.tensor([_padded(list(row), width, 0) for row in rows])
         last = torch.tensor([len(row) - 1 for row in rows])
         return self.model(input_ids=ids).logits[torch.arange(len(rows)), last].log_softmax(-1)
 

@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
 
 
 @asynccontextmanager
-async def _open(
+async def open_named(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
     from agentlightning.gateway.recording import raw_exchange
@@ -120,7 +120,7 @@ def stats(store: Store = None, server: Server = None, token: Token = None, as_js
     """Show the contents of a store: rollouts by status, attempts, spans, queues, and its size."""
 
     async def work(output: Output, progress: Progress) -> Result:
-        async with _open(store, server, token) as opened:
+        async with open_named(store, server, token) as opened:
             counts = await opened.statistics()
             queues = await opened.query_queues()
         record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
@@ -143,7 +143,7 @@ def show(
     async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.cli.formatting.rollout_text import rollout_lines
 
-        async with _open(store, server, token) as opened:
+        async with open_named(store, server, token) as opened:
             rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
             rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
             if rollout is None:
@@ -201,7 +201,7 @@ def prune(
     async def work(output: Output, progress: Progress) -> Result:
         spared = () if server is not None else _rollouts_in_use(store)
         retention = replace(retention_from(older_than, keep, max_size), spare=spared)
-        async with _open(store, server, token) as opened:
+        async with open_named(store, server, token) as opened:
             planned = await opened.prune(retention, dry_run=True)
             if dry_run or not planned.rollouts:
                 removed = None
@@ -288,7 +288,7 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
     """
 
     async def work(output: Output, progress: Progress) -> Result:
-        async with _open(store, server, token) as opened:
+        async with open_named(store, server, token) as opened:
             before = (await opened.statistics())["bytes"]
             async with _in_background(_show_phase_later(progress, "vacuuming")):
                 await opened.vacuum()
@@ -330,7 +330,7 @@ def export_(
         from agentlightning.store.export import export_store
 
         filters: dict[str, Any] = {"status_in": _checked(statuses, "status"), "mode_in": _checked(modes, "mode")}
-        async with _open(store, server, token) as opened:
+        async with open_named(store, server, token) as opened:
             with _write_errors(file):
                 report = _report(progress, "exporting")
                 exported = await export_store(
@@ -404,7 +404,7 @@ def import_(
         from agentlightning.store.export.copy import check_source
 
         check_source(file)  # before a database is created for it
-        async with _open(store, server, token, create=True) as opened:
+        async with open_named(store, server, token, create=True) as opened:
             imported = await import_store(opened, file, report=_report(progress, "importing"))
         known = f"; {imported.known:,} were already there" if imported.known else ""
         text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"

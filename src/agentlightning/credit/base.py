@@ -121,6 +121,11 @@ def register(rule: type[CreditRule]) -> type[CreditRule]:
     return rule
 
 
+def rule_names() -> list[str]:
+    """The `type` of every rule, in alphabetical order."""
+    return sorted(_RULES)
+
+
 def canonical_credit(setting: Any) -> Any:
     """A rule's name, or table of settings, with an alias replaced by the `type` it stands for."""
     if isinstance(setting, str):

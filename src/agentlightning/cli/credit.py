@@ -1,0 +1,130 @@
+"""`agl credit`: what recorded rollouts say about credit rules: compare."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+
+if TYPE_CHECKING:
+    from agentlightning.evaluation.credit_comparison import CreditComparison
+    from agentlightning.trajectory import Trajectory
+
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    verbs = typer.Typer(name="credit", no_args_is_help=True, help="Compare credit rules on recorded rollouts.")
+    verbs.command("compare")(compare)
+    verbs.callback()(_credit)
+    app.add_typer(verbs)
+
+
+def _credit() -> None:
+    """Compare credit rules on recorded rollouts."""
+
+
+def compare(
+    store: Annotated[str, typer.Argument(help="A SQLite file, or postgresql://...")],
+    rules: Rules = None,
+    groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
+    mode: Annotated[str | None, typer.Option(help="Only rollouts of this mode: train, val or test.")] = None,
+    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    reward_weights: Annotated[
+        str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
+
+    Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
+    """
+    output = Output(as_json)
+    with errors_reported(output):
+        from agentlightning.credit.base import rule_names
+        from agentlightning.evaluation.credit_comparison import compare_credit
+
+        weights = _json(reward_weights, "--reward-weights")
+        chosen = [_rule(each) for each in rules] if rules else rule_names()
+        recorded, unreadable = asyncio.run(_read(store, groups, mode))
+        found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
+        output.finish(found.as_json(), lambda console: _show(found, console))
+
+
+async def _read(store: str, groups: int, mode: str | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
+    """The newest groups of finished rollouts, and rollouts that cannot be read by reason."""
+    from agentlightning.cli.store import open_named
+    from agentlightning.credit import group_trajectories
+    from agentlightning.credit.rejection import count_reasons
+    from agentlightning.errors import ConfigError, DatasetError
+    from agentlightning.training.sources.reader import TrajectoryReader
+    from agentlightning.training.sources.recorded import RecordedQuery, find_groups
+
+    modes: Any = None if mode is None else [mode]
+    if mode not in (None, "train", "val", "test"):
+        raise ConfigError(f"--mode {mode!r} is none; choose train, val or test")
+    async with open_named(store, None, None) as opened:
+        found = await find_groups(opened, RecordedQuery(modes=modes))
+        if not found:
+            of_mode = "" if mode is None else f" of mode {mode}"
+            raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")
+        chosen = {rollout_id: group for group, ids in found[-groups:] for rollout_id in ids}
+        trajectories, rejected = await TrajectoryReader(opened).read(chosen)
+    return group_trajectories(trajectories), count_reasons(rejected)
+
+
+def _rule(text: str) -> Any:
+    return _json(text, "--rule") if text.lstrip().startswith("{") else text
+
+
+def _json(text: str | None, option: str) -> Any:
+    from agentlightning.errors import ConfigError
+
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} {text!r} is not a JSON object")
+    return value
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def _show(found: CreditComparison, console: Console) -> None:
+    console.print(f"{found.groups} groups, {found.rollouts} rollouts")
+    for reason, count in found.left_out.items():
+        console.print(f"left out: {count} {reason.replace('_', ' ')}")
+    table = Table("rule", "signal-to-noise of a group", "rollouts to 1", "agreement", "groups used", box=None)
+    for each in found.signals:
+        low, high = each.interval
+        fewest, most = each.rollouts_interval
+        agreement = "" if each.agreement is None else f"{each.agreement:.2f}"
+        table.add_row(
+            each.rule,
+            f"{each.snr:.3g} ({low:.3g} to {high:.3g})",
+            f"{_count(each.rollouts)} ({_count(fewest)} to {_count(most)})",
+            agreement,
+            str(each.groups_used),
+        )
+    console.print(table)
+    for rule, reason in found.unusable.items():
+        console.print(f"{rule} cannot be used here: {reason}", markup=False)
+
+
+def _count(rollouts: float) -> str:
+    return f"{rollouts:,.0f}" if math.isfinite(rollouts) else "no signal"

@@ -1,0 +1,309 @@
+"""Compares credit rules on recorded groups: how much of the gradient that each would give is signal. Trains nothing.
+
+A rule gives every call c an advantage A_c. Without the model, its gradient is taken in log-linear models of what the
+agents did, a weight for each pair of a context x and a token y, whose score is known from counts:
+
+    g_k = sum over sampled tokens of group k   w_t A_t (e(x_t, y_t) - sum_y p(y | x_t) e(x_t, y)),   p from all groups
+
+There are two contexts: the state of the call with the answer so far, which tells what to do where, and the agent with
+the last two tokens, which tells what tasks have in common. Constant advantages give no gradient. With g over random
+groups of random tasks,
+
+    snr = |E g|^2 / tr Cov g          for one group;      rollouts to signal-to-noise 1 = rollouts of a group / snr
+
+the gradient noise scale of McCandlish et al. 2018, arXiv:1812.06162, equation 2.8. Splitting the groups at random into
+halves whose credit is computed separately, and multiplying gradients of different halves only, estimates |E g|^2
+without bias, also where a rule pools groups; g is compressed by a count sketch (Charikar et al. 2002), which keeps
+inner products. Intervals are percentiles of a bootstrap over groups. A high ratio is of use only where the rule points
+where rewards do: `agreement` is the cosine of E g with that of plain group-relative returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from agentlightning.assemble import scalar_reward
+from agentlightning.credit import CreditRule, credit_rule
+from agentlightning.credit.base import Credit, CreditContext
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection, count_reasons, rejection
+from agentlightning.errors import AgentLightningError, DatasetError, RewardError
+from agentlightning.evaluation.score_features import FloatMatrix, Groups, ScoreFeatures
+from agentlightning.trajectory import Trajectory
+
+SPLITS = 4
+"""Random halvings of the groups."""
+BATCH = 16
+"""Groups whose credit a rule assigns together, as in a step of training."""
+REFERENCE = {"type": "group_relative", "intermediate": "ignore"}
+MIN_GROUPS = 4
+"""Fewer cannot be halved with two groups on each side."""
+
+Interval: TypeAlias = tuple[float, float]
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSignal:
+    """The signal of one rule's advantages."""
+
+    rule: str
+    snr: float
+    """Signal-to-noise ratio of the gradient of one group. At most 0 where no signal was found."""
+    interval: Interval
+    """95% interval of `snr`."""
+    rollouts: float
+    """Rollouts to a signal-to-noise ratio of 1; infinite where no signal was found."""
+    rollouts_interval: Interval
+    agreement: float | None
+    """Cosine with the gradient of `group_relative`; None where either has no signal."""
+    groups_used: int
+    """Groups that teach something under this rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditComparison:
+    """What `compare_credit` found."""
+
+    signals: tuple[RuleSignal, ...]
+    """Of the rules that can use the data, the highest ratio first."""
+    unusable: Mapping[str, str]
+    """The other rules, each with the reason."""
+    groups: int
+    rollouts: int
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rollouts and groups that were not used, by reason."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as JSON values; infinite numbers are null."""
+        return {
+            "rules": [_signal_json(each) for each in self.signals],
+            "unusable": dict(self.unusable),
+            "groups": self.groups,
+            "rollouts": self.rollouts,
+            "left_out": dict(self.left_out),
+        }
+
+
+def compare_credit(
+    groups: Groups,
+    rules: Iterable[str | Mapping[str, Any] | CreditRule],
+    *,
+    target_agent: str | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+    left_out: Mapping[str, int] = NOTHING,
+    bootstraps: int = 400,
+    seed: int = 0,
+) -> CreditComparison:
+    """Compare rules on groups of rollouts of one task each.
+
+    Rollouts without a reward, and groups that then have fewer than two, are left out and counted, together with those
+    of `left_out`. A rule that cannot
+    use the data is listed with its reason. Raises DatasetError where too little is left to compare anything."""
+    usable, found_out = _usable(groups, reward_weights)
+    left_out = {**left_out, **found_out}
+    if len(usable) < MIN_GROUPS:
+        raise DatasetError(_too_little(groups, usable, left_out))
+    features = ScoreFeatures(usable, target_agent)
+    if not features.count:
+        agents = sorted({call.agent or "" for group in usable for each in group for call in each.transitions})
+        raise DatasetError(f"no call of an agent called {target_agent!r} has known tokens; there are {agents}")
+    sampler = _Sampler(len(usable), bootstraps, seed)
+    reference = _halves(credit_rule(REFERENCE), usable, features, sampler)
+    found: list[RuleSignal] = []
+    unusable: dict[str, str] = {}
+    for setting in rules:
+        name = _name(setting)
+        try:
+            halves = _halves(credit_rule(setting), usable, features, sampler)
+        except AgentLightningError as error:
+            unusable[name] = str(error)
+            continue
+        if not halves.used:
+            unusable[name] = "every group has the same reward in all its rollouts, or no step that it could tell apart"
+            continue
+        found.append(_signal(name, halves, reference, sampler, features))
+    found.sort(key=lambda each: -each.snr)
+    rollouts = sum(map(len, usable))
+    return CreditComparison(tuple(found), unusable, len(usable), rollouts, left_out)
+
+
+def _name(setting: str | Mapping[str, Any] | CreditRule) -> str:
+    if isinstance(setting, str):
+        return setting
+    return setting.type if isinstance(setting, CreditRule) else str(setting.get("type"))
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def _usable(groups: Groups, weights: Mapping[str, float] | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
+    """Groups of two rollouts or more with a reward that is one number, and what was left out by reason."""
+    usable: list[list[Trajectory]] = []
+    refused: list[Rejection] = []
+    alone = 0
+    for group in groups:
+        scored: list[Trajectory] = []
+        for each in group:
+            found = _scalar(each, weights)
+            if isinstance(found, Rejection):
+                refused.append(found)
+            else:
+                scored.append(found)
+        if len(scored) > 1:
+            usable.append(scored)
+        else:
+            alone += bool(scored)
+    left_out = count_reasons(refused)
+    return usable, left_out | ({"groups_of_one": alone} if alone else {})
+
+
+def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory | Rejection:
+    """The trajectory with rewards that are one number each."""
+    try:
+        reward = scalar_reward(trajectory.reward, weights)
+        transitions = tuple(
+            call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
+            for call in trajectory.transitions
+        )
+    except RewardError as error:
+        return rejection(trajectory.rollout_id, error)
+    if reward is None:
+        return Rejection(trajectory.rollout_id, MISSING_REWARD, "it has no reward")
+    return replace(trajectory, reward=reward, transitions=transitions)
+
+
+def _too_little(groups: Groups, usable: Groups, left_out: Mapping[str, int]) -> str:
+    counted = "".join(f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
+    return (
+        f"{len(usable)} of {len(groups)} groups have two rollouts or more with a reward{counted}; comparing credit"
+        f" rules needs at least {MIN_GROUPS} such groups: record several rollouts of the same task, each with a reward"
+    )
+
+
+# -- estimates -------------------------------------------------------------------------------------------------------
+
+
+class _Sampler:
+    """The random halves and bootstrap samples, the same for every rule."""
+
+    def __init__(self, groups: int, bootstraps: int, seed: int) -> None:
+        import numpy as np
+
+        rng = np.random.default_rng(seed)
+        self.sides = [rng.permutation(groups) < groups // 2 for _ in range(SPLITS)]
+        self.across = sum((side[:, None] != side[None, :]).astype(float) for side in self.sides)
+        self.counts = rng.multinomial(groups, [1 / groups] * groups, bootstraps).astype(float)
+        self.whole = np.ones((1, groups))
+
+    def products(self, left: Sequence[FloatMatrix], right: Sequence[FloatMatrix]) -> FloatMatrix:
+        """Inner products of the gradients of groups in different halves, summed over the splits."""
+        pairs = zip(self.sides, left, right, strict=True)
+        return sum((a @ b.T) * (side[:, None] != side[None, :]) for side, a, b in pairs)  # pyright: ignore[reportReturnType]
+
+    def mean_product(self, products: FloatMatrix, counts: FloatMatrix) -> FloatMatrix:
+        """The mean product, for each row of counts of groups."""
+        return _form(products, counts) / _form(self.across, counts)
+
+
+def _form(matrix: FloatMatrix, counts: FloatMatrix) -> FloatMatrix:
+    return ((counts @ matrix) * counts).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """The gradients under one rule."""
+
+    gradients: list[FloatMatrix]
+    """One [groups, SKETCH] for each split."""
+    used: int
+
+
+def _halves(rule: CreditRule, groups: Groups, features: ScoreFeatures, sampler: _Sampler) -> _Halves:
+    import numpy as np
+
+    found: list[FloatMatrix] = []
+    used = set[int]()
+    for side in sampler.sides:
+        factors = np.zeros(features.count)
+        for half in (False, True):
+            for number, credit in _assign(rule, groups, [i for i in range(len(groups)) if bool(side[i]) is half]):
+                used.add(number)
+                _set_factors(factors, credit, groups[number], features, number)
+        found.append(features.gradients(factors * features.shares))
+    return _Halves(found, len(used))
+
+
+def _assign(rule: CreditRule, groups: Groups, chosen: Sequence[int]) -> Iterable[tuple[int, Credit]]:
+    """The credit of the chosen groups, in batches as a run would have them, with a memory of their own."""
+    context = CreditContext()
+    large = [number for number in chosen if len(groups[number]) >= rule.min_group]
+    for start in range(0, len(large), BATCH):
+        batch = large[start : start + BATCH]
+        for trajectory in (each for number in batch for each in groups[number]):
+            rule.check(trajectory)
+        for number, credit in zip(batch, rule.assign([groups[i] for i in batch], context), strict=True):
+            if credit is not None:
+                yield number, credit
+
+
+def _set_factors(
+    factors: FloatMatrix, credit: Credit, group: Sequence[Trajectory], features: ScoreFeatures, number: int
+) -> None:
+    for place, trajectory in enumerate(group):
+        for index, call in enumerate(trajectory.transitions):
+            tokens = features.calls.get((number, call.rollout_id, call.span_id))
+            if tokens is not None:
+                weight = 1.0 if credit.weights is None else credit.weights[place][index]
+                factors[tokens] = credit.advantages[place][index] * weight
+
+
+def _signal(name: str, own: _Halves, reference: _Halves, sampler: _Sampler, features: ScoreFeatures) -> RuleSignal:
+    import numpy as np
+
+    products = sampler.products(own.gradients, own.gradients)
+    sizes = sum((each**2).sum(1) for each in own.gradients) / SPLITS
+
+    def ratio(counts: FloatMatrix) -> FloatMatrix:
+        signal = sampler.mean_product(products, counts)
+        noise = (counts @ sizes) / counts.sum(1) - signal
+        return signal / np.maximum(noise, 1e-12 * np.maximum(signal, 1e-300))
+
+    snr = float(ratio(sampler.whole)[0])
+    low, high = (float(each) for each in np.nanquantile(ratio(sampler.counts), (0.025, 0.975)))
+    signal = float(sampler.mean_product(products, sampler.whole)[0])
+    theirs = sampler.products(reference.gradients, reference.gradients)
+    known = float(sampler.mean_product(theirs, sampler.whole)[0])
+    shared = float(sampler.mean_product(sampler.products(own.gradients, reference.gradients), sampler.whole)[0])
+    rollouts = features.rollouts_per_group
+    return RuleSignal(
+        rule=name,
+        snr=snr,
+        interval=(low, high),
+        rollouts=_rollouts(rollouts, snr),
+        rollouts_interval=(_rollouts(rollouts, high), _rollouts(rollouts, low)),
+        agreement=max(-1.0, min(1.0, shared / math.sqrt(signal * known))) if min(signal, known) > 0 else None,
+        groups_used=own.used,
+    )
+
+
+def _rollouts(group_size: float, snr: float) -> float:
+    return group_size / snr if snr > 0 else math.inf
+
+
+def _signal_json(signal: RuleSignal) -> dict[str, Any]:
+    def finite(number: float) -> float | None:
+        return number if math.isfinite(number) else None
+
+    return {
+        "rule": signal.rule,
+        "snr": signal.snr,
+        "interval": list(signal.interval),
+        "rollouts": finite(signal.rollouts),
+        "rollouts_interval": [finite(each) for each in signal.rollouts_interval],
+        "agreement": signal.agreement,
+        "groups_used": signal.groups_used,
+    }
