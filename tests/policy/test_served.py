@@ -101,6 +101,14 @@ async def test_servers_begin_with_the_learners_weights_and_get_them_after_each_u
     assert (policy.policy_version, server.weights) == (40, str(tmp_path / "weights" / "version-000040"))
 
 
+async def test_answers_are_sampled_while_the_learner_trains(policy: ServedPolicy):
+    assert await policy.train_apart([], token_budget=7) == {"loss": 1.0, "token_budget": 7}
+    assert (policy.learner.policy_version, policy.policy_version) == (1, 0)
+    assert (await policy.sample([50], SamplingParams(max_tokens=3))).policy_version == 0
+    assert await policy.publish_update() == {"server_difference": 0.0}
+    assert (await policy.sample([50], SamplingParams(max_tokens=3))).policy_version == policy.policy_version == 1
+
+
 async def test_tokens_are_scored_by_the_learner(policy: ServedPolicy):
     assert await policy.score([], {"ref_logprobs"}, reference=Path("model")) == {"ref_logprobs": [Path("model")]}
 

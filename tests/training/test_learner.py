@@ -1,6 +1,11 @@
-"""The age of training samples, in updates of the weights."""
+"""An update holds calls back no longer than it must; and the age of training samples, in updates of the weights."""
 
-from agentlightning.training.learner import staleness
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from agentlightning.training.learner import PolicyLearner, staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 
@@ -25,3 +30,51 @@ def test_tokens_that_are_not_trained_or_of_unknown_weights_have_no_age():
     assert staleness([sample((1, 0.0, 2), (None, 0.1, 4), (4, 0.1, 1))], 5)["staleness"] == 1.0
     assert staleness([sample((None, 0.1, 4))], 5) == {}
     assert staleness([], 5) == {}
+
+
+class Recorded:
+    """A policy that records what happens to it, and when calls are held back."""
+
+    policy_version = 0
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @asynccontextmanager
+    async def updating(self):
+        self.events.append("calls wait")
+        yield True
+        self.events.append("calls go on")
+
+    async def train(self, samples: Any, *, in_flight: bool = False, **options: Any) -> dict[str, float]:
+        self.events.append(f"train {in_flight}")
+        return {"loss": 1.0}
+
+
+class Separate(Recorded):
+    async def train_apart(self, samples: Any, **options: Any) -> dict[str, float]:
+        self.events.append("train apart")
+        return {"loss": 1.0}
+
+    async def publish_update(self, *, in_flight: bool = False) -> dict[str, float]:
+        self.events.append(f"publish {in_flight}")
+        return {"server_difference": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("policy", "events", "metrics"),
+    [
+        (Recorded(), ["calls wait", "train True", "calls go on"], {"loss"}),
+        (
+            Separate(),
+            ["train apart", "calls wait", "publish True", "calls go on"],
+            {"loss", "server_difference"},
+        ),
+    ],
+)
+async def test_calls_wait_only_while_the_weights_that_answer_them_change(
+    policy: Any, events: list[str], metrics: set[str]
+):
+    found = await PolicyLearner(policy, policy.updating, token_budget=7).update([])
+    assert policy.events == events
+    assert found.keys() == metrics | {"drain_seconds"}

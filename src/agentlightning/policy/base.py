@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from agentlightning.engine.base import Engine
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
@@ -30,6 +30,11 @@ class Policy(Engine, Protocol):
     @property
     def vocab_size(self) -> int | None:
         """Token ids are below this; None: unknown."""
+        return None
+
+    async def kv_cache_usage(self) -> float | None:
+        """The share of the memory for keys and values that running answers use, the fullest server's where there are
+        several; None: unknown."""
         return None
 
     @property
@@ -67,3 +72,17 @@ class Policy(Engine, Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SeparatePolicy(Protocol):
+    """A policy that trains other weights than those that sample, so that sampling continues while it trains."""
+
+    async def train_apart(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """`Policy.train`, without changing the weights that sample."""
+        ...
+
+    async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
+        """Let the weights that sample be those that were trained. Raises as `Policy.train` does; PolicyError where they
+        cannot be replaced."""
+        ...

@@ -150,6 +150,10 @@ class LocalPolicy:
             top_logprobs=tuple(request.top_logprobs),
         )
 
+    async def kv_cache_usage(self) -> float | None:
+        """See `Policy.kv_cache_usage`."""
+        return self._generator.kv_cache_usage
+
     @property
     def device(self) -> str:
         return str(self._model.device)

@@ -146,6 +146,10 @@ class ServedPolicy:
         """See `Engine.sample`. Raises as `ReplicaPool.sample` does."""
         return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
 
+    async def kv_cache_usage(self) -> float | None:
+        """See `Policy.kv_cache_usage`."""
+        return await self.servers.kv_cache_usage()
+
     # -- learning --------------------------------------------------------------------------------------------------
 
     @property
@@ -157,10 +161,19 @@ class ServedPolicy:
     ) -> Mapping[str, float]:
         """See `Policy.train`. Raises as the learner does, and PolicyError where the servers do not take the weights."""
         self._require_idle(in_flight)
+        metrics = await self.train_apart(samples, **options)
+        return {**metrics, **await self.publish_update(in_flight=in_flight)}
+
+    async def train_apart(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """See `SeparatePolicy.train_apart`. Raises as the learner does."""
         self._generation += 1
-        metrics = await self.learner.train(samples, **options)
+        return await self.learner.train(samples, **options)
+
+    async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
+        """See `SeparatePolicy.publish_update`."""
+        self._require_idle(in_flight)
         await self.publish()
-        return {**metrics, "server_difference": self.differences[-1]}
+        return {"server_difference": self.differences[-1]}
 
     async def score(
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None

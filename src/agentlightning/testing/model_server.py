@@ -79,6 +79,8 @@ class ScriptedModelServer:
         """Path -> statuses of the next responses, one per request."""
         self.delay = 0.0
         """Seconds before each token."""
+        self.kv_cache_usage: float | None = None
+        """What its metrics report; None: it has no metrics."""
         self.port = port
         self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
         self._receives, self._workers = receives, workers
@@ -103,7 +105,15 @@ class ScriptedModelServer:
 
     def paths(self) -> list[str]:
         """Paths of the requests that change state, in order."""
-        quiet = ("/v1/models", "/health", "/weight_info", "/is_paused", "/get_model_info", "/get_world_size")
+        quiet = (
+            "/v1/models",
+            "/health",
+            "/weight_info",
+            "/is_paused",
+            "/get_model_info",
+            "/get_world_size",
+            "/metrics",
+        )
         return [path.split("?")[0] for path, _ in self.calls if not path.startswith(quiet)]
 
     async def __aenter__(self) -> Self:
@@ -138,6 +148,8 @@ class ScriptedModelServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, await _body(request)
         common: dict[str, Action] = {"/v1/models": self._models, "/health": lambda body: {}}
+        if path == "/metrics" and self.kv_cache_usage is not None:
+            return web.Response(text=self._metrics())
         own = self._vllm() if self.dialect == "vllm" else self._sglang()
         if path in ("/inference/v1/generate", "/v1/completions", "/generate") and self._samples(path):
             return await self._sample(request, body)
@@ -148,6 +160,11 @@ class ScriptedModelServer:
             return _error(404, "Not Found") if action is None else web.json_response(action(body))
         except _Rejected as error:
             return _error(500, str(error))
+
+    def _metrics(self) -> str:
+        name = "vllm:kv_cache_usage_perc" if self.dialect == "vllm" else "sglang:token_usage"
+        idle, busy = f'{name}{{engine="0"}} 0.0', f'{name}{{engine="1"}} {self.kv_cache_usage}'
+        return f"# HELP {name} 1 is 100 percent\n# TYPE {name} gauge\n{idle}\n{busy}\n"
 
     def _samples(self, path: str) -> bool:
         known = {"/generate"} if self.dialect == "sglang" else {"/v1/completions"}

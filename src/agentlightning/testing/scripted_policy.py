@@ -57,6 +57,10 @@ class ScriptedPolicy(ScriptedEngine):
         self.policy_version += 1
         return {"loss": 1.0 / self.updates}
 
+    async def kv_cache_usage(self) -> float | None:
+        """None: there is no cache."""
+        return None
+
     async def score(
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
     ) -> Columns:

@@ -38,6 +38,7 @@ from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.publisher import ResourcePublisher
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
+from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
 
@@ -177,6 +178,7 @@ def make_source(
         policy_version=lambda: 0 if learner is None else learner.policy_version,
         max_staleness=config.run.max_staleness,
         total_steps=total_steps,
+        limit=InFlightLimit() if learner is None else InFlightLimit(learner.policy.kv_cache_usage),
         on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
         note=account.progress.note,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.policy.base import Columns, Policy, ScoreColumn
+from agentlightning.policy.base import Columns, Policy, ScoreColumn, SeparatePolicy
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
@@ -39,13 +39,20 @@ class PolicyLearner:
         return self.policy.policy_version
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished."""
+        """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
+        policy that trains other weights than those that sample holds calls back only while these are replaced."""
         own = dict(await asyncio.to_thread(staleness, samples, self.policy.policy_version))
+        options = {"token_budget": self.token_budget, **options}
+        metrics: dict[str, float] = {}
+        if isinstance(self.policy, SeparatePolicy):
+            metrics |= await self.policy.train_apart(samples, **options)
         requested = time.monotonic()
         async with self.updating() as in_flight:
             own["drain_seconds"] = time.monotonic() - requested
-            options = {"token_budget": self.token_budget, **options}
-            metrics = await self.policy.train(samples, in_flight=in_flight, **options)
+            if isinstance(self.policy, SeparatePolicy):
+                metrics |= await self.policy.publish_update(in_flight=in_flight)
+            else:
+                metrics |= await self.policy.train(samples, in_flight=in_flight, **options)
         return {**metrics, **own}
 
     async def score(

@@ -423,3 +423,15 @@ def test_no_order_of_arrival_changes_a_greedy_answer(
             EXPECTED[prompt] = by_transformers(MODEL, prompt, 6)
         assert request.sampled == EXPECTED[prompt][: len(request.sampled)]
         assert len(request.sampled) == request.max_length - request.prompt_length
+
+
+def test_it_says_how_full_its_key_value_cache_is() -> None:
+    model = tiny_model("llama")
+    row = probe_layout(model).bytes_per_token * kv_cache.round_to_block(20)
+    engine = generator(model, kv_cache_bytes=4 * row)
+    for prompt in prompts_of(3, shortest=10, longest=11):
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=8))
+    engine.step()
+    assert engine.kv_cache_usage == pytest.approx(0.75)
+    drain(engine)
+    assert engine.kv_cache_usage == 0

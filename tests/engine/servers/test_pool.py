@@ -476,3 +476,14 @@ async def test_a_recovered_server_gets_its_adapters(one: ScriptedModelServer, tm
         await engine.load_adapter("critic", tmp_path)
         one.restart()
         await until(lambda: "critic" in one.adapters and engine.replicas[0].up)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_the_fullest_server_says_how_full_the_key_value_cache_is(dialect: Any) -> None:
+    first, second = (ScriptedModelServer(dialect=dialect) for _ in range(2))
+    async with first, second, engine_of(first, second) as engine:
+        assert await engine.kv_cache_usage() is None, "neither has metrics"
+        first.kv_cache_usage, second.kv_cache_usage = 0.25, 0.75
+        assert await engine.kv_cache_usage() == 0.75
+        second.failures["/metrics"] = [500]
+        assert await engine.kv_cache_usage() == 0.25

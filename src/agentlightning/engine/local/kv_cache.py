@@ -197,6 +197,10 @@ class KVCache(Cache):
         self._state.window = None
         self.slots = self.capacity = 0
 
+    def usage(self, slots: int, length: int) -> float:
+        """The share of the limit that `slots` rows of up to `length` tokens need; at most 1."""
+        return min(1.0, slots * round_to_block(length) * self.layout.bytes_per_token / max(1, self.limit_bytes))
+
     def _within_limit(self, slots: int, length: int) -> bool:
         return slots * round_to_block(length) * self.layout.bytes_per_token <= self.limit_bytes
 

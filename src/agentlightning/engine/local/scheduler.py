@@ -93,11 +93,17 @@ class ContinuousBatcher:
         self._shared_prefix: cascade_attention.SharedPrefix | None = None
         """Common prefixes of `_rows`, found together with `_batch_params`."""
         self._use_cascade = cascade_attention.supported(model)
+        self._kv_cache_usage = 0.0
         model.eval()
         layout = probe_layout(model)
         self._cache = KVCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
 
     # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the memory for keys and values that the rows need, as of the last step."""
+        return self._kv_cache_usage
 
     @property
     def idle(self) -> bool:
@@ -196,7 +202,10 @@ class ContinuousBatcher:
         if self.model.training:
             self.model.eval()
         self._prefill()
-        return self._sample() if self._rows else []
+        sampled = self._sample() if self._rows else []
+        longest = max((len(row.tokens) for row in (*self._rows, *self._prefilling)), default=0)
+        self._kv_cache_usage = self._cache.usage(self._slots_in_use, longest)
+        return sampled
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 

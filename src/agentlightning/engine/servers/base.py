@@ -94,6 +94,10 @@ class ModelServer(Protocol):
         """Returns if the server can sample."""
         ...
 
+    async def kv_cache_usage(self) -> float | None:
+        """The share of its memory for keys and values that is in use; None if it does not report it."""
+        ...
+
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
         """Sample one answer. `on_chunk` gets all of its tokens; with `stream`, as they are sampled. Cancelling the call
         ends the request on the server. Raises ContextLengthError if the prompt leaves no room."""

@@ -118,6 +118,12 @@ class ReplicaPool:
         """Number of running answers."""
         return sum(len(replica.in_flight) for replica in self.replicas)
 
+    async def kv_cache_usage(self) -> float | None:
+        """The share of its memory for keys and values that the fullest server uses; None: no server reports it."""
+        asked = (replica.server.kv_cache_usage() for replica in self.replicas if replica.up)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return max((usage for usage in found if isinstance(usage, float)), default=None)
+
     # -- sampling --------------------------------------------------------------------------------------------------
 
     async def sample(

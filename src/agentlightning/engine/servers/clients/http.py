@@ -35,6 +35,11 @@ class JsonClient:
     async def get(self, path: str, *, seconds: float = 10.0) -> Any:
         return await self._request("GET", path, seconds=seconds)
 
+    async def text(self, path: str, *, seconds: float = 5.0) -> str:
+        """The response as text."""
+        async with self._response("GET", path, None, seconds) as response:
+            return (await response.read()).decode("utf-8", errors="replace")
+
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None) -> Any:
         return await self._request("POST", path, body, seconds=seconds)
 

@@ -23,10 +23,13 @@ from agentlightning.engine.servers.base import (
     caller_error,
 )
 from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.clients.prometheus import largest_metric
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport
 
 GENERATE: Final = "/generate"
+KV_CACHE_METRICS: Final = ("sglang:token_usage",)
+"""Reported by servers that were started with `--enable-metrics`."""
 LOAD_SECONDS: Final = 600.0
 
 
@@ -65,6 +68,9 @@ class SGLangServer:
 
     async def health(self) -> None:
         await self._http.get("/health", seconds=5.0)
+
+    async def kv_cache_usage(self) -> float | None:
+        return largest_metric(await self._http.text("/metrics"), *KV_CACHE_METRICS)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from agentlightning.engine.servers.base import (
     caller_error,
 )
 from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.clients.prometheus import largest_metric
 from agentlightning.engine.servers.clients.vllm_wire import GENERATE, CompletionsWire, GenerateWire, SamplingWire
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport
@@ -33,6 +34,8 @@ from agentlightning.weight_sync.base import LendWeights, TransferError, WeightSe
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM samples at no lower temperature except 0."""
+KV_CACHE_METRICS: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+"""The metric's name, and the one it had before."""
 LOAD_SECONDS: Final = 600.0
 """The longest a server may take to read its weights."""
 PROBE_PROMPT: Final = (1, 2, 3)
@@ -96,6 +99,9 @@ class VllmServer:
 
     async def health(self) -> None:
         await self._http.get("/health", seconds=5.0)
+
+    async def kv_cache_usage(self) -> float | None:
+        return largest_metric(await self._http.text("/metrics"), *KV_CACHE_METRICS)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
