@@ -19,7 +19,7 @@ import pytest
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
-from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import CurriculumConfig, EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
@@ -258,3 +258,22 @@ async def test_automatic_rewards_that_a_credit_rule_would_ignore_are_refused(run
     config = greedy(every=0).model_copy(update={"air": {"each_call": 0.25}})
     with pytest.raises(TrainingStopped, match="intermediate reward, which credit rule"):
         await run.fit(config, LightningRL(steps=1, tasks_per_step=2, group_size=2), **TASKS)
+
+
+async def test_the_curriculum_draws_the_tasks_that_teach_something(run: Run) -> None:
+    """Rewards reach it through the reward weights, and its counts reach the metrics."""
+    rewards = iter([0.0, 1.0] * 99)
+    run.reward = lambda task, answer: {"right": next(rewards) if task["n"] == 3 else 1.0, "style": task["n"]}
+    algorithm = LightningRL(steps=9, tasks_per_step=1, group_size=2, reward_weights={"right": 1.0, "style": 0.0})
+    curriculum = CurriculumConfig(tasks="learnability", untried_share=1.0, staleness_share=0.0)
+    await run.fit(greedy(every=0).model_copy(update={"curriculum": curriculum}), algorithm, **TASKS)
+    steps = [numbers(run.tasks(f"train-{step:06d}")) for step in range(9)]
+    assert set.union(*steps[:6]) == {0, 1, 2, 3, 4, 5}, "every task is tried first"
+    assert steps[6:] == [{3}] * 3, "the only one whose rollouts differ"
+    assert run.metrics[-1]["curriculum_tasks_tried"] == 6
+    assert run.metrics[-1]["curriculum_tasks_with_spread"] == 1
+
+
+async def test_epochs_are_the_default_curriculum(run: Run) -> None:
+    await run.fit(greedy(every=0), LightningRL(steps=3, tasks_per_step=2, group_size=2), **TASKS)
+    assert "curriculum_tasks_tried" not in run.metrics[-1]

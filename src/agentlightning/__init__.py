@@ -10,8 +10,8 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back), Learner
     (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval).
-Settings: DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig, GatewayConfig,
-    OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
+Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
+    GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
     step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that
     rewards steps).
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.training import Collected, Learner, RolloutRequest, RolloutSource, Training
     from agentlightning.chat.base import ChatFormat
     from agentlightning.config import (
+        CurriculumConfig,
         DataConfig,
         EvaluationConfig,
         RunConfig,
@@ -127,7 +128,7 @@ _NAMES = {
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
     "algorithms.training": "Collected Learner RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
-    "config": "DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig WarmStartConfig",
+    "config": "CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig WarmStartConfig",
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
@@ -181,6 +182,7 @@ __all__ = [
     "ConfigError",
     "ConflictError",
     "ContextLengthError",
+    "CurriculumConfig",
     "DataConfig",
     "Dataset",
     "DatasetError",

@@ -36,6 +36,22 @@ class DataConfig(Section):
     """Share of the training tasks that is split off for the final measurement if there is no file."""
 
 
+class CurriculumConfig(Section):
+    """Which tasks rollouts are run on.
+
+    >>> agl.CurriculumConfig(tasks="learnability").staleness_share
+    0.1
+    """
+
+    tasks: Literal["epochs", "learnability"] = "epochs"
+    """epochs: every task once an epoch; learnability: tasks whose rollouts differ in reward, or that the policy has
+    forgotten, more often than those it always or never solves."""
+    untried_share: float = Field(default=0.5, ge=0, le=1)
+    """learnability: the share of each step's tasks that nobody has tried yet, as long as there are such."""
+    staleness_share: float = Field(default=0.1, ge=0, le=1)
+    """learnability: the share of tasks that are drawn by the time since they were drawn last, so that all come back."""
+
+
 class WarmStartConfig(Section):
     """Supervised learning on demonstrations before the reinforcement learning.
 
@@ -149,6 +165,8 @@ class TrainConfig(Section):
     """The run itself."""
     data: DataConfig = Field(default_factory=DataConfig)
     """Where tasks come from."""
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """Which tasks rollouts are run on."""
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     """The model that learns."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)

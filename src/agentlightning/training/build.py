@@ -30,6 +30,7 @@ from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
+from agentlightning.training.curriculum.task_order import task_order
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, read_resources
@@ -125,7 +126,7 @@ def make_training_run(
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config)
-    source = make_source(config, account, tasks, publisher, learner, algorithm.total_steps)
+    source = make_source(config, account, tasks, publisher, learner, algorithm)
     return TrainingRun(
         config=config.run,
         account=account,
@@ -164,11 +165,11 @@ def make_source(
     tasks: Tasks,
     publisher: ResourcePublisher,
     learner: PolicyLearner | None,
-    total_steps: int,
+    algorithm: Algorithm[Any],
 ) -> RolloutSource:
     """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
     `max_staleness` that cannot be."""
-    check_staleness(config.run.max_staleness, total_steps)
+    check_staleness(config.run.max_staleness, algorithm.total_steps)
     return RolloutStream(
         account.collector,
         tasks.train,
@@ -177,7 +178,9 @@ def make_source(
         seed=config.run.seed,
         policy_version=lambda: 0 if learner is None else learner.policy_version,
         max_staleness=config.run.max_staleness,
-        total_steps=total_steps,
+        total_steps=algorithm.total_steps,
+        order=task_order(config.curriculum, len(tasks.train), config.run.seed, account.state.curriculum),
+        reward_weights=algorithm.reward_weights,
         limit=InFlightLimit() if learner is None else InFlightLimit(learner.policy.kv_cache_usage),
         on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
         note=account.progress.note,

@@ -66,6 +66,10 @@ class RunState:
     """The number of turns of which rollouts were started."""
     taken: dict[str, int] = field(default_factory=dict[str, int])
     """Group -> the step that learned from it, for the groups of turns that are not finished."""
+    curriculum: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """What the order of tasks has learned of each, by its place (`curriculum.task_order.TaskRecord`)."""
+    turn_tasks: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """The tasks of each turn that is not finished, where their order depends on rewards."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None

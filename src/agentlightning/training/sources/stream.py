@@ -11,15 +11,17 @@ records which groups were learned from, so a resumed run takes each of the other
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.assemble import scalar_reward
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
-from agentlightning.task import TaskSampler
+from agentlightning.training.curriculum.task_order import EpochOrder, TaskOrder
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
@@ -41,6 +43,8 @@ class Group:
     batch: QueuedBatch
     deadline: int
     """The last update that may learn from it."""
+    task: int = 0
+    """The place of its task among all tasks."""
     ended: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
     """Its finished rollouts by id, the failed ones included."""
     completed: int | None = None
@@ -76,6 +80,10 @@ class RolloutStream:
     max_staleness: int = 0
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
+    order: TaskOrder | None = None
+    """Which tasks come next. None: every task once an epoch."""
+    reward_weights: Mapping[str, float] | None = None
+    """The weights of the named dimensions of a reward."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
@@ -110,6 +118,7 @@ class RolloutStream:
                 break
             await self._run_again(stale, request)
         self._take(chosen, step)
+        self._learn_order(chosen, collected)
         return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics())
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -159,15 +168,15 @@ class RolloutStream:
 
     async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
         resources_id = await self.publish(self.state.step_name(turn), request.temperature)
-        tasks = TaskSampler(self.tasks, request.tasks, self.seed).draw(turn)
-        plans = {index: self._plans(request, f"{self._name(turn)}-{index:04d}", tasks[index]) for index in indices}
+        drawn = self._draw(turn, request.tasks)
+        plans = {index: self._plans(request, self._group_name(turn, index, drawn), drawn[index]) for index in indices}
         batch = await self.collector.enqueue(
             [plan for each in plans.values() for plan in each], resources_id=resources_id, check=request.check
         )
         queued = iter(batch.plans)
         for index, each in plans.items():
             own = replace(batch, plans=[next(queued) for _ in each])
-            self._groups.append(Group(turn, index, own, self._update + self.max_staleness))
+            self._groups.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
         self.state.turns = max(self.state.turns, turn + 1)
 
     async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
@@ -178,12 +187,24 @@ class RolloutStream:
         if group not in self._groups:
             self._groups.append(group)
 
-    def _name(self, turn: int) -> str:
-        return self.state.step_name(turn) + self.state.suffix
+    def _draw(self, turn: int, count: int) -> list[int]:
+        """The tasks of a turn: the same each time, in a resumed run as well."""
+        order = self.order or EpochOrder(len(self.tasks), self.seed)
+        if not order.adapts:
+            return order.draw(turn, count)
+        drawn = self.state.turn_tasks.setdefault(str(turn), [])
+        if len(drawn) < count:
+            drawn += order.draw(turn, count - len(drawn))
+        return drawn
 
-    @staticmethod
-    def _plans(request: RolloutRequest, name: str, task: Any) -> list[RolloutPlan]:
-        return [RolloutPlan(f"{name}-{member:03d}", task, name) for member in range(request.group_size)]
+    def _group_name(self, turn: int, index: int, drawn: Sequence[int]) -> str:
+        """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
+        may draw another one."""
+        name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
+        return f"{name}-task{drawn[index]}" if self.order is not None and self.order.adapts else name
+
+    def _plans(self, request: RolloutRequest, name: str, task: int) -> list[RolloutPlan]:
+        return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(request.group_size)]
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +277,7 @@ class RolloutStream:
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
         for group in stale:
             group.reruns += 1
-            plans = self._plans(request, group.name, group.batch.plans[0].task)
+            plans = self._plans(request, group.name, group.task)
             plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
             group.batch = replace(group.batch, plans=plans)
             await self._enqueue(group, request)
@@ -288,12 +309,25 @@ class RolloutStream:
         first = min([*pending, *(group.turn for group in chosen), *(self._place or ())[:1]])
         self.state.first_turn = first
         self.state.taken = {key: at for key, at in self.state.taken.items() if int(key.partition("/")[0]) >= first}
+        self.state.turn_tasks = {turn: drawn for turn, drawn in self.state.turn_tasks.items() if int(turn) >= first}
+
+    def _learn_order(self, chosen: Sequence[Group], collected: Collected) -> None:
+        """Tell the order of tasks what the rollouts of each group were worth."""
+        rewards: dict[str, list[float]] = {}
+        for trajectory in collected.trajectories:
+            reward = scalar_reward(trajectory.reward, self.reward_weights)
+            if reward is not None and math.isfinite(reward):
+                rewards.setdefault(trajectory.group, []).append(reward)
+        for group in chosen:
+            if self.order is not None:
+                self.order.observe(group.task, rewards.get(group.name, ()))
 
     def _metrics(self) -> dict[str, float]:
+        order = {} if self.order is None else self.order.metrics()
         if not self.max_staleness and not self._counts:
-            return {}
+            return order
         counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
-        return {**counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
+        return {**order, **counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
 
     # -- further requests within a step --------------------------------------------------------------------------------
 
@@ -307,7 +341,7 @@ class RolloutStream:
     async def _run_part(self, request: RolloutRequest, step: int, part: int) -> Collected:
         """A batch of its own, awaited at once."""
         name = f"{self.state.step_name(step)}-part{part}"
-        tasks = TaskSampler(self.tasks, request.tasks, self.seed).draw(step)
+        tasks = EpochOrder(len(self.tasks), self.seed).draw(step, request.tasks)
         plans = [
             plan
             for index, task in enumerate(tasks)

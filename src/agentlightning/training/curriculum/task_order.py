@@ -1,0 +1,178 @@
+"""The order of tasks: every task once an epoch, or those first from which the policy can learn now.
+
+`LearnabilityOrder` draws a task with the probability
+
+    P(i) = (1 - rho) S(i) / sum(S)  +  rho C(i) / sum(C)
+    S(i) = std(i) + max(0, best(i) - mean(i)),     C(i) = turns since task i was drawn
+
+after Prioritized Level Replay (Jiang et al. 2021, arXiv:2010.03934, equation 2, with scores in proportion instead of
+ranks). mean and std are moving averages of the rewards of the task's groups, best is the highest mean so far: a task
+whose rollouts differ is learnable (Rutherford et al. 2024, arXiv:2408.15099, section 4), and one that the policy has
+forgotten is again. Tasks that nobody has tried come first, for a share of each turn.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, Protocol
+
+from agentlightning.config import CurriculumConfig
+from agentlightning.errors import DatasetError
+from agentlightning.task import TaskSampler
+
+MEMORY: Final = 0.5
+"""The weight of a new group in the moving averages of its task."""
+FORGOTTEN: Final = 0.25
+"""A mean this far below the best one, relative to it, counts as forgotten."""
+
+
+class TaskOrder(Protocol):
+    """Decides the tasks of each turn. A task is named by its place among all tasks."""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
+        ...
+
+    def draw(self, turn: int, count: int) -> list[int]:
+        """The tasks of a turn, counted from 0."""
+        ...
+
+    def observe(self, index: int, rewards: Sequence[float]) -> None:
+        """Learn of the rewards of a group."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counts for the metrics of a step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """Every task once an epoch, in an order that depends on the seed alone."""
+
+    number: int
+    """Of tasks."""
+    seed: int
+    adapts: ClassVar[bool] = False
+
+    def draw(self, turn: int, count: int) -> list[int]:
+        return TaskSampler(range(self.number), count, self.seed).draw(turn)
+
+    def observe(self, index: int, rewards: Sequence[float]) -> None:
+        """The order does not depend on rewards."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(slots=True)
+class TaskRecord:
+    """What is known of one task, as a list in `state.json`."""
+
+    turn: int
+    """When it was drawn last."""
+    groups: int = 0
+    mean: float = 0.0
+    std: float = 0.0
+    best: float = 0.0
+
+    @classmethod
+    def read(cls, values: Sequence[float]) -> TaskRecord:
+        turn, groups, *rest = values
+        return cls(int(turn), int(groups), *rest)
+
+    @property
+    def score(self) -> float:
+        return self.std + max(0.0, self.best - self.mean) if self.groups else 0.0
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self.groups > 1 and self.best - self.mean > FORGOTTEN * max(abs(self.best), 1e-9)
+
+    def add(self, rewards: Sequence[float]) -> None:
+        mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+        weight = MEMORY if self.groups else 1.0
+        self.mean += weight * (mean - self.mean)
+        self.std += weight * (std - self.std)
+        self.best = max(self.best, self.mean) if self.groups else mean
+        self.groups += 1
+
+
+@dataclass(slots=True)
+class LearnabilityOrder:
+    """Tasks in proportion to what can be learned from them now. `state` is the part of the run's state that it keeps:
+    task -> `TaskRecord`, as a list."""
+
+    number: int
+    """Of tasks."""
+    seed: int
+    config: CurriculumConfig
+    state: dict[str, list[float]]
+    adapts: ClassVar[bool] = True
+    _shuffled: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise DatasetError("there are no tasks to draw from; at least one is needed")
+        self._shuffled = list(range(self.number))
+        random.Random(f"{self.seed}:0").shuffle(self._shuffled)
+
+    def draw(self, turn: int, count: int) -> list[int]:
+        rng = random.Random(f"{self.seed}:turn:{turn}")
+        known = {int(index): TaskRecord.read(values) for index, values in self.state.items()}
+        untried = [index for index in self._shuffled if index not in known]
+        tried = [index for index, record in known.items() if record.groups]
+        fresh = untried[: max(count - len(tried), round(self.config.untried_share * count))]
+        drawn = [*fresh, *self._by_score(known, tried, turn, count - len(fresh), rng)]
+        while len(drawn) < count:  # Fewer tasks than a turn takes: some are drawn twice.
+            drawn.append(rng.choice(self._shuffled))
+        for index in drawn:
+            record = known.get(index, TaskRecord(turn))
+            record.turn = turn
+            self._keep(index, record)
+        return drawn
+
+    def observe(self, index: int, rewards: Sequence[float]) -> None:
+        if rewards:
+            record = TaskRecord.read(self.state.get(str(index), [0, 0]))
+            record.add(rewards)
+            self._keep(index, record)
+
+    def metrics(self) -> dict[str, float]:
+        tried = [record for record in map(TaskRecord.read, self.state.values()) if record.groups]
+        return {
+            "curriculum_tasks_tried": float(len(tried)),
+            "curriculum_tasks_with_spread": float(sum(record.std > 0 for record in tried)),
+            "curriculum_tasks_forgotten": float(sum(record.is_forgotten for record in tried)),
+        }
+
+    def _by_score(
+        self, known: dict[int, TaskRecord], tried: Sequence[int], turn: int, count: int, rng: random.Random
+    ) -> list[int]:
+        """`count` different ones of the tried tasks, each drawn by P(i) among those that are left."""
+        scores = {index: known[index].score for index in tried}
+        ages = {index: float(max(1, turn - known[index].turn)) for index in tried}
+        left, drawn = list(tried), list[int]()
+        while left and len(drawn) < count:
+            total, age = sum(scores[i] for i in left), sum(ages[i] for i in left)
+            rho = self.config.staleness_share if total > 0 else 1.0
+            weights = [(1 - rho) * scores[i] / (total or 1.0) + rho * ages[i] / age for i in left]
+            if not any(weights):
+                weights = [1.0] * len(left)
+            chosen = rng.choices(range(len(left)), weights)[0]
+            drawn.append(left.pop(chosen))
+        return drawn
+
+    def _keep(self, index: int, record: TaskRecord) -> None:
+        self.state[str(index)] = [record.turn, record.groups, record.mean, record.std, record.best]
+
+
+def task_order(config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]) -> TaskOrder:
+    """The order of `number` tasks that `config` asks for."""
+    if config.tasks == "epochs":
+        return EpochOrder(number, seed)
+    return LearnabilityOrder(number, seed, config, state)

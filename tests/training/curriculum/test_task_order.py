@@ -1,0 +1,104 @@
+"""What the orders of tasks promise: epochs miss none; learnability prefers what can be learned, and forgets nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.config import CurriculumConfig
+from agentlightning.errors import DatasetError
+from agentlightning.training.curriculum.task_order import EpochOrder, LearnabilityOrder, task_order
+
+LEARNABILITY = CurriculumConfig(tasks="learnability")
+
+
+def trained(
+    order: LearnabilityOrder, rewards: Callable[[int, int], list[float]], turns: int, count: int = 4
+) -> Counter[int]:
+    """How often each task was drawn, where a group of task i has `rewards(i, turn)`."""
+    drawn: Counter[int] = Counter()
+    for turn in range(turns):
+        for index in order.draw(turn, count):
+            drawn[index] += 1
+            order.observe(index, rewards(index, turn))
+    return drawn
+
+
+def test_epochs_draw_every_task_once() -> None:
+    order = EpochOrder(8, seed=3)
+    assert sorted(order.draw(0, 4) + order.draw(1, 4)) == list(range(8))
+
+
+def test_every_task_is_tried_before_any_is_drawn_often() -> None:
+    order = LearnabilityOrder(10, 0, LEARNABILITY, {})
+    drawn = trained(order, lambda index, turn: [0.0, 1.0], turns=5)
+    assert set(drawn) == set(range(10)), "half of each turn is untried tasks: 5 turns of 4 try all 10"
+
+
+def test_tasks_whose_rollouts_differ_are_drawn_more_often_than_solved_and_hopeless_ones() -> None:
+    rewards = {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.0, 1.0], 3: [1.0, 0.0]}
+    order = LearnabilityOrder(20, 0, LEARNABILITY, {})
+    drawn = trained(order, lambda index, turn: rewards[index % 4], turns=60)
+    learnable = sum(drawn[index] for index in range(20) if index % 4 >= 2)
+    assert learnable > 0.8 * drawn.total()
+
+
+def test_solved_tasks_come_back_by_their_age() -> None:
+    order = LearnabilityOrder(12, 0, LEARNABILITY, {})
+    drawn = trained(order, lambda index, turn: [0.0, 1.0] if index < 6 else [1.0, 1.0], turns=100)
+    assert all(drawn[index] >= 2 for index in range(6, 12))
+
+
+def test_without_a_share_for_age_what_was_solved_stays_away() -> None:
+    order = LearnabilityOrder(12, 0, CurriculumConfig(tasks="learnability", staleness_share=0.0), {})
+    drawn = trained(order, lambda index, turn: [0.0, 1.0] if index < 6 else [1.0, 1.0], turns=100)
+    assert all(drawn[index] == 1 for index in range(6, 12))
+
+
+def test_a_forgotten_task_is_learned_again_and_counted() -> None:
+    order = LearnabilityOrder(8, 0, LEARNABILITY, {})
+    for index in range(8):
+        for _ in range(4):
+            order.observe(index, [1.0, 1.0])
+    for _ in range(3):
+        order.observe(5, [0.0, 0.0])
+    drawn = Counter(index for turn in range(1, 60) for index in order.draw(turn, 1))
+    assert drawn[5] > 0.7 * drawn.total()
+    assert order.metrics() == {
+        "curriculum_tasks_tried": 8.0,
+        "curriculum_tasks_with_spread": 0.0,
+        "curriculum_tasks_forgotten": 1.0,
+    }
+
+
+@given(count=st.integers(1, 9), turns=st.integers(1, 6), number=st.integers(1, 12), seed=st.integers(0, 3))
+def test_a_resumed_order_draws_what_an_undisturbed_one_draws(count: int, turns: int, number: int, seed: int) -> None:
+    def rewards(index: int, turn: int) -> list[float]:
+        return [float(index % 2), float((index + turn) % 3)]
+
+    order = LearnabilityOrder(number, seed, LEARNABILITY, {})
+    trained(order, rewards, turns, count)
+    resumed = LearnabilityOrder(number, seed, LEARNABILITY, json.loads(json.dumps(order.state)))
+    drawn = order.draw(turns, count)
+    assert drawn == resumed.draw(turns, count)
+    assert len(drawn) == count
+    assert set(drawn) <= set(range(number))
+
+
+@given(count=st.integers(1, 9), number=st.integers(9, 20), turns=st.integers(1, 5))
+def test_a_turn_has_no_task_twice_once_all_are_known(count: int, number: int, turns: int) -> None:
+    order = LearnabilityOrder(number, 0, LEARNABILITY, {})
+    for index in range(number):
+        order.observe(index, [0.0, 1.0])
+    for turn in range(turns):
+        assert len(set(order.draw(turn, count))) == count
+
+
+def test_no_tasks_are_refused() -> None:
+    with pytest.raises(DatasetError, match="no tasks"):
+        task_order(LEARNABILITY, 0, 0, {})
