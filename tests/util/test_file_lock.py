@@ -41,8 +41,9 @@ def load(names):
         importlib.import_module(name)
 
 names = ["agentlightning" + name for name in (
-    "", ".store", ".server", ".gateway.app", ".gateway.budget", ".run_dir", ".cli.app", ".cli.run", ".tracing.tracer",
-    ".store.http.client", ".runner.worker", ".trainer",
+    "", ".store", ".server", ".gateway.app", ".gateway.upstream.budget",
+    ".training.persistence.run_dir", ".cli.main", ".cli.run", ".tracing.tracer",
+    ".store.http.client", ".runner.attempt_executor", ".trainer",
 )]
 load(names)  # what others need of POSIX they have from here on
 for name in [name for name in sys.modules if name.split(".")[0] == "agentlightning"]:
