@@ -17,10 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.open import policy_config
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
@@ -544,4 +547,21 @@ async def test_a_checkpoint_without_a_critic_or_with_another_is_named(
         await mlp.load(tmp_path / "linear")
     assert mlp.policy_version == 0
     for each in (plain, linear, mlp):
+        await each.close()
+
+
+async def test_gradient_checkpointing_arrives_in_the_update_and_changes_nothing_else(checkpoint: Path) -> None:
+    config = policy_config(PolicyConfig(gradient_checkpointing=True, value_head="mlp"), str(checkpoint))
+    assert (config.gradient_checkpointing, config.value_head) == (True, ValueHeadConfig(type="mlp"))
+    plain, again = (open_policy(checkpoint, gradient_checkpointing=each) for each in (False, True))
+    layer = again._model.model.layers[0]
+    calls: list[bool] = []
+    layer.self_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    lesson = training_sample(prompt(plain), Sample((5, 6, 7, 8), (-3.0,) * 4, "stop", 0))
+    metrics = [await each.train([lesson]) for each in (plain, again)]
+    assert sum(calls) == 2, "forward, and again in the backward pass"
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
+    for mine, theirs in zip(plain._model.parameters(), again._model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    for each in (plain, again):
         await each.close()

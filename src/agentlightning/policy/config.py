@@ -44,6 +44,9 @@ class PolicyConfig(Section):
     value_head: ValueHeadSetting = None
     """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
     critic."""
+    gradient_checkpointing: bool = False
+    """Compute all layers but the last again in the backward pass instead of storing their activations: far less memory
+    for long contexts, about a third more time."""
     in_flight: bool = False
     """Answers in progress continue across an update, each token with the version that sampled it. false: they finish
     first."""

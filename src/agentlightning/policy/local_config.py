@@ -43,6 +43,9 @@ class LocalPolicyConfig(BaseModel):
     value_head: ValueHeadSetting = None
     """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
     critic."""
+    gradient_checkpointing: bool = False
+    """Compute all layers but the last again in the backward pass instead of storing their activations: far less memory
+    for long contexts, about a third more time."""
     seed: int = 0
     """Of samples without a seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -52,6 +52,7 @@ def policy_config(
         max_context=settings.max_context,
         tool_calls=settings.tool_calls,
         value_head=settings.value_head,
+        gradient_checkpointing=settings.gradient_checkpointing,
         seed=seed,
         lora=settings.lora if adapters else None,
         agents=dict(agents or {}),

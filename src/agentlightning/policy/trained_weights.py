@@ -63,12 +63,12 @@ class TrainedWeights(Protocol):
 class AllWeights:
     """All weights of the model."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: OptimizerConfig, value_head: ValueHead | None) -> None:
+    def __init__(self, model: PreTrainedModel, updater: Updater) -> None:
         self.adapters: Adapters | None = None
         self.own: str | None = None
         self._model = model
-        self.value_head = value_head
-        self._updater = Updater(model, optimizer, value_head=value_head)
+        self.value_head = updater.value_head
+        self._updater = updater
         self.updaters: Mapping[str | None, Updater] = {None: self._updater}
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
@@ -134,7 +134,13 @@ class AdapterWeights:
             adapter = self._adapters.add(
                 name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed
             )
-            self._updaters[name] = Updater(model, _optimizer(lora, config, weights), adapter, value_head)
+            self._updaters[name] = Updater(
+                model,
+                _optimizer(lora, config, weights),
+                adapter,
+                value_head,
+                gradient_checkpointing=config.gradient_checkpointing,
+            )
         self.updaters: Mapping[str | None, Updater] = {**self._updaters}
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
@@ -198,7 +204,8 @@ def trained_weights(model: PreTrainedModel, config: LocalPolicyConfig) -> AllWei
     if shapes := adapters_of(config.lora, config.agents):
         return AdapterWeights(model, config, shapes, head)
     optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
-    return AllWeights(model, optimizer, head)
+    checkpointing = config.gradient_checkpointing
+    return AllWeights(model, Updater(model, optimizer, value_head=head, gradient_checkpointing=checkpointing))
 
 
 def _optimizer(lora: Lora, config: LocalPolicyConfig, weights: int) -> OptimizerConfig:

@@ -177,3 +177,20 @@ def test_the_default_learning_rate_fits_the_size_of_the_model() -> None:
 def test_settings_are_checked_again_when_the_run_fills_them_in() -> None:
     with pytest.raises(ValidationError, match="warmup_steps=50 must be below total_steps=10"):
         OptimizerConfig(warmup_steps=50).completed(weights=1, objective="reinforcement", total_steps=10)
+
+
+def test_small_steps_are_lost_in_bfloat16_and_add_up_in_master_weights() -> None:
+    """Twenty steps of 1e-6: nearly all weights of bfloat16 round back to where they were; their masters all move."""
+    torch.manual_seed(0)
+    start, slope = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    alone, mastered = (nn.ParameterList([nn.Parameter(start.clone())]) for _ in range(2))
+    plain, optimizer = torch.optim.AdamW(alone, lr=1e-6), Optimizer(mastered, OptimizerConfig(lr=1e-6))
+    for _ in range(20):
+        for (weight,) in (alone, mastered):
+            (weight * slope).sum().backward()
+        plain.step()
+        plain.zero_grad()
+        optimizer.step()
+    moved = (optimizer.masters[0].detach() - start.float()).abs()
+    assert (alone[0] != start).float().mean() < 0.1
+    assert moved.median().item() == pytest.approx(20e-6, rel=0.1), "twenty whole steps"

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
 from agentlightning.policy.update.head_positions import head_at_positions, tokenwise_last_mlp
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
 from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
@@ -49,8 +50,10 @@ class States:
 class Forward:
     """Computes log-probabilities with one model. Not thread safe: the weights may not change during a pass."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
+        """Raises ConfigError for a model that cannot have gradient checkpointing."""
         self.model = model
+        self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
         self.last_mlp = tokenwise_last_mlp(model)
         """What is computed at trained positions only; None turns that off."""
@@ -154,10 +157,10 @@ class Forward:
     def _states(self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None) -> States:
         """The states at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
         does not look, so that no mask is needed."""
-        block = None if checkpoints_activations(self.model) else self.last_mlp
         hidden: list[Tensor] = []
         whole = not self.head.separable
-        with head_at_positions(self.model, self.tensor(positions), block, hidden, logits=whole):
+        at_positions = head_at_positions(self.model, self.tensor(positions), self.last_mlp, hidden, logits=whole)
+        with at_positions, recomputed(self.recomputed_layers):
             output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
         return States(hidden[0], output.logits[0] if whole else None)
 
@@ -167,17 +170,9 @@ class Forward:
 
 
 def can_share(model: PreTrainedModel) -> bool:
-    """Whether several rows can use the keys and values of one prefix: every layer caches all of them, and no layer is
-    computed again in the backward pass."""
-    if checkpoints_activations(model):
-        return False
+    """Whether several rows can use the keys and values of one prefix: every layer caches all of them."""
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) is DynamicLayer for layer in layers)
-
-
-def checkpoints_activations(model: nn.Module) -> bool:
-    """Whether activations are computed again in the backward pass, which transformers does in training mode only."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def cost_model(model: PreTrainedModel) -> CostModel:

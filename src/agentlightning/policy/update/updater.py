@@ -26,7 +26,7 @@ from agentlightning.policy.losses.base import (
 from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.forward import Forward, checkpoints_activations
+from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.packing import Sharing
@@ -62,12 +62,14 @@ class Updater:
         optimizer: OptimizerConfig | None = None,
         adapter: nn.Module | None = None,
         value_head: ValueHead | None = None,
+        *,
+        gradient_checkpointing: bool = False,
     ) -> None:
         """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained, and the
         `value_head`."""
         self.model = model
         self.optimizer = Optimizer(model if adapter is None else adapter, optimizer or OptimizerConfig())
-        self.forward = Forward(model)
+        self.forward = Forward(model, gradient_checkpointing=gradient_checkpointing)
         self.value_head = value_head
         self.value_optimizer = (
             None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
@@ -180,7 +182,7 @@ class Updater:
         needs = frozenset[str]().union(*(each.needs for each in losses))
         at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
         critic = self.value_head if any(each.needs_values for each in losses) else None
-        self.model.train(checkpoints_activations(self.model))
+        self.model.eval()
         totals: dict[str, float] = {}
         ratios_R = self._rollout_log_ratios(batches, losses, at_temperature)
         for batch in batches:
@@ -193,7 +195,6 @@ class Updater:
             _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
             _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
             _add(totals, {"shared_prefixes": len(batch.families)})
-        self.model.eval()
         return totals
 
     @torch.no_grad()
