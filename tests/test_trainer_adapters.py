@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
@@ -142,7 +144,85 @@ def test_a_file_or_the_command_line_sets_the_adapter(tmp_path: Path) -> None:
 
 
 async def test_servers_are_refused_with_an_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policy.lora needs policy.engine"):
+    with pytest.raises(ConfigError, match=r"adapters .policy.lora, algorithm.agents. need policy.engine"):
         await Job(tmp_path, one_call).fit(
             1, {"lora": Lora(r=4), "engine": "vllm", "servers": {"urls": ("http://127.0.0.1:9",)}}
         )
+
+
+async def three_agents(ask: Ask) -> float:
+    """A plan by one agent, a text by another, and a correction by a third."""
+    plan = await ask("Make a plan.", agent="planner")
+    text = await ask(f"Write about {plan[:8]}", agent="writer")
+    corrected = await ask(f"Correct {text[:8]}", agent="editor", model="gpt-4o")
+    return float((len(plan) + 2 * len(text) + len(corrected)) % 5)
+
+
+AGENTS: dict[str, Any] = {"writer": Lora(r=4), "editor": "frozen", "planner": "shared"}
+
+
+def adapters_in(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
+    files = {"shared": checkpoint / "adapter_model.safetensors"}
+    files |= {path.name: path / "adapter_model.safetensors" for path in (checkpoint / "adapters").iterdir()}
+    return {name: load_file(path) for name, path in files.items()}
+
+
+async def test_a_run_trains_several_agents_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, three_agents)
+    result = await job.fit(3, agents=AGENTS)
+    for line in job.metrics:
+        assert line["calls_frozen"] == 4
+        assert line["calls_unlisted"] == 0
+        if line["groups_trained"]:
+            assert line["writer/tokens_trained"] + line["shared/tokens_trained"] == line["tokens_trained"]
+            assert line["writer/grad_norm"] > 0
+            assert line["staleness"] == 0
+    ids = [rollout.rollout_id for rollout in await job.store.query_rollouts()]
+    every = [span for rollout_id in ids for span in await job.store.query_spans(rollout_id)]
+    spans = [span for span in every if span.attributes.get("gen_ai.response.model")]
+    answered = {(s.attributes.get("gen_ai.agent.name"), s.attributes["gen_ai.response.model"]) for s in spans}
+    assert answered == {("planner", "policy"), ("writer", "policy:writer"), ("editor", "policy:base")}
+    versions = {s.attributes["gen_ai.response.model"]: set() for s in spans}
+    for span in spans:
+        versions[span.attributes["gen_ai.response.model"]].add(span.attributes["agentlightning.policy_version"])
+    assert versions["policy:base"] == {0}
+    assert len(versions["policy:writer"]) > 1
+    learned = adapters_in(result.checkpoint)
+    assert set(learned) == {"shared", "writer"}
+    assert all(any(matrix.any() for name, matrix in own.items() if "lora_B" in name) for own in learned.values())
+    resources = await job.store.get_resources_by_id((await job.store.query_rollouts())[0].resources_id or "")
+    assert resources is not None
+    assert {name: llm.model for name, llm in resources.resources.items()} == {
+        "llm": "policy",
+        "llm:base": "policy:base",
+        "llm:writer": "policy:writer",
+    }
+    await job.resume(**{"algorithm.steps": 4})
+    assert [line["step"] for line in job.metrics] == [1, 2, 3, 4]
+    opened = LocalPolicy.open(LocalPolicyConfig(model=result.checkpoint))
+    assert opened.for_agent("writer").model == "policy:writer"
+    await opened.close()
+    await job.store.close()
+
+
+async def test_target_agent_selects_which_adapter_learns(tmp_path: Path) -> None:
+    job = Job(tmp_path, three_agents)
+    result = await job.fit(2, agents=AGENTS, target_agent="writer")
+    learned = adapters_in(result.checkpoint)
+    assert any(matrix.any() for name, matrix in learned["writer"].items() if "lora_B" in name)
+    assert not any(matrix.any() for name, matrix in learned["shared"].items() if "lora_B" in name)
+    await job.store.close()
+
+
+async def test_an_adapter_of_an_agent_that_the_first_batch_lacks_ends_the_run(tmp_path: Path) -> None:
+    job = Job(tmp_path, three_agents)
+    with pytest.raises(ConfigError, match=r"adapter to 'writter'.*there are 'editor', 'planner', 'writer'"):
+        await job.fit(2, agents={"writter": Lora(r=4)})
+    await job.store.close()
+
+
+async def test_an_adapter_larger_than_the_model_is_refused_at_the_start(tmp_path: Path) -> None:
+    job = Job(tmp_path, three_agents)
+    with pytest.raises(ConfigError, match=r"r=5000 of adapter 'writer' exceeds the size of"):
+        await job.fit(2, agents={"writer": Lora(r=5000)})
+    await job.store.close()

@@ -191,7 +191,7 @@ async def assert_trainable(learning: Learning, version: int) -> None:
     for number, each in enumerate(recorded):
         object.__setattr__(each, "reward", float(number))
     samples, _ = training_samples([recorded])
-    assert 0 < staleness(samples, version)["staleness"] < version
+    assert 0 < staleness(samples, lambda adapter: version)["staleness"] < version
     figures = await learning.policy.train(samples)
     assert figures["tokens_trained"] > 0
 

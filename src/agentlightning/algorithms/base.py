@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from agentlightning.algorithms.training import Training
 from agentlightning.errors import ConfigError
+from agentlightning.policy.lora_config import AgentSetting
 
 if TYPE_CHECKING:
     from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
@@ -67,6 +68,11 @@ class Algorithm(ABC, Generic[C]):
     def optimizer_steps(self) -> int:
         """Optimiser steps of a whole run: the length of a learning-rate schedule."""
         return self.total_steps * int(getattr(self._settings, "minibatches", 1))
+
+    @property
+    def agents(self) -> Mapping[str, AgentSetting]:
+        """What the calls of each agent train. Empty: all train the policy itself."""
+        return getattr(self._settings, "agents", {})
 
     @property
     def reward_weights(self) -> Mapping[str, float] | None:

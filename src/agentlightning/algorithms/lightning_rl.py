@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from agentlightning.algorithms.agents import AgentRoles
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
@@ -37,6 +38,7 @@ from agentlightning.credit import (
     training_samples,
 )
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Trajectory
@@ -79,6 +81,9 @@ class LightningRLConfig(BaseModel):
     target_agent: str | None = None
     """Only calls of agents whose whole name matches this regular expression are trained. None: those that the agent
     itself declares (`LitAgent.trained_agents`), else all."""
+    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
+    """What the calls of each agent train: an adapter of its own (a table with type "lora", r ...), nothing ("frozen"),
+    or what all "shared" agents train together. Agents that are not listed are frozen; without any, all are shared."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated."""
 
@@ -102,6 +107,11 @@ class LightningRLConfig(BaseModel):
         return target
 
     @model_validator(mode="after")
+    def _check_agents(self) -> Self:
+        AgentRoles(self.agents).check(self.target_agent)
+        return self
+
+    @model_validator(mode="after")
     def _check_group_size(self) -> Self:
         credit_rule(self.credit).check_group_size(self.group_size)
         return self
@@ -121,6 +131,7 @@ class LightningRLSettings(TypedDict, total=False):
     reward_weights: Mapping[str, float] | None
     timeout_reward: float | None
     target_agent: str | None
+    agents: Mapping[str, AgentSetting | Mapping[str, Any]]
     optimizer: OptimizerConfig | Mapping[str, Any]
 
 
@@ -143,6 +154,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         self.config = settings_from(
             LightningRLConfig, settings, base=config, source="from the arguments of LightningRL"
         )
+        self._roles = AgentRoles(self.config.agents)
 
     @property
     def total_steps(self) -> int:
@@ -162,6 +174,8 @@ class LightningRL(Algorithm[LightningRLConfig]):
             check=lambda trajectories: self.rejections(trajectories, target),
             timeout_reward=config.timeout_reward,
         )
+        if training.step == 0:
+            self._roles.check_seen(collected.trajectories, target)
         samples, report = await asyncio.to_thread(
             training_samples,
             group_trajectories(collected.trajectories),
@@ -169,8 +183,10 @@ class LightningRL(Algorithm[LightningRLConfig]):
             aggregate=config.aggregate,
             target_agent=target,
             reward_weights=config.reward_weights,
+            trains=self._roles.trains,
         )
-        metrics = {**reward_metrics(collected, config.reward_weights), **report.metrics()}
+        counts = self._roles.counts(collected.trajectories)
+        metrics = {**reward_metrics(collected, config.reward_weights), **counts, **report.metrics()}
         if samples:
             metrics |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
         await training.finish_step(collected, metrics)

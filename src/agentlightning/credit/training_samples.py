@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from agentlightning.assemble import scalar_reward, token_tree
 from agentlightning.credit.base import Credit, CreditContext, CreditRule, credit_rule
@@ -18,6 +18,11 @@ from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, samp
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
+
+OWN: Final = ""
+"""Stands for the policy itself where the name of an adapter may stand."""
+Trains: TypeAlias = Callable[[Transition], str | None]
+"""What a call trains: the name of an adapter, `OWN`, or None for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +129,11 @@ def training_samples(
     aggregate: Aggregate | Mapping[str, Any] = "rollout",
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    trains: Trains | None = None,
     context: CreditContext | None = None,
 ) -> tuple[list[TrainingSample], CreditReport]:
-    """One training sample for each group that teaches something, and a count of all of them.
+    """One training sample for each group that teaches something, and a count of all of them. With `trains`, one for
+    each adapter that the calls of a group train, each normalised as a batch of its own.
 
     `aggregate` decides the share of each token in the loss. Rollouts with a missing reward are excluded from their
     group; groups too small for the rule or without spread are skipped. With `target_agent`, a regular expression for
@@ -141,26 +148,37 @@ def training_samples(
     by_rule: Counter[str] = Counter()
     rewarded = [_with_reward(group, reward_weights) for group in groups]
     large = [group for group in rewarded if len(group) >= rule.min_group]
-    credited: list[CreditedGroup] = []
+    credited: list[dict[str, CreditedGroup]] = []
     for group, credit in zip(large, rule.assign(large, context or CreditContext()), strict=True):
         by_rule.update({} if credit is None else credit.counts)
         if credit is None:
             counts["groups_without_spread"] += 1
-        elif (outcome := _credit_group(group, credit, target_agent)).tokens:
+        elif outcome := _credit_group(group, credit, target_agent, trains):
             credited.append(outcome)
         else:
             counts["groups_without_tokens"] += 1
-    batch = Totals(sum(each.totals.rollouts for each in credited), sum(each.totals.tokens for each in credited))
+    batches = {name: _totals([each[name] for each in credited if name in each]) for name in _names(credited)}
     counts |= {
         "groups": len(groups),
         "rollouts": sum(map(len, groups)),
         "groups_trained": len(credited),
         "groups_too_small": len(groups) - len(large),
         "rewards_missing": sum(map(len, groups)) - sum(map(len, rewarded)),
-        "rollouts_trained": batch.rollouts,
-        "tokens_trained": batch.tokens,
+        "rollouts_trained": sum(
+            len({rollout for each in group.values() for rollout in each.tokens}) for group in credited
+        ),
+        "tokens_trained": sum(batch.tokens for batch in batches.values()),
     }
-    return [_sample(group, aggregate, batch) for group in credited], CreditReport(**counts, rule=dict(by_rule))
+    samples = [_sample(each, aggregate, batches[name], name) for group in credited for name, each in group.items()]
+    return samples, CreditReport(**counts, rule=dict(by_rule))
+
+
+def _names(credited: Iterable[Mapping[str, CreditedGroup]]) -> Iterable[str]:
+    return dict.fromkeys(name for group in credited for name in group)
+
+
+def _totals(groups: Sequence[CreditedGroup]) -> Totals:
+    return Totals(sum(each.totals.rollouts for each in groups), sum(each.totals.tokens for each in groups))
 
 
 def _with_reward(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Trajectory]:
@@ -168,17 +186,25 @@ def _with_reward(group: Sequence[Trajectory], weights: Mapping[str, float] | Non
     return [each for trajectory in group if (each := _scalar(trajectory, weights)).reward is not None]
 
 
-def _credit_group(group: Sequence[Trajectory], credit: Credit, target_agent: str | None) -> CreditedGroup:
-    calls: dict[tuple[str, str], CreditedCall] = {}
-    tokens: dict[str, int] = {}
+def _credit_group(
+    group: Sequence[Trajectory], credit: Credit, target_agent: str | None, trains: Trains | None
+) -> dict[str, CreditedGroup]:
+    """What a group teaches, by what is trained; empty where it teaches nothing."""
+    found: dict[str, CreditedGroup] = {}
     weights = credit.weights or [[1.0] * len(trajectory.transitions) for trajectory in group]
     for trajectory, own, own_weights in zip(group, credit.advantages, weights, strict=True):
         for call, advantage, weight in zip(trajectory.transitions, own, own_weights, strict=True):
-            if is_target(call.agent, target_agent):
-                _refuse_unfaithful(call)
-                calls[call.rollout_id, call.span_id] = CreditedCall(advantage, weight)
-                tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)
-    return CreditedGroup(token_tree(group) if tokens else TokenTree(()), calls, tokens)
+            name = OWN if trains is None else trains(call)
+            if name is None or not is_target(call.agent, target_agent):
+                continue
+            _refuse_unfaithful(call)
+            if name not in found:
+                tree = next(iter(found.values())).tree if found else token_tree(group)
+                found[name] = CreditedGroup(tree, {}, {})
+            tokens = found[name].tokens
+            found[name].calls[call.rollout_id, call.span_id] = CreditedCall(advantage, weight)
+            tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)
+    return found
 
 
 def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory:
@@ -201,7 +227,7 @@ def _refuse_unfaithful(call: Transition) -> None:
         )
 
 
-def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals) -> TrainingSample:
+def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals, name: str) -> TrainingSample:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
     advantages: list[Any] = []
@@ -220,7 +246,8 @@ def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals) -> Traini
         advantages.append(advantage)
         weights.append(weight)
     columns = {"advantages": advantages, "weights": weights}
-    return TrainingSample(group.tree, columns=columns, share=sample_share(aggregate, batch, group.totals))
+    share = sample_share(aggregate, batch, group.totals)
+    return TrainingSample(group.tree, columns=columns, adapter=name or None, share=share)
 
 
 def _of_tokens(value: Any, start: int, length: int) -> Any:

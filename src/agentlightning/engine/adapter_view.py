@@ -43,6 +43,12 @@ class AgentEngines(Protocol):
         """The engines of these weights, by the model names that agents may request them by."""
         ...
 
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The version of the weights behind each of these names, and behind its own. Its `policy_version` is that of
+        the newest."""
+        ...
+
     def for_agent(self, agent: str | None) -> Engine:
         """What answers the calls of an agent: this engine, or one of `views`."""
         ...

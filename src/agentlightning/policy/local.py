@@ -110,6 +110,12 @@ class LocalPolicy:
         """See `AgentEngines.views`."""
         return self._views.by_model
 
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """See `AgentEngines.versions`."""
+        own = {self.model: self.version_of(self._weights.own)}
+        return own | {model: view.policy_version for model, view in self.views.items()}
+
     def for_agent(self, agent: str | None) -> Engine:
         """See `AgentEngines.for_agent`."""
         return self._views.for_agent(agent)

@@ -13,7 +13,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import AgentSetting
+from agentlightning.policy.lora_config import AgentSetting, adapters_of
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.settings import settings_from
@@ -40,8 +40,15 @@ def policy_config(
     agents: Mapping[str, AgentSetting] | None = None,
 ) -> LocalPolicyConfig:
     """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are
-    trained. Raises MissingExtraError, and ConfigError for a warmup that is longer."""
+    trained. Raises MissingExtraError, and ConfigError for adapters with model servers, and for a warmup
+    that is longer."""
     require_training()
+    lora = settings.lora if adapters else None
+    if settings.engine != "local" and adapters_of(lora, agents or {}):
+        raise ConfigError(
+            f'adapters (policy.lora, algorithm.agents) need policy.engine = "local"; servers (engine = '
+            f'"{settings.engine}") get all weights, so leave them out'
+        )
     return LocalPolicyConfig(
         model=path,
         name=settings.name,
@@ -54,7 +61,7 @@ def policy_config(
         value_head=settings.value_head,
         gradient_checkpointing=settings.gradient_checkpointing,
         seed=seed,
-        lora=settings.lora if adapters else None,
+        lora=lora,
         agents=dict(agents or {}),
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
@@ -80,11 +87,6 @@ async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> 
     `ServedPolicy.open`."""
     if settings.engine == "local":
         return policy
-    if settings.lora is not None:
-        await policy.close()
-        raise ConfigError(
-            f'policy.lora needs policy.engine = "local"; with "{settings.engine}" all weights are trained'
-        )
     from agentlightning.policy.served import ServedPolicy
 
     try:

@@ -177,6 +177,7 @@ def make_source(
         publisher.write,
         seed=config.run.seed,
         policy_version=lambda: 0 if learner is None else learner.policy_version,
+        versions=lambda: {} if learner is None else learner.versions,
         max_staleness=config.run.max_staleness,
         total_steps=algorithm.total_steps,
         order=task_order(config.curriculum, len(tasks.train), config.run.seed, account.state.curriculum),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.policy.base import Columns, Policy, ScoreColumn, SeparatePolicy
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -38,10 +39,21 @@ class PolicyLearner:
     def policy_version(self) -> int:
         return self.policy.policy_version
 
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The versions of the weights that may answer, by model name."""
+        policy = self.policy
+        return policy.versions if isinstance(policy, AgentEngines) else {policy.model: policy.policy_version}
+
+    def version_of(self, adapter: str | None) -> int:
+        """The version of what samples of this adapter train."""
+        model = self.policy.model if adapter is None else f"{self.policy.model}:{adapter}"
+        return self.versions.get(model, self.policy_version)
+
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
         """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
-        own = dict(await asyncio.to_thread(staleness, samples, self.policy.policy_version))
+        own = dict(await asyncio.to_thread(staleness, samples, self.version_of))
         options = {"token_budget": self.token_budget, **options}
         metrics: dict[str, float] = {}
         if isinstance(self.policy, SeparatePolicy):
@@ -68,13 +80,14 @@ class PolicyLearner:
             await self.policy.load(directory, in_flight=in_flight)
 
 
-def staleness(samples: Sequence[TrainingSample], version: int) -> Mapping[str, float]:
-    """The number of updates between the weights that sampled a token and `version`, which is about to learn from it.
+def staleness(samples: Sequence[TrainingSample], version_of: Callable[[str | None], int]) -> Mapping[str, float]:
+    """The number of updates between the weights that sampled a token and those that are about to learn from it, whose
+    version `version_of` gives by the adapter of a sample.
 
     `staleness` is the mean over trained tokens, `staleness_max` the maximum; an answer sampled across an update counts
     token by token. Empty where no token has a version.
     """
-    ages = [(version - sampled, count) for sample in samples for sampled, count in _trained(sample)]
+    ages = [(version_of(sample.adapter) - sampled, count) for sample in samples for sampled, count in _trained(sample)]
     tokens = sum(count for _, count in ages)
     if not tokens:
         return {}

@@ -111,6 +111,7 @@ async def open_for_training(
             steps=algorithm.optimizer_steps,
             objective=algorithm.objective,
             seed=config.run.seed,
+            agents=algorithm.agents,
         )
     )
     if config.policy.in_flight and not policy.can_update_in_flight:

@@ -28,3 +28,12 @@ def test_loading_a_checkpoint_makes_nothing_older() -> None:
     assert [updates_of(version, resumes) for version in (4, 5, 6, 8, 9, 10, 12, 13)] == [4, 5, 6, 5, 6, 7, 6, 7]
     assert age(trajectory(9), 12, resumes) == 0
     assert age(trajectory(5), 12, resumes) == 1
+
+
+def test_calls_of_an_adapter_age_by_its_own_updates() -> None:
+    calls = [
+        Transition("ro", "at", model, 0, (1,), (2,), (-0.1,), version, model=model)
+        for model, version in (("policy", 9), ("policy:base", 0), ("policy:writer", 6))
+    ]
+    own = {"policy": 9, "policy:base": 0, "policy:writer": 7}
+    assert age(Trajectory("ro", "at", tuple(calls)), 9, by_model=own) == 1

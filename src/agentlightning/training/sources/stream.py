@@ -77,6 +77,8 @@ class RolloutStream:
     seed: int = 0
     policy_version: Callable[[], int] = lambda: 0
     """The version of the present weights."""
+    versions: Callable[[], Mapping[str, int]] = dict
+    """By model name: where a policy has several adapters, each has a version of its own."""
     max_staleness: int = 0
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
@@ -270,8 +272,8 @@ class RolloutStream:
 
     def _stale(self, chosen: Sequence[Group], collected: Collected) -> list[Group]:
         """The groups that hold a token older than `max_staleness`."""
-        version, resumes = self.policy_version(), self.state.resumes
-        old = {t.group for t in collected.trajectories if age(t, version, resumes) > self.max_staleness}
+        version, resumes, by_model = self.policy_version(), self.state.resumes, self.versions()
+        old = {t.group for t in collected.trajectories if age(t, version, resumes, by_model) > self.max_staleness}
         return [group for group in chosen if group.name in old]
 
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:

@@ -7,9 +7,10 @@ are counted in updates: tokens that a killed process sampled with the weights of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import Trajectory, Transition
 
 Resumes = Sequence[Sequence[int]]
 """(version that was saved, version of the same weights since) of each resume, in order."""
@@ -28,18 +29,19 @@ def updates_of(version: int, resumes: Resumes) -> int:
     return version
 
 
-def versions_of(trajectory: Trajectory) -> set[int]:
-    """The versions of the weights that sampled its tokens, as far as they are known."""
-    return {
-        version
-        for call in trajectory.transitions
-        for version in ([each for each, _ in call.versions] or [call.policy_version])
-        if version is not None
-    }
+def age(
+    trajectory: Trajectory, version: int, resumes: Resumes = (), by_model: Mapping[str, int] = MappingProxyType({})
+) -> int:
+    """The largest number of updates between the weights that sampled one of its tokens and the present ones: those of
+    `by_model` for the model that answered, else of `version`. 0 where no token has a version."""
+
+    def behind(call: Transition, sampled: int) -> int:
+        return abs(updates_of(by_model.get(call.model or "", version), resumes) - updates_of(sampled, resumes))
+
+    ages = (behind(call, each) for call in trajectory.transitions for each in _versions(call))
+    return max(ages, default=0)
 
 
-def age(trajectory: Trajectory, version: int, resumes: Resumes = ()) -> int:
-    """The largest number of updates between the weights that sampled one of its tokens and weights of `version`; 0
-    where no token has a version."""
-    present = updates_of(version, resumes)
-    return max((abs(present - updates_of(each, resumes)) for each in versions_of(trajectory)), default=0)
+def _versions(call: Transition) -> list[int]:
+    found = [each for each, _ in call.versions] or [call.policy_version]
+    return [version for version in found if version is not None]

@@ -1,0 +1,86 @@
+"""What the calls of each agent train: an adapter of its own, what all shared agents train together, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentlightning.credit import is_target
+from agentlightning.credit.training_samples import OWN
+from agentlightning.errors import ConfigError
+from agentlightning.policy.lora_config import BASE, AgentSetting, Lora, adapters_of
+from agentlightning.trajectory import Trajectory, Transition
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRoles:
+    """The setting `agents`. Without any, all agents train the policy itself."""
+
+    agents: Mapping[str, AgentSetting] = field(default_factory=dict[str, AgentSetting])
+    _named: set[str] = field(default_factory=set[str])
+    """Agents that are not listed and were named in a warning."""
+
+    def check(self, target: str | None) -> None:
+        """Raises ConfigError where nothing would be trained, or nothing that `target` selects."""
+        if not self.agents:
+            return
+        adapters_of(None, self.agents)
+        learning = sorted(name for name, setting in self.agents.items() if setting != "frozen")
+        if not any(is_target(name, target) for name in learning):
+            raise ConfigError(f"target_agent={target!r} selects none of the agents that learn: {', '.join(learning)}")
+
+    def trains(self, call: Transition) -> str | None:
+        """What a call trains: an adapter, `OWN`, or None for nothing. The weights that answered decide; where they are
+        not known, the agent does."""
+        if not self.agents:
+            return OWN
+        answered = _adapter(call)
+        if answered == BASE:
+            return None
+        name = answered if isinstance(self.agents.get(answered), Lora) else call.agent or ""
+        setting = self.agents.get(name)
+        if isinstance(setting, Lora):
+            return name
+        return OWN if setting == "shared" else None
+
+    def check_seen(self, trajectories: Sequence[Trajectory], target: str | None) -> None:
+        """Raises ConfigError for an agent with an adapter that made none of the calls."""
+        calls = [call for trajectory in trajectories for call in trajectory.transitions]
+        seen = {name for call in calls for name in (call.agent, _adapter(call)) if name in self.agents}
+        missing = sorted(
+            name
+            for name, setting in self.agents.items()
+            if isinstance(setting, Lora) and name not in seen and is_target(name, target)
+        )
+        if missing and calls:
+            names = sorted({"calls without a name" if call.agent is None else repr(call.agent) for call in calls})
+            raise ConfigError(
+                f"agents gives an adapter to {', '.join(map(repr, missing))}, and no call of the first "
+                f"{len(trajectories)} rollouts is of that name; there are {', '.join(names)}. Rename it in agents, or "
+                "name the agent with agl.track_agent"
+            )
+
+    def counts(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """How many calls train nothing because of this setting: of frozen agents, and of agents that it does not list,
+        which are named once."""
+        if not self.agents:
+            return {}
+        calls = [call for trajectory in trajectories for call in trajectory.transitions if self.trains(call) is None]
+        unlisted = Counter(call.agent or "" for call in calls if call.agent not in self.agents)
+        if new := sorted(unlisted.keys() - self._named):
+            self._named.update(new)
+            logger.warning(
+                "calls of %s train nothing, because agents does not list them; they are answered as frozen agents are",
+                ", ".join(repr(name) if name else "agents without a name" for name in new),
+            )
+        return {"calls_frozen": float(len(calls) - unlisted.total()), "calls_unlisted": float(unlisted.total())}
+
+
+def _adapter(call: Transition) -> str:
+    """The adapter that answered, as the model's name says; "" for the policy itself."""
+    policy, _, adapter = (call.model or "").rpartition(":")
+    return adapter if policy else ""
