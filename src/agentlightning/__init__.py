@@ -9,7 +9,7 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees it),
     RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back), Learner
     (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
-    interval).
+    interval), rescore (a new reward for stored rollouts), Rescoring (what it did).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
     GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
+    from agentlightning.rescore import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
     from agentlightning.runner import LitAgent, Runner, RunnerStatistics, llm_rollout, prompt_rollout, rollout
@@ -146,6 +147,7 @@ _NAMES = {
     "policy.losses.ppo": "PPOLoss",
     "policy.lora_config": "Lora",
     "policy.optimizer_config": "OptimizerConfig",
+    "rescore": "Rescoring rescore",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
     "runner": "LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
@@ -216,6 +218,7 @@ __all__ = [
     "Pruned",
     "Queue",
     "Rejection",
+    "Rescoring",
     "ResourcesUpdate",
     "ResumeError",
     "Retention",
@@ -270,6 +273,7 @@ __all__ = [
     "llm_rollout",
     "operation",
     "prompt_rollout",
+    "rescore",
     "rollout",
     "track_agent",
 ]

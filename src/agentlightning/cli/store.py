@@ -97,7 +97,7 @@ def _open_database(store: str | None, create: bool) -> LightningStoreBase:
     return LightningStore(store)
 
 
-def _run(
+def run_verb(
     as_json: bool,
     work: Callable[[Output, Progress], Awaitable[Result]],
 ) -> None:
@@ -126,7 +126,7 @@ def stats(store: Store = None, server: Server = None, token: Token = None, as_js
         record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
         return record, lambda console: _show_stats(counts, queues, console)
 
-    _run(as_json, work)
+    run_verb(as_json, work)
 
 
 def show(
@@ -158,7 +158,7 @@ def show(
         }
         return record, lambda console: console.print("\n".join(lines), markup=False)
 
-    _run(as_json, work)
+    run_verb(as_json, work)
 
 
 def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -> None:
@@ -211,7 +211,7 @@ def prune(
         record = {"dry_run": dry_run, **asdict(removed or planned)}
         return record, lambda console: _show_pruned(removed, planned, console)
 
-    _run(as_json, work)
+    run_verb(as_json, work)
 
 
 def _rollouts_in_use(store: str | None) -> tuple[str, ...]:
@@ -295,7 +295,7 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
             after = (await opened.statistics())["bytes"]
         return {"bytes_before": before, "bytes": after}, lambda console: _show_vacuum(before, after, console)
 
-    _run(as_json, work)
+    run_verb(as_json, work)
 
 
 async def _show_phase_later(progress: Progress, name: str) -> None:
@@ -329,7 +329,7 @@ def export_(
     async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.store.export import export_store
 
-        filters: dict[str, Any] = {"status_in": _checked(statuses, "status"), "mode_in": _checked(modes, "mode")}
+        filters: dict[str, Any] = {"status_in": checked(statuses, "status"), "mode_in": checked(modes, "mode")}
         async with open_named(store, server, token) as opened:
             with _write_errors(file):
                 report = _report(progress, "exporting")
@@ -338,7 +338,7 @@ def export_(
                 )
         return {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console)
 
-    _run(as_json, work)
+    run_verb(as_json, work)
 
 
 @contextmanager
@@ -351,7 +351,7 @@ def _write_errors(file: Path) -> Generator[None]:
         raise ConfigError(f"{file} cannot be written: {error}") from error
 
 
-def _checked(values: list[str] | None, name: str) -> list[str] | None:
+def checked(values: list[str] | None, name: str) -> list[Any] | None:
     from typing import get_args
 
     from agentlightning.rollouts import RolloutMode, RolloutStatus
@@ -410,4 +410,4 @@ def import_(
         text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"
         return {"file": str(file), **asdict(imported)}, lambda console: console.print(text, markup=False)
 
-    _run(as_json, work)
+    run_verb(as_json, work)

@@ -72,8 +72,8 @@ class RewardFunction:
     def source(self) -> str:
         return f"the reward function {self.signature.name}"
 
-    def start(self, invocation: Invocation, output: Any) -> Any:
-        """Call the function; an async one returns an awaitable."""
+    def start(self, invocation: Invocation, output: Any, **further: Any) -> Any:
+        """Call the function; an async one returns an awaitable. `further`: more arguments by parameter name."""
         task = cast(Mapping[Any, Any], invocation.task) if isinstance(invocation.task, Mapping) else {}
         values = {key: value for key, value in task.items() if isinstance(key, str)}
         known = {
@@ -81,5 +81,6 @@ class RewardFunction:
             "output": output,
             "rollout": invocation.rollout,
             "resources": invocation.resources,
+            **further,
         }
         return self.signature.apply({**values, **known})

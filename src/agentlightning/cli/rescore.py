@@ -1,0 +1,97 @@
+"""`agl rescore`: apply a new reward function to stored rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from agentlightning.cli import store as stores
+from agentlightning.cli.options import Json, Reward, Store, Token
+from agentlightning.cli.output import Output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agentlightning.rescore import Rescoring
+    from agentlightning.util.progress import Progress
+
+
+def register(app: typer.Typer) -> None:
+    app.command("rescore")(rescore)
+
+
+def rescore(
+    reward: Reward = None,
+    run: Annotated[
+        str | None, typer.Option(help="A run directory, or part of the rollout id.", show_default=False)
+    ] = None,
+    store: Store = None,
+    server: stores.Server = None,
+    token: Token = None,
+    status: stores.Statuses = None,
+    mode: stores.Modes = None,
+    task: Annotated[
+        str | None, typer.Option(help="JSON: a task, or some of its keys with their values.", show_default=False)
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to score at the same time.")] = 8,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Score and report, but write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Apply a new reward function to stored rollouts.
+
+    Each gets a new final reward; earlier ones stay recorded. Without --status: rollouts that succeeded.
+    """
+
+    async def work(output: Output, progress: Progress) -> stores.Result:
+        from agentlightning.errors import ConfigError
+        from agentlightning.rescore import Selection, rescore_async
+
+        if reward is None:
+            raise ConfigError("agl rescore needs --reward module:function")
+        directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
+        named = run if directory is None else _run_id(directory)
+        own = str(directory / "store.db") if directory is not None and store is None and server is None else store
+        selection = Selection(
+            run=named,
+            status=stores.checked(status, "status") or ("succeeded",),
+            mode=stores.checked(mode, "mode"),
+            task=_task(task),
+        )
+        async with stores.open_named(own, server, token) as opened:
+            progress.phase("scoring rollouts")
+            result = await rescore_async(
+                opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
+            )
+        return asdict(result), lambda console: _show(result, console)
+
+    stores.run_verb(as_json, work)
+
+
+def _run_id(directory: Path) -> str:
+    return str(orjson.loads((directory / "state.json").read_bytes())["run_id"])
+
+
+def _task(text: str | None) -> Any:
+    from agentlightning.errors import ConfigError
+
+    try:
+        return None if text is None else orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--task {text!r} is not JSON ({error}); for text, write --task '\"...\"'") from error
+
+
+def _show(result: Rescoring, console: Console) -> None:
+    verb = "would get" if result.dry_run else "have"
+    parts = [f"{result.rescored:,} of {result.rollouts:,} rollouts {verb} a new reward"]
+    parts += [f"{result.unchanged:,} unchanged"] if result.unchanged else []
+    parts += [f"{result.without_attempt:,} never ran"] if result.without_attempt else []
+    parts += [f"{len(result.failed):,} failed and keep theirs"] if result.failed else []
+    console.print("; ".join(parts), markup=False)
+    if result.mean_before is not None and result.mean_after is not None:
+        console.print(f"mean reward {result.mean_before:.4g} -> {result.mean_after:.4g}", markup=False)
+    for rollout_id, message in list(result.failed.items())[:3]:
+        console.print(f"{rollout_id}: {message}", markup=False)

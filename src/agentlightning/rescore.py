@@ -1,0 +1,238 @@
+"""Applies a new reward function to stored rollouts.
+
+Each rollout gets a new reward span, which names the function and replaces the final reward for everything that reads
+the rollout from then on; the spans of earlier rewards stay. Repeating it changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from agentlightning import span as names
+from agentlightning.errors import ConfigError, RewardError
+from agentlightning.rollouts import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
+from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.reward import RewardFunction, check_reward
+from agentlightning.runner.agents.spec import function_spec
+from agentlightning.span import Span, counts
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import task_key
+from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.trajectory import Reward
+from agentlightning.util.event_loop import run_sync
+
+PAGE = 500
+"""Rollouts in one request to the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rollouts to score: those that match every filter."""
+
+    run: str | None = None
+    """Part of the rollout id, such as the id of a run."""
+    status: Sequence[RolloutStatus] = ("succeeded",)
+    mode: Sequence[RolloutMode] | None = None
+    task: Any = None
+    """A task, or a dict of some of its keys with their values. None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescoring:
+    """What `rescore` did.
+
+    >>> agl.Rescoring(rollouts=3, rescored=2, unchanged=1).failed
+    {}
+    """
+
+    rollouts: int = 0
+    """Rollouts that matched."""
+    rescored: int = 0
+    """Rollouts with a new reward."""
+    unchanged: int = 0
+    """Rollouts that the same function had given the same reward."""
+    without_attempt: int = 0
+    """Rollouts that were never run."""
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    """By rollout id, why the function gave no reward: these keep the one they had."""
+    mean_before: float | None = None
+    """Mean of the final rewards of the scored rollouts that are plain numbers. None: there are none."""
+    mean_after: float | None = None
+    dry_run: bool = False
+    """Whether nothing was written."""
+
+
+def rescore(
+    store: LightningStoreBase,
+    reward: Callable[..., Any] | str,
+    *,
+    run: str | None = None,
+    status: Sequence[RolloutStatus] = ("succeeded",),
+    mode: Sequence[RolloutMode] | None = None,
+    task: Any = None,
+    concurrency: int = 8,
+    dry_run: bool = False,
+) -> Rescoring:
+    """Apply a new reward function to the rollouts of a store. Learning and evaluation then read the new rewards.
+
+    `reward` is a function or `module:function` and gets the arguments of any reward function, and `spans` if it has a
+    parameter of that name. `output` is what was stored with the attempt: at most 16,384 characters. Filters: `run`,
+    part of the rollout id; `status`; `mode`; `task`, a task or some of its keys with their values. Up to `concurrency`
+    functions run at the same time.
+
+    A rollout whose function raises, or returns what is no finite number, keeps its reward and is named in `failed`.
+    Raises RewardError if that is so for every rollout, and AgentError for a function that cannot be loaded.
+
+        >>> store = agl.InMemoryLightningStore()
+        >>> agl.rescore(store, lambda task, output: 1.0 if output == task["answer"] else 0.0).rollouts
+        0
+    """
+    selection = Selection(run, status, mode, task)
+    return run_sync(rescore_async(store, reward, selection, concurrency=concurrency, dry_run=dry_run))
+
+
+async def rescore_async(
+    store: LightningStoreBase,
+    reward: Callable[..., Any] | str,
+    selection: Selection,
+    *,
+    concurrency: int = 8,
+    dry_run: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+) -> Rescoring:
+    """`rescore`, for callers that have an event loop."""
+    if concurrency < 1:
+        raise ConfigError(f"concurrency={concurrency} runs nothing; use at least 1")
+    function = load_object(function_spec(reward), "reward") if isinstance(reward, str) else reward
+    scorer = _Scorer(store, RewardFunction.of(function), reward if isinstance(reward, str) else None, dry_run)
+    outcomes: list[_Outcome] = []
+    limit = asyncio.Semaphore(concurrency)
+
+    async def score(rollout: Rollout) -> None:
+        async with limit:
+            outcomes.append(await scorer.score(rollout))
+        if on_progress is not None:
+            on_progress(len(outcomes))
+
+    async for page in _pages(store, selection):
+        await asyncio.gather(*map(score, page))
+    return _summary(sorted(outcomes, key=lambda each: each.rollout_id), dry_run)
+
+
+async def _pages(store: LightningStoreBase, selection: Selection) -> AsyncIterator[list[Rollout]]:
+    after: str | None = None
+    while True:
+        page = await store.query_rollouts(
+            status_in=list(selection.status),
+            mode_in=None if selection.mode is None else list(selection.mode),
+            rollout_id_contains=selection.run,
+            after=after,
+            limit=PAGE,
+        )
+        if not page:
+            return
+        yield [rollout for rollout in page if _matches(rollout.input, selection.task)]
+        after = page[-1].rollout_id
+
+
+def _matches(task: Any, wanted: Any) -> bool:
+    if wanted is None:
+        return True
+    if isinstance(wanted, dict) and isinstance(task, dict):
+        return all(key in task and task_key(task[key]) == task_key(value) for key, value in wanted.items())
+    return task_key(task) == task_key(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    rollout_id: str
+    before: Reward | None = None
+    after: Reward | None = None
+    """None: no reward was given."""
+    changed: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """Scores one rollout after the other by one function."""
+
+    store: LightningStoreBase
+    function: RewardFunction
+    reference: str | None
+    """`module:function`, if it was given as text."""
+    dry_run: bool
+
+    @property
+    def name(self) -> str:
+        return self.reference or self.function.signature.name
+
+    async def score(self, rollout: Rollout) -> _Outcome:
+        attempt = await self.store.get_latest_attempt(rollout.rollout_id)
+        if attempt is None:
+            return _Outcome(rollout.rollout_id)
+        spans = await self.store.query_spans(rollout.rollout_id, attempt.attempt_id)
+        before = find_final_reward(spans)
+        fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
+        attempted = AttemptedRollout(**fields, attempt=attempt)
+        try:
+            value = await self._reward(attempted, spans)
+        except Exception as error:  # noqa: BLE001  the function is the user's code; the rollout is named and counted
+            return _Outcome(rollout.rollout_id, before, error=f"{type(error).__name__}: {error}")
+        rescored = [span for span in spans if names.RESCORED in span.attributes and counts(span)]
+        newest = rescored[-1].attributes[names.RESCORED] if rescored else None
+        changed = newest != self.name or before != value
+        if changed and not self.dry_run:
+            await self.store.add_span(self._span(attempted, value, len(rescored)))
+        return _Outcome(rollout.rollout_id, before, value, changed)
+
+    async def _reward(self, rollout: AttemptedRollout, spans: Sequence[Span]) -> Reward:
+        resources = None if rollout.resources_id is None else await self.store.get_resources_by_id(rollout.resources_id)
+        invocation = Invocation(rollout, {} if resources is None else resources.resources, task=rollout.input)
+        output = rollout.attempt.metadata.get("output")
+        value = await asyncio.to_thread(self.function.start, invocation, output, spans=spans)
+        return check_reward(await value if inspect.isawaitable(value) else value, self.function.source)
+
+    def _span(self, rollout: AttemptedRollout, value: Reward, number: int) -> Span:
+        attempt_id = rollout.attempt.attempt_id
+        content = f"{attempt_id} rescored {number} {self.name} {value!r}"
+        key = names.REWARD_VALUES if isinstance(value, dict) else names.SCORE_VALUE
+        return Span(
+            rollout_id=rollout.rollout_id,
+            attempt_id=attempt_id,
+            name=names.REWARD,
+            start_time=time.time(),
+            span_id=hashlib.sha256(content.encode()).hexdigest()[:16],
+            attributes={names.EVALUATION_NAME: "reward", key: value, names.RESCORED: self.name, names.JUDGE: True},
+        )
+
+
+def _summary(outcomes: Sequence[_Outcome], dry_run: bool) -> Rescoring:
+    failed = {each.rollout_id: each.error for each in outcomes if each.error is not None}
+    if failed and len(failed) == len(outcomes):
+        first = next(iter(failed))
+        raise RewardError(f"the function scored none of {len(failed)} rollouts. The first, {first}: {failed[first]}")
+    scored = [each for each in outcomes if each.after is not None]
+    return Rescoring(
+        rollouts=len(outcomes),
+        rescored=sum(each.changed for each in scored),
+        unchanged=sum(not each.changed for each in scored),
+        without_attempt=len(outcomes) - len(scored) - len(failed),
+        failed=failed,
+        mean_before=_mean([each.before for each in scored]),
+        mean_after=_mean([each.after for each in scored]),
+        dry_run=dry_run,
+    )
+
+
+def _mean(rewards: Sequence[Reward | None]) -> float | None:
+    plain = [reward for reward in rewards if isinstance(reward, float | int)]
+    return fmean(plain) if plain else None
