@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
-    from agentlightning.rescore import Rescoring, rescore
+    from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
     from agentlightning.runner import LitAgent, Runner, RunnerStatistics, llm_rollout, prompt_rollout, rollout
@@ -147,7 +147,7 @@ _NAMES = {
     "policy.losses.ppo": "PPOLoss",
     "policy.lora_config": "Lora",
     "policy.optimizer_config": "OptimizerConfig",
-    "rescore": "Rescoring rescore",
+    "rescorer": "Rescoring rescore",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
     "runner": "LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.task import ENVIRONMENTS
 from agentlightning.tracing.air import check_rules
 from agentlightning.util.settings import Section
 
@@ -25,7 +26,8 @@ class DataConfig(Section):
     """
 
     train: str | None = None
-    """Tasks to learn from: a JSONL, JSON or Parquet file, or a saved `datasets` directory."""
+    """Tasks to learn from: a JSONL, JSON or Parquet file, a saved `datasets` directory, or the address of an
+    environment, as in reasoning_gym:chain_sum?size=500&seed=1."""
     validation: str | None = None
     """Tasks that choose the best checkpoint; without a file, a share of the training tasks."""
     held_out: str | None = None
@@ -157,6 +159,9 @@ class TrainConfig(Section):
     ('path/to/model', 7)
     """
 
+    env: str | None = None
+    """The address of an environment: its tasks, agent and reward are used where `data.train`, `agent` and `reward` are
+    not set."""
     agent: str | None = None
     """`module:name`, `path/file.py:name`, or a command line in any language."""
     reward: str | None = None
@@ -182,6 +187,29 @@ class TrainConfig(Section):
     air: dict[str, float] = Field(default_factory=dict[str, float])
     """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
     output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_environment(cls, values: Any) -> Any:
+        """Fill what an environment brings and nobody has set."""
+        address = values.get("env") if isinstance(values, dict) else None
+        kind = ENVIRONMENTS.get(str(address).partition(":")[0])
+        if kind is None:
+            return values
+        table: dict[str, Any] = dict(values)
+        table["agent"] = table.get("agent") or kind.agent
+        table["reward"] = table.get("reward") or kind.reward
+        data: Any = table.get("data") or {}
+        given = dict(data)
+        table["data"] = {**given, "train": given.get("train") or address}
+        return table
+
+    @field_validator("env")
+    @classmethod
+    def _check_environment(cls, env: str | None) -> str | None:
+        if env is not None and env.partition(":")[0] not in ENVIRONMENTS:
+            raise ValueError(f"{env!r} is no address of an environment; known kinds: {', '.join(ENVIRONMENTS)}")
+        return env
 
     @field_validator("air")
     @classmethod

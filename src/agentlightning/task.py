@@ -10,9 +10,11 @@ import hashlib
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 
 import orjson
 
@@ -23,6 +25,31 @@ T_co = TypeVar("T_co", covariant=True)
 
 SAVED_DATASET = "datasets:"
 """Prefix of paths to directories written by `datasets.Dataset.save_to_disk`."""
+INTEGRATIONS: Final = "agentlightning.integrations"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A kind of environment: `KIND:NAME?size=500&seed=1` is a dataset of tasks."""
+
+    module: str
+    """Its module in `agentlightning.integrations`, with `load(address)` and `play`, an agent."""
+    scores: bool = False
+    """Whether the module has a reward function `score`; the agent of any other gives the rewards itself."""
+
+    @property
+    def agent(self) -> str:
+        return f"{INTEGRATIONS}.{self.module}:play"
+
+    @property
+    def reward(self) -> str | None:
+        return f"{INTEGRATIONS}.{self.module}:score" if self.scores else None
+
+
+ENVIRONMENTS: Final = {
+    "reasoning_gym": Environment("reasoning_gym", scores=True),
+}
+"""By the kind in the address."""
 SHOWN = 60
 """Maximum length of an invalid line in an error message."""
 BOM = b"\xef\xbb\xbf"
@@ -50,7 +77,8 @@ def load_dataset(spec: str | Path | Sequence[Any] | Dataset[Any]) -> list[Any]:
 
     The suffix determines the format of a file: `.jsonl` (one JSON value per line, empty lines are skipped), `.json`
     (an array), `.parquet` (one task per row). A directory, or `datasets:PATH`, is a dataset saved by Hugging Face
-    `datasets`. Raises DatasetError with the file and line of the problem, or if there are no tasks.
+    `datasets`. `KIND:NAME?size=500&seed=1` with a kind of ENVIRONMENTS is that many tasks of an environment. Raises
+    DatasetError with the file and line of the problem, or if there are no tasks.
     """
     if isinstance(spec, str | Path):
         tasks, where = _load_path(str(spec)), str(spec)
@@ -63,6 +91,8 @@ def load_dataset(spec: str | Path | Sequence[Any] | Dataset[Any]) -> list[Any]:
 
 
 def _load_path(spec: str) -> list[Any]:
+    if spec.partition(":")[0] in ENVIRONMENTS and not Path(spec).exists():
+        return _load_environment(spec)
     path = Path(spec.removeprefix(SAVED_DATASET))
     if not path.exists():
         raise DatasetError(f"dataset not found: {str(path)!r}; pass the path of an existing file")
@@ -74,6 +104,13 @@ def _load_path(spec: str) -> list[Any]:
             f"{path}: tasks are read from {', '.join(READERS)} files, not from {path.suffix or 'this'!r}"
         )
     return reader(path)
+
+
+def _load_environment(address: str) -> list[Any]:
+    """The tasks of an environment. Its module is found by name, because it builds on this one."""
+    integration = f"{INTEGRATIONS}.{ENVIRONMENTS[address.partition(':')[0]].module}"
+    parsed = import_module(f"{INTEGRATIONS}.address").Address.parse(address)
+    return _plain(import_module(integration).load(parsed), address)
 
 
 def _items(spec: Sequence[Any] | Dataset[Any]) -> Iterable[Any]:

@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 import typer
 
 Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
-Reward = Annotated[str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number.")]
-Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file.")]
+Reward = Annotated[
+    str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
+]
+Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file, or an environment.")]
 Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
 Models = Annotated[
     list[str] | None, typer.Option("--model", help="[NAME=]DIR: a model that answers model calls; repeatable.")

@@ -16,7 +16,7 @@ from agentlightning.cli.output import Output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentlightning.rescore import Rescoring
+    from agentlightning.rescorer import Rescoring
     from agentlightning.util.progress import Progress
 
 
@@ -48,7 +48,7 @@ def rescore(
 
     async def work(output: Output, progress: Progress) -> stores.Result:
         from agentlightning.errors import ConfigError
-        from agentlightning.rescore import Selection, rescore_async
+        from agentlightning.rescorer import Selection, rescore_async
 
         if reward is None:
             raise ConfigError("agl rescore needs --reward module:function")

@@ -26,6 +26,10 @@ def train(
     agent: Agent = None,
     reward: Reward = None,
     dataset: Dataset = None,
+    env: Annotated[
+        str | None,
+        typer.Option(help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False),
+    ] = None,
     model: Model = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
@@ -48,7 +52,14 @@ def train(
     output = Output(as_json)
     directory = resume or run_dir
     with errors_reported(output, lambda: directory):
-        shortcuts = {"agent": agent, "reward": reward, "data.train": dataset, "policy.model": model, "run.seed": seed}
+        shortcuts = {
+            "env": env,
+            "agent": agent,
+            "reward": reward,
+            "data.train": dataset,
+            "policy.model": model,
+            "run.seed": seed,
+        }
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         changes = [*given, *(settings or [])]
         resolved = _resolve(changes, config, run_dir, resume)

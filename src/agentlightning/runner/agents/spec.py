@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
+from agentlightning.task import ENVIRONMENTS
 
 AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str]
 """Every form in which an agent can be given."""
@@ -77,7 +78,8 @@ def function_spec(function: Callable[..., Any] | str, role: str = "reward") -> R
     """The specification of a plain function, such as a reward function. Raises AgentError."""
     if not isinstance(function, str):
         return _spec_of_object(function, role)
-    reference = _reference(function)
+    named = ENVIRONMENTS.get(function)
+    reference = _reference(named.reward if named is not None and named.reward is not None else function)
     if reference is None:
         raise AgentError(f"{role} {function!r} is neither `module:function` nor `path/to/file.py:function`")
     return reference

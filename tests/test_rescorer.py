@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from agentlightning import span as names
 from agentlightning.cli.main import build
 from agentlightning.errors import AgentError, RewardError
-from agentlightning.rescore import Rescoring, Selection, rescore, rescore_async
+from agentlightning.rescorer import Rescoring, Selection, rescore, rescore_async
 from agentlightning.span import Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase

@@ -1,0 +1,66 @@
+"""The address of an environment: `KIND:NAME?size=500&seed=1&option=value`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+from urllib.parse import parse_qsl
+
+from agentlightning.errors import ConfigError
+
+DEFAULT_SIZE: Final = 500
+HELD_OUT_SHARE: Final = 0.2
+"""Share of the tasks that `part=held_out` keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Which environment, and which of its tasks."""
+
+    kind: str
+    name: str
+    size: int = DEFAULT_SIZE
+    """Number of tasks."""
+    seed: int = 0
+    part: Literal["train", "held_out"] | None = None
+    """`train` and `held_out` share no task, whatever their sizes and seeds. None: any task."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further settings, for the environment itself."""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ConfigError for text that is no address."""
+        kind, _, rest = text.partition(":")
+        name, _, query = rest.partition("?")
+        if not kind or not name:
+            raise ConfigError(f"{text!r} names no environment; write KIND:NAME, as in reasoning_gym:chain_sum?size=200")
+        values = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+        size, seed, part = values.pop("size", DEFAULT_SIZE), values.pop("seed", 0), values.pop("part", None)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{text!r}: size={size} is no number of tasks; use at least 1")
+        if type(seed) is not int:
+            raise ConfigError(f"{text!r}: seed={seed} is no whole number")
+        if part not in ("train", "held_out", None):
+            raise ConfigError(f"{text!r}: part={part} is neither train nor held_out")
+        return cls(kind, name, size, seed, part, values)
+
+    def keeps(self, identity: str) -> bool:
+        """Whether a task belongs to the part."""
+        if self.part is None:
+            return True
+        digest = hashlib.sha256(f"{self.kind}:{self.name}:{identity}".encode()).digest()
+        held_out = int.from_bytes(digest[:4]) < HELD_OUT_SHARE * 2**32
+        return held_out == (self.part == "held_out")
+
+    def number(self, salt: str) -> int:
+        """A seed that differs for each seed and salt: neighbouring seeds lead to unrelated tasks."""
+        return int.from_bytes(hashlib.sha256(f"{self.seed}:{salt}".encode()).digest()[:4]) >> 1
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
