@@ -48,6 +48,7 @@ class Environment:
 
 ENVIRONMENTS: Final = {
     "reasoning_gym": Environment("reasoning_gym", scores=True),
+    "textarena": Environment("text_gym"),
 }
 """By the kind in the address."""
 SHOWN = 60

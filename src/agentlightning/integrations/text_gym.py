@@ -1,0 +1,186 @@
+"""Text games as an agent of the policy: environments of `textarena`, and any with `reset` and `step` over strings.
+
+    agl train --env "textarena:GuessTheNumber-v0?size=200" --model path/to/model
+
+Each move is one call of the model, with the conversation so far. A game of several players is played against itself by
+default: the policy makes every move, each player as the agent `player_0`, `player_1` ..., and the reward of the
+rollout is that of player 0. An `opponent`, a function from observation to move, plays the others instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol, cast
+
+from agentlightning.errors import ConfigError, MissingExtraError
+from agentlightning.integrations.address import Address
+from agentlightning.integrations.chat import Message, chat, client
+from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.spec import function_spec
+from agentlightning.tracing.agents import track_agent
+from agentlightning.tracing.emit import emit_reward
+
+Move = Callable[[str], str]
+Turn = tuple[int, str]
+"""Whose turn it is, and what that player sees."""
+MAX_MOVES: Final = 100
+
+
+class Game(Protocol):
+    """A game as `play_game` needs it."""
+
+    def start(self, seed: int) -> Turn: ...
+
+    def move(self, text: str) -> tuple[Turn | None, float]:
+        """Make a move: the next turn, None at the end, and the reward of the move."""
+        ...
+
+    def final_reward(self) -> float | None:
+        """The reward of player 0 at the end, beyond those of its moves; None if there is none."""
+        ...
+
+
+class GymGame:
+    """A single-player environment in the way of gymnasium: `reset(seed=)` returns (observation, info) and `step(text)`
+    returns (observation, reward, terminated, truncated, info). Older ones without `info` or `truncated` work, too."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def start(self, seed: int) -> Turn:
+        found = self.env.reset(seed=seed)
+        return 0, str(found[0] if isinstance(found, tuple) else found)
+
+    def move(self, text: str) -> tuple[Turn | None, float]:
+        observation, reward, *ends = self.env.step(text)
+        return None if any(ends[:-1]) else (0, str(observation)), float(reward)
+
+    def final_reward(self) -> None:
+        """None: all rewards are those of moves."""
+
+
+class TextArenaGame:
+    """A game of textarena, whose rewards come at the end. `players`: how many play; None: the fewest it allows."""
+
+    def __init__(self, name: str, players: int | None = None, **options: Any) -> None:
+        try:
+            import textarena  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("textarena", "textarena") from error
+        make: Any = textarena.make
+        try:
+            self.env: Any = make(name, **options)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"textarena cannot make {name!r} with {options}: {error}") from error
+        self.players, self.rewards = players, cast("Mapping[int, float] | None", None)
+
+    def start(self, seed: int) -> Turn:
+        counts = range(1, 16) if self.players is None else (self.players,)
+        for count in counts:
+            with suppress(AssertionError, ValueError):
+                self.env.reset(num_players=count, seed=seed)
+                return self._turn()
+        raise ConfigError(f"textarena starts no game of {counts[0]} to {counts[-1]} players; set players=N")
+
+    def move(self, text: str) -> tuple[Turn | None, float]:
+        done, _ = self.env.step(text)
+        if not done:
+            return self._turn(), 0.0
+        self.rewards, _ = self.env.close()
+        return None, 0.0
+
+    def _turn(self) -> Turn:
+        player, observation = self.env.get_observation()
+        return int(player), str(observation)
+
+    def final_reward(self) -> float | None:
+        return None if self.rewards is None else float(self.rewards.get(0, 0.0))
+
+
+def load(address: Address) -> list[Any]:
+    """A task for each game: the same game with another seed. Raises ConfigError if it cannot be made."""
+    options = {key: value for key, value in address.options.items() if key not in ("opponent", "max_moves")}
+    TextArenaGame(address.name, **options)
+    seeds = (random.Random(f"{address.seed}:{number}").getrandbits(31) for number in range(100 * address.size))
+    kept = [seed for seed in dict.fromkeys(seeds) if address.keeps(str(seed))][: address.size]
+    return [{"env": address.name, "seed": seed, "options": address.options} for seed in kept]
+
+
+async def play(task: Mapping[str, Any], base_url: str, api_key: str, model: str) -> None:
+    """An agent that plays the game of a task of `textarena:NAME`. The options `opponent` and `max_moves` are those of
+    `play_game`, `players` is that of `TextArenaGame`, and others are the game's own."""
+    options = dict(task.get("options", {}))
+    opponent, moves = options.pop("opponent", None), options.pop("max_moves", MAX_MOVES)
+    game = TextArenaGame(task["env"], **options)
+    player = None if opponent is None else load_object(function_spec(opponent, "opponent"), "opponent")
+    model_of = Model(base_url, api_key, model)
+    await play_game(game, model_of, seed=task["seed"], opponent=player, max_moves=moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model that plays."""
+
+    base_url: str
+    api_key: str
+    name: str
+
+
+async def play_game(
+    game: Game,
+    model: Model,
+    *,
+    seed: int = 0,
+    opponent: Move | None = None,
+    max_moves: int = MAX_MOVES,
+    rewards: Literal["total", "moves"] = "total",
+) -> None:
+    """Play a game to its end, or for `max_moves` moves, and record its rewards.
+
+    `rewards`: with "total", one at the end: the sum of the moves' and the final one; none for a game that was cut
+    off and gave none. With "moves", one after each move, of which the last includes the final one: for credit rules that use
+    intermediate rewards.
+    """
+    histories: dict[int, list[Message]] = {}
+    turn: Turn | None = game.start(seed)
+    found: list[float] = []
+    async with client() as http:
+        for _ in range(max_moves):
+            if turn is None:
+                break
+            player, observation = turn
+            if player and opponent is not None:
+                turn, _ = game.move(opponent(observation))
+                continue
+            if rewards == "moves" and found:
+                emit_reward(found[-1], name="move")
+            history = histories.setdefault(player, [])
+            history.append({"role": "user", "content": observation})
+            with track_agent(f"player_{player}"):
+                text = await chat(http, history, model.base_url, model.api_key, model.name)
+            history.append({"role": "assistant", "content": text})
+            turn, reward = game.move(text)
+            found.append(reward)
+    _record_end(game, found, turn is None, rewards == "moves")
+
+
+def _record_end(game: Game, found: Sequence[float], ended: bool, of_moves: bool) -> None:
+    """Record the reward of the end: of the last move alone, or of all."""
+    final = game.final_reward()
+    if not ended and final is None and not any(found):
+        return
+    last = sum(found[-1:] if of_moves else found)
+    emit_reward(last + (final or 0.0))
+
+
+def gym_agent(make: Callable[[], Any], rewards: Literal["total", "moves"] = "total") -> Callable[..., Any]:
+    """An agent that plays a gymnasium-like environment, made anew for each rollout; a task may have a `seed`."""
+
+    async def agent(task: Any, base_url: str, api_key: str, model: str) -> None:
+        seed = int(task.get("seed", 0)) if isinstance(task, Mapping) else 0
+        await play_game(GymGame(make()), Model(base_url, api_key, model), seed=seed, rewards=rewards)
+
+    return agent
