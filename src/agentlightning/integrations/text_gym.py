@@ -140,9 +140,9 @@ async def play_game(
 ) -> None:
     """Play a game to its end, or for `max_moves` moves, and record its rewards.
 
-    `rewards`: with "total", one at the end: the sum of the moves' and the final one; none for a game that was cut
-    off and gave none. With "moves", one after each move, of which the last includes the final one: for credit rules that use
-    intermediate rewards.
+    `rewards`: with "total", one at the end: the sum of the moves' and the final one; none for a game that was cut off
+    and gave none. With "moves", one after each move, of which the last includes the final one: for credit rules that
+    use intermediate rewards.
     """
     histories: dict[int, list[Message]] = {}
     turn: Turn | None = game.start(seed)
