@@ -111,6 +111,19 @@ async def test_only_the_adapter_of_a_sample_changes(policy: LocalPolicy) -> None
         assert metrics["tokens_trained"] == 8
 
 
+async def test_tokens_are_scored_by_the_adapter_that_learns_from_them(policy: LocalPolicy) -> None:
+    for agent, adapter in (("writer", "writer"), ("planner", None)):
+        sample = await ask(policy, agent)
+        tree = lesson(sample, adapter).tree
+        (own,) = (await policy.score([tree], {"logprobs"}, adapter=adapter))["logprobs"]
+        assert own[1].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    frozen = await ask(policy, "editor")
+    (below,) = (await policy.score([lesson(frozen, None).tree], {"ref_logprobs"}))["ref_logprobs"]
+    assert below[1].tolist() == pytest.approx(frozen.logprobs, abs=1e-4), "the reference is the model below"
+    with pytest.raises(PolicyError, match="adapter 'editor', which this policy does not train"):
+        await policy.score([tree], {"logprobs"}, adapter="editor")
+
+
 async def test_one_update_trains_several_adapters_with_their_own_optimisers_and_metrics(policy: LocalPolicy) -> None:
     before, sample = matrices(policy), await ask(policy, "planner")
     steps = {name: updater.optimizer.steps for name, updater in policy._weights.updaters.items()}

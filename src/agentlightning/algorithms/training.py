@@ -111,7 +111,12 @@ class Learner(Protocol):
         ...
 
     async def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
     ) -> Columns:
         """Columns of every sampled token of each tree under the present weights; see `Policy.score`."""
         ...

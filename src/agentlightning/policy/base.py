@@ -52,11 +52,17 @@ class Policy(Engine, Protocol):
         ...
 
     async def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
     ) -> Columns:
         """Columns of every sampled token of each tree, at the temperature it was sampled with and under the present
         weights: `logprobs`, `entropy` (nats), `values`; and `ref_logprobs` under the weights in `reference`, a
-        directory that transformers loads. They go into a `TrainingSample`. Changes no weights.
+        directory that transformers loads. They go into a `TrainingSample`, and are those of its `adapter`. Changes no
+        weights.
 
         Raises PolicyError for a column that the policy cannot give, naming what it lacks."""
         ...

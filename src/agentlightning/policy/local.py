@@ -180,7 +180,12 @@ class LocalPolicy:
         return await self._engine.run(lambda: self._train(samples, in_flight, options))
 
     async def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
     ) -> Columns:
         """See `Policy.score`. The model in `reference` is loaded beside the policy, and stays until another one is.
         Where adapters are trained, the weights below them are the reference unless another is given."""
@@ -188,7 +193,7 @@ class LocalPolicy:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
         if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
-        return await self._engine.run(lambda: self._score(trees, what, reference))
+        return await self._engine.run(lambda: self._score(trees, what, reference, adapter))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
@@ -226,12 +231,17 @@ class LocalPolicy:
         by_name: dict[str | None, list[TrainingSample]] = {}
         for sample in samples:
             by_name.setdefault(own if sample.adapter is None else sample.adapter, []).append(sample)
-        if unknown := [name for name in by_name if name not in updaters]:
-            raise PolicyError(
-                f"samples are for the adapter {unknown[0]!r}, which this policy does not train; it trains "
-                f"{', '.join(repr(name) for name in updaters if name is not None) or 'all weights'}"
-            )
+        for name in by_name:
+            self._check_trained(name)
         return by_name or {own if own in updaters else next(iter(updaters)): []}
+
+    def _check_trained(self, name: str | None) -> None:
+        updaters = self._weights.updaters
+        if name not in updaters:
+            raise PolicyError(
+                f"samples are for the adapter {name!r}, which this policy does not train; it trains "
+                f"{', '.join(repr(each) for each in updaters if each is not None) or 'all weights'}"
+            )
 
     def _step(
         self, name: str | None, samples: Sequence[TrainingSample], options: Mapping[str, Any], version: int
@@ -249,11 +259,15 @@ class LocalPolicy:
         self._set_version(version, [name])
         return metrics
 
-    def _score(self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None) -> Columns:
+    def _score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
+    ) -> Columns:
         found: dict[str, Any] = {}
         own = next(iter(self._weights.updaters.values()))
+        if adapter is not None:
+            self._check_trained(adapter)
         if present := what & {"logprobs", "entropy", "values"}:
-            with self._weights.use(self._weights.own):
+            with self._weights.use(self._weights.own if adapter is None else adapter):
                 found |= own.forward.score(trees, present, value_head=self._weights.value_head)
         if "ref_logprobs" in what:
             reference_forward = own.forward if reference is None else self._reference_at(reference)

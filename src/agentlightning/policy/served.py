@@ -176,10 +176,15 @@ class ServedPolicy:
         return {"server_difference": self.differences[-1]}
 
     async def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
     ) -> Columns:
         """See `Policy.score`; computed by the learner."""
-        return await self.learner.score(trees, what, reference=reference)
+        return await self.learner.score(trees, what, reference=reference, adapter=adapter)
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self.learner.save(directory, training_state=training_state)

@@ -62,7 +62,12 @@ class ScriptedPolicy(ScriptedEngine):
         return None
 
     async def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
     ) -> Columns:
         """`logprobs` and `ref_logprobs` are those that the tokens were sampled with; other columns are 0."""
         import numpy as np

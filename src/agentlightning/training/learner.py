@@ -68,9 +68,14 @@ class PolicyLearner:
         return {**metrics, **own}
 
     async def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], *, reference: Path | None = None
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
     ) -> Columns:
-        return await self.policy.score(trees, what, reference=reference)
+        return await self.policy.score(trees, what, reference=reference, adapter=adapter)
 
     async def save(self, directory: Path) -> None:
         await self.policy.save(directory)
